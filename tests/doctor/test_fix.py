@@ -5,9 +5,11 @@ import runpy
 import pytest
 import torch
 
-from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair
+from gpubound.doctor.finding import Finding
+from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair, targets
 from gpubound.watch import watch
 from gpubound.watch.pretend import simgpu
+from gpubound.watch.source_line import Site
 from tests.messages import message
 
 
@@ -254,7 +256,15 @@ def test_a_patch(name, tmp_path):
 
 REFUSED = {
     "loader: the DataLoader has workers; if they are too slow": ("data", "l = DataLoader(d, num_workers=8)  # here\n"),
-    "loader: line 1 passes **keywords": ("data", "l = DataLoader(d, **options)  # here\n"),
+    "loader: line 2 passes **o, which may hold the same": (
+        "data",
+        "o = {'num_workers': 1}\nl = DataLoader(d, **o); f(o['x'])  # here\n",
+    ),
+    "loader: line 3 passes dictionaries that are empty": (
+        "data",
+        "o = {}\no.update(o2)\nl = DataLoader(d, **o)  # here\no2 = {}\n",
+    ),
+    "loader: line 1 passes **options": ("data", "l = DataLoader(d, **options)  # here\n"),
     "loader: there are 2 DataLoaders in this file": ("data", "a = DataLoader(d)\nb = DataLoader(e)\nf()  # here\n"),
     "loader: each worker would go over the whole IterableDataset": (
         "data",
@@ -378,3 +388,57 @@ def test_every_patch_is_tried_here():
     """But for the one of test_fix_step.py."""
     tried = {kind for kind, *_ in [*CASES.values(), *REFUSED.values()]} | {"launch_bound"}
     assert all(patch.kinds & tried for patch in PATCHES.values())
+
+
+OPTIONS = {
+    "a conditional one": (
+        "kwargs = {'num_workers': 1, 'pin_memory': True} if gpu else {}\nl = DataLoader(d, batch_size=4, **kwargs)  # here\n",
+        "kwargs = {'num_workers': 4, 'pin_memory': True, \"persistent_workers\": True} if gpu else {}\n",
+    ),
+    "one that is updated": (
+        "a = {'batch_size': 4}\nif gpu:\n"
+        "    b = {'num_workers': 1,\n         'shuffle': True}\n    a.update(b)\nl = DataLoader(d, **a)  # here\n",
+        "    b = {'num_workers': 4,\n         'shuffle': True, \"persistent_workers\": True, \"pin_memory\": True}\n",
+    ),
+    "workers that are too few": (
+        "l = DataLoader(d, num_workers=1, pin_memory=True)  # here\n",
+        "num_workers=4, pin_memory=True, persistent",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_loader_s_options_are_found_in_dictionaries(tmp_path, name):
+    text, wanted = OPTIONS[name]
+    after, made = mended(tmp_path, text, ("data", "# here"))
+    assert not made.refused and wanted in after, after
+
+
+def test_a_copy_of_memory_that_was_seen_pinned_needs_no_loader(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("def step(x, y):\n    x, y = x.to(device), y.to(device)\n")
+    (target,) = targets([found(path, "201.2 kB a step (pinned, blocking)")])
+    made = repair([target])
+    assert (
+        made.changes[path][1]
+        == b"def step(x, y):\n    x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)\n"
+    )
+    assert made.equal and repair(targets([found(path, "201.2 kB a step (pageable, blocking)")])).refused
+
+
+def found(path, evidence: str) -> Finding:
+    line = Site(str(path), 2, "step", "x, y = x.to(device), y.to(device)", 2)
+    return Finding("h2d", line, None, "", None, 2.0, 1.0, "replayed", evidence, "")
+
+
+SHOWN = "for step, x in enumerate(data):\n    print('loss',\n          model(x).item())  # here\n    f(x)\n"
+
+
+def test_what_is_printed_in_every_step_is_printed_rarely_on_request(tmp_path):
+    text, made = mended(tmp_path, SHOWN, ("sync", "# here"))
+    assert text == SHOWN and "rarely" in next(iter(made.refused.values()))
+    text, made = mended(tmp_path, SHOWN, ("sync", "# here"), asked=["rarely"])
+    assert made.equal and "    if step % 50 == 0:\n        print('loss',\n              model(x).item())  # here\n" in text
+    others = (SHOWN.replace("enumerate(data)", "pairs"), SHOWN.replace("step, x in enumerate(data)", "x in data"))
+    for other in (*others, SHOWN.replace("    print", "    if step % 9 == 0: print"), "print(x.item())  # here\n"):
+        assert mended(tmp_path, other, ("sync", "# here"), asked=["rarely"])[1].refused

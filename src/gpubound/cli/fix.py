@@ -43,7 +43,7 @@ class Fix:
     apply: bool = False
     """Write the patches into the files."""
     also: str = ""
-    """Patches that change the results, too: tf32."""
+    """Patches that change the results or the output, too: tf32, rarely."""
     json: bool = False
     """Print the answer as JSON."""
 

@@ -222,3 +222,34 @@ def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kin
 
 
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
+
+EVERY = 50  # steps from one print to the next
+SHOWING = ("print", "write", "info", "debug", "log", "add_scalar", "set_postfix")
+
+
+def propose_rarely(source: SourceText, line: int) -> list[Edit]:
+    """Propose to show what is shown in every step in every fiftieth one alone, by the counter of the loop."""
+    statement = source.statement_at(line, *SHOWING)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or last_name(call) not in SHOWING:
+        raise Refused("the line does not print or log by itself")
+    loop = source.loop(statement)
+    if not isinstance(loop, ast.For) or not _in_every_step(source, statement, loop):
+        raise Refused("the line is in no for loop, or not in every step of it")
+    over = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    target = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target
+    if over not in ("range", "enumerate") or not isinstance(target, ast.Name):
+        raise Refused("the loop has no counter; write for step, batch in enumerate(...)")
+    if (
+        any(isinstance(node, ast.Constant) and "\n" in str(node.value) for node in ast.walk(call))
+        and call.end_lineno != call.lineno
+    ):
+        raise Refused("the line holds a text of several lines")
+    indent, (start, end) = source.indent(statement), source.line_range(statement, statement)
+    lines = source.data[start:end].decode().splitlines(keepends=True)
+    return [
+        Edit(start, end, f"{indent}if {target.id} % {EVERY} == 0:{source.newline}" + "".join(f"    {each}" for each in lines))
+    ]
+
+
+RARELY = Patch("rarely", frozenset({"sync", "d2h"}), f"it is shown every {EVERY} steps", propose_rarely, asked=True)

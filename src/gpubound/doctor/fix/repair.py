@@ -18,7 +18,8 @@ from ...files import reading, replacing
 from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
-from .reads import READS
+from .options import options_of, with_options
+from .reads import RARELY, READS
 from .source import LOOPS, Edit, Patch, Refused, SourceText, constant, imported, last_name, name_of, with_keywords
 from .step import TRAIN_STEP
 
@@ -92,19 +93,20 @@ def _targets(source: SourceText, call: ast.Call) -> set[str]:
 
 def propose_loader(source: SourceText, line: int) -> list[Edit]:
     loader = loader_at(source, line)
-    have = {keyword.arg: constant(keyword.value) for keyword in loader.keywords}
-    if "num_workers" in have and have["num_workers"] != 0:
+    have = {name: constant(value) for name, value in options_of(source, loader).items()}
+    workers = have.get("num_workers", 0)
+    if not isinstance(workers, int) or workers >= WORKERS:
         raise Refused("the DataLoader has workers; if they are too slow, give it more, or decode less in __getitem__")
     if b"IterableDataset" in source.data:
         raise Refused("each worker would go over the whole IterableDataset; divide it by get_worker_info() first")
     if len(loader.args) > 5:
         raise Refused(f"line {loader.lineno} passes num_workers by its position")
     wanted = {"num_workers": str(WORKERS)}
-    if not _is_touched(source, loader):
+    if "persistent_workers" not in have and not _is_touched(source, loader):
         wanted["persistent_workers"] = "True"
     if "pin_memory" not in have:
         wanted["pin_memory"] = "True"
-    return with_keywords(source, loader, **wanted)
+    return with_options(source, loader, **wanted)
 
 
 def _is_touched(source: SourceText, loader: ast.Call) -> bool:
@@ -121,9 +123,8 @@ LOADER = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead
 COPYING = ("to", "cuda")
 
 
-def propose_copies(source: SourceText, line: int) -> list[Edit]:
-    """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loader, without which it has no
-    effect."""
+def _copies(source: SourceText, line: int) -> list[ast.Call]:
+    """Return the copies to the device that are written in this line."""
     copies = [call for call in source.calls(line) if isinstance(call.func, ast.Attribute) and last_name(call) in COPYING]
     if not copies:
         raise Refused("no .to() or .cuda() is written in this line")
@@ -131,16 +132,33 @@ def propose_copies(source: SourceText, line: int) -> list[Edit]:
         raise Refused("it copies to the host, which must wait before it may read what arrives")
     if len({source.text(call.args[0]) for call in copies if call.args}) > 1:
         raise Refused("it copies to more than one place, of which one may be the host")
+    return copies
+
+
+def propose_copies(source: SourceText, line: int) -> list[Edit]:
+    """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loader, without which it has no
+    effect."""
+    copies = _copies(source, line)
     try:
         loader = loader_at(source, line)
     except Refused as why:
         raise Refused(f"the batches must be pinned where they are made, and {why}") from None
-    edits = with_keywords(source, loader, pin_memory="True")
-    for call in copies:
-        edits += with_keywords(source, call, non_blocking="True")
-    return edits
+    pinned = constant(options_of(source, loader).get("pin_memory")) is True
+    edits = [] if pinned else with_options(source, loader, pin_memory="True")
+    return [*edits, *_without_waiting(source, copies)]
 
 
+def _without_waiting(source: SourceText, copies: list[ast.Call]) -> list[Edit]:
+    return [edit for call in copies for edit in with_keywords(source, call, non_blocking="True")]
+
+
+def propose_pinned(source: SourceText, line: int) -> list[Edit]:
+    """Propose `non_blocking=True` alone, for a line that was seen to copy pinned memory."""
+    return _without_waiting(source, _copies(source, line))
+
+
+SEEN_PINNED = "(pinned,"  # in a finding's evidence
+PINNED = Patch("pinned", frozenset({"h2d"}), "the host does not wait for the copy", propose_pinned, pinned=True)
 COPIES = Patch(
     "copies", frozenset({"h2d", "pageable"}), "batches are copied from pinned memory without waiting", propose_copies
 )
@@ -199,7 +217,7 @@ TF32 = Patch("tf32", frozenset({"precision"}), "fp32 products run in TF32", prop
 
 # In the order in which they are tried: what changes least comes first.
 PATCHES: dict[str, Patch] = {
-    patch.name: patch for patch in (READS, WAITS, LOADER, COPIES, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, TF32)
+    patch.name: patch for patch in (READS, WAITS, LOADER, PINNED, COPIES, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, RARELY, TF32)
 }
 
 
@@ -211,6 +229,7 @@ class Target:
     file: str
     line: int
     code: str = ""  # of the line when it was measured; empty if unknown
+    pinned: bool = False  # whether the line was seen to copy pinned memory
 
     def __str__(self) -> str:
         return f"{self.kind} at {shorten(os.path.abspath(self.file))}:{self.line}"
@@ -319,10 +338,12 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
     """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change."""
     reasons = []
     for patch in PATCHES.values():
-        if target.kind not in patch.kinds:
+        if target.kind not in patch.kinds or (patch.pinned and not target.pinned):
             continue
         if patch.asked and patch.name not in asked:
-            reasons.append(f"{patch.name}: {patch.does}, which changes the numbers: ask for it by name")
+            reasons.append(
+                f"{patch.name}: {patch.does}, which changes the {'output' if patch.equal else 'numbers'}: ask for it by name"
+            )
             continue
         try:
             edits = sorted(set(patch.propose(source, line)))
@@ -345,4 +366,8 @@ def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Rep
 
 def targets(findings: Iterable[Finding]) -> list[Target]:
     """Return a target for each finding with a line."""
-    return [Target(finding.kind, line.file, line.line, line.code) for finding in findings if (line := finding.line) is not None]
+    return [
+        Target(finding.kind, line.file, line.line, line.code, SEEN_PINNED in finding.evidence)
+        for finding in findings
+        if (line := finding.line) is not None
+    ]

@@ -249,3 +249,4 @@ class Patch:
     propose: Callable[[SourceText, int], list[Edit]]
     equal: bool = True
     asked: bool = False
+    pinned: bool = False  # only for a line that was seen to copy pinned memory
