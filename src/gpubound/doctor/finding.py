@@ -136,6 +136,7 @@ class Verdict:
     ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
     device_ms: float | None = None  # a step whose host takes no time: the device's works back to back
     lead_ms: float | None = None  # how far the host is ahead of the device, which is its wait for a step's result
+    step: str = ""  # what a step is, in words, if no optimizer makes one
     period: int = 1  # steps after which the loop repeats itself; every window is a multiple of it
     plain_ms: float | None = None  # median of steps that were timed before any sensor was attached
     timed_ms: float | None = None  # median of the timed steps

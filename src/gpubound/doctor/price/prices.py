@@ -170,6 +170,7 @@ class Measurements:
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
+    step: str = ""  # what a step is, in words, if no optimizer makes one
     period: int = 1  # steps after which the loop repeats itself
     plain_ms: float | None = None  # median of the steps that were timed before any sensor was attached
     rare: Mapping[str, float] = field(default_factory=dict)  # period.rare_steps of the timed steps

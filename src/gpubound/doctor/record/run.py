@@ -67,11 +67,15 @@ class RunPlan:
 def measure_script(script: Script, plan: RunPlan, report: Callable[[str], None] | None = None) -> Measurements:
     """Run a script until its phases are over, or it ends. `report` receives lines of progress."""
 
+    steps: list[Steps] = []
+
     def program(phases: Phases) -> None:
-        with cuda_is_pretended() if plan.dry else nullcontext(), Steps(phases.ended, plan.marker):
+        steps.append(Steps(phases.ended, plan.marker))
+        with cuda_is_pretended() if plan.dry else nullcontext(), steps[0]:
             script.run()
 
-    return _measure(script.name, program, plan, COMMAND, report)
+    evidence = _measure(script.name, program, plan, COMMAND, report)
+    return replace(evidence, step=steps[0].name)
 
 
 def measure_trace(path: Path, marker: str = "") -> Measurements:

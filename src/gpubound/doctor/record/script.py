@@ -36,6 +36,7 @@ from ...train.device_step import StepResult
 from ...train.step import TrainStep
 from ...watch.ops import replaced
 from ...watch.pretend import NAME, SimTensor
+from .repeating import Repeating
 
 _LIBRARY = str(Path(__file__).parents[2]) + os.sep
 RUNS = "fix it, and check that it runs without the doctor"
@@ -303,13 +304,16 @@ class TrainSteps:
 class Steps:
     """Call `ended` after every step, in the process that opened it: a forked worker's steps do not count.
 
-    With several optimizers, as in a GAN or with one per parameter, the first that steps counts; a TrainStep is one of them.
-    `marker` names what ends a step instead: MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
+    Without an optimizer a step is what repeats, and `name` says what. With several optimizers, as in a GAN or with one per
+    parameter, the first that steps counts; a TrainStep is one of them. `marker` names what ends a step instead:
+    MODULE:FUNCTION, or an annotation (torch.profiler.record_function).
     """
 
     def __init__(self, ended: Callable[[], None], marker: str = ""):
         self._ended, self._marker = ended, marker
+        self.name = ""
         self._leader: weakref.ref[Optimizer | TrainStep] | None = None
+        self._repeating = Repeating(lambda: None if self._train_steps.inside else self._step())
         self._train_steps = TrainSteps(lambda train_step, _: self._updated(train_step))
         self._ending = ExitStack()
 
@@ -320,6 +324,7 @@ class Steps:
             handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._updated(optimizer))
             self._ending.callback(handle.remove)
             self._ending.enter_context(self._train_steps.listening())
+            self._ending.enter_context(self._repeating)
         elif colon:
             owner, name = _function(module, function, self._marker)
             self._ending.enter_context(replaced(owner, name, self._counted))
@@ -328,11 +333,14 @@ class Steps:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.name = self._repeating.name
         self._ending.close()
 
     def _updated(self, optimizer: Optimizer | TrainStep) -> None:
         if self._train_steps.inside:
             return
+        if self._leader is None:
+            self._repeating.end()
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(optimizer)
         if self._leader() is optimizer:

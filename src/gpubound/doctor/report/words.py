@@ -129,6 +129,8 @@ def machine(verdict: Verdict) -> str:
 def notes(verdict: Verdict) -> list[str]:
     """Return remarks that a reader needs to interpret the numbers."""
     remarks = [rank_ranges(verdict)] if verdict.ranks else []
+    if verdict.step:
+        remarks.append(f"No optimizer made a step, so a step is {verdict.step}; --step-marker names another one.")
     if verdict.distortion is not None and verdict.distortion > SLOWED:
         remarks.append(
             f"A recorded step took {verdict.distortion:.1f} times as long as a timed step; all numbers are for timed steps."

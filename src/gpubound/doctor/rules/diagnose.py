@@ -66,6 +66,7 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         absent=absent,
         distortion=prices.distortion,
         counts=_counts(evidence),
+        step=evidence.step,
         period=evidence.period,
         plain_ms=evidence.plain_ms,
         timed_ms=median(evidence.step_ms) if evidence.step_ms else None,

@@ -1,0 +1,84 @@
+"""Loops in which no optimizer makes a step: updates by hand, generation, servers."""
+
+import pytest
+import torch
+from torch import nn
+
+from gpubound.doctor.finding import Verdict
+from gpubound.doctor.record import repeating
+from gpubound.doctor.record.script import Steps
+from gpubound.doctor.report.words import notes
+
+from .verdicts import judged, looped
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(repeating, "FEWEST", 5)
+    monkeypatch.setattr(repeating, "PATIENT", 20)
+
+
+class Counted(Steps):
+    def __init__(self):
+        self.ends = 0
+        super().__init__(self.end)
+
+    def end(self):
+        self.ends += 1
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+def trained(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+
+def test_an_update_by_hand_has_a_backward_for_each_step():
+    with Counted() as steps:
+        trained(Model(), 12)
+    assert steps.ends == 7 and steps.name == "a call of backward()"
+
+
+def test_the_call_of_the_outermost_module_is_a_step_of_a_server():
+    model = Model().eval()
+    before = dict(nn.modules.module._global_forward_hooks)
+    with Counted() as steps:
+        model.eval()
+        for _ in range(12):
+            model(torch.ones(1, 2))
+            assert steps.ends == 0 or not nn.modules.module._global_forward_hooks.keys() - before, "slow for every module"
+    assert steps.ends == 7 and steps.name == "a call of Model"
+    model(torch.ones(1, 2))
+    assert steps.ends == 7 and dict(nn.modules.module._global_forward_hooks) == before
+
+
+def test_an_optimizer_makes_the_steps_whatever_repeated_before():
+    model = Model()
+    with Counted() as steps:
+        model.eval()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(12):
+            model(torch.ones(1, 2))
+        trained(model, 12)
+        assert steps.ends == 0, "an evaluation before training, and many micro-batches"
+        for _ in range(3):
+            trained(model, 2)
+            optimizer.step()
+    assert steps.ends == 3 and steps.name == ""
+
+
+def test_the_report_says_what_a_step_is():
+    verdict = judged(*looped()).as_dict() | {"step": "a call of backward()"}
+    assert any("a call of backward()" in note for note in notes(Verdict.from_dict(verdict)))
+    assert not any("step is" in note for note in notes(judged(*looped())))
