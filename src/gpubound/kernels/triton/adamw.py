@@ -119,10 +119,15 @@ def _planned(plan_ptr):
 @triton.jit
 def _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1: tl.constexpr, BETA2: tl.constexpr,
              EPS: tl.constexpr):  # fmt: skip
-    """AdamW itself: (p, m, v) of elements `i` after one update."""
+    """AdamW itself: (p, m, v) of elements `i` after one update.
+
+    The last operation is an explicit fma: ptxas fused it with the division for masters and not for remainders, and the two
+    would differ by a bit.
+    """
     m += (1 - BETA1) * (g - m)
     v = BETA2 * v + (1 - BETA2) * g * g
-    p = tl.where(i < decay_until, p * decay, p) - step_size * m / (tl.sqrt(v) * inverse_root + EPS)
+    quotient = m / (tl.sqrt(v) * inverse_root + EPS)
+    p = tl.fma(quotient, -step_size, tl.where(i < decay_until, p * decay, p))
     return p, m, v
 
 
