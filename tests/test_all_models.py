@@ -18,6 +18,7 @@ FUSED = (
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "granite",
     "llama",
     "ministral",
     "ministral3",

@@ -19,6 +19,7 @@ NAMES = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
+    "granite": "Granite",
     "internvl": "InternVL",
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",

@@ -9,6 +9,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -43,6 +44,7 @@ CONFIGS = {
     "cwm": CwmConfig,
     "seed_oss": SeedOssConfig,
     "vaultgemma": VaultGemmaConfig,
+    "granite": GraniteConfig,
     "olmo3": Olmo3Config,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
@@ -64,6 +66,7 @@ OPTIONS = {
         "sliding_window": 24,
     },
     "gemma3": GEMMA,
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.4, "attention_multiplier": 0.7},
     "ministral": {"layer_types": GEMMA["layer_types"], "sliding_window": 5},
     "cwm": {
         "layer_types": GEMMA["layer_types"],

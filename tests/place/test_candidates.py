@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, GraniteConfig, Starcoder2Config
+from transformers import AutoModelForCausalLM, CohereConfig, GPTNeoXConfig, Starcoder2Config
 
 from gpubound.errors import PlaceError
 from gpubound.place import candidates
@@ -16,12 +16,12 @@ SIZES = {
     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 CONFIGS = {
-    "granite": (GraniteConfig, {"logits_scaling": 4.0}),
+    "cohere": (CohereConfig, {"logit_scale": 0.25}),
     "starcoder2": (Starcoder2Config, {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
 }
-SWAPPED = {"granite": 5, "starcoder2": 6, "gpt_neox": 6}
-NORMS_ALONE = ("granite",)  # its logits are scaled
+SWAPPED = {"cohere": 3, "starcoder2": 6, "gpt_neox": 6}
+NORMS_ALONE = ("cohere",)  # its logits are scaled
 
 
 def made(kind, dtype=torch.float32, **options):
@@ -87,14 +87,14 @@ def test_known_families_say_nothing_of_it():
 
 
 def test_a_scaled_loss_stays_as_it_was():
-    model = made("granite")
+    model = made("cohere")
     placement = place(model)
     assert rows(placement)["(the model)"].why.startswith(
         "not swapped: its forward does more than head(hidden states): the logits"
     )
     with pytest.raises(PlaceError, match="does more than head"):
-        place(made("granite"), strict=True)
-    assert place(made("granite", logits_scaling=1.0), strict=True).swapped == SWAPPED["granite"] + 1
+        place(made("cohere"), strict=True)
+    assert place(made("cohere", logit_scale=1.0), strict=True).swapped == SWAPPED["cohere"] + 1
 
 
 def test_a_loss_of_ones_own_and_a_users_class_are_left_alone():

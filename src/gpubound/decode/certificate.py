@@ -115,7 +115,7 @@ def reference_stages(
         yield f"model.layers.{number}.mlp", x
     x = plain_norm(x.to(home), model.norm)
     yield "model.norm", x
-    yield "lm_head", capped_(plain_linear(x, Linear(model.head)), shape.logit_cap)
+    yield "lm_head", capped_(plain_linear(x, Linear(model.head)) * shape.logit_scale, shape.logit_cap)
 
 
 class RoundedModel:

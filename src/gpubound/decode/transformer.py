@@ -289,7 +289,11 @@ class FusedRunner(ModelRunner):
         if rows > self.gemv_rows:
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
         best = self.best[:rows], self.arg[:rows]
-        return self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
+        logits = self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
+        if (scale := self.live.shape.logit_scale) != 1:
+            logits *= scale
+            best[0].mul_(scale)
+        return logits
 
     def logits_of(self, h: Tensor) -> Tensor:
         """Return the logits of normed h (B, hidden), computed by torch."""
@@ -300,6 +304,8 @@ class FusedRunner(ModelRunner):
             torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(F.linear(h, weight))
+        if (scale := self.live.shape.logit_scale) != 1:
+            logits *= scale
         return capped_(logits, cap) if cap else logits
 
     def row_counts(self) -> set[int]:
@@ -388,7 +394,7 @@ class FusedRunner(ModelRunner):
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for start in range(0, len(ids), CHUNK):
             for hidden in self.hidden(ids[None, start : start + CHUNK], start)[0].split(SCORED):
-                logits = F.linear(hidden, self.head.matrices()[0]).float()
+                logits = F.linear(hidden, self.head.matrices()[0]).float() * self.live.shape.logit_scale
                 yield capped_(logits, self.live.shape.logit_cap)
 
     def moved(self) -> str | None:

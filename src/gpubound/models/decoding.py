@@ -45,6 +45,7 @@ class Shape:
     vocab: int
     scale: float  # of the scores
     embedded: float = 1.0  # factor of the embeddings
+    logit_scale: float = 1.0  # factor of the logits
     logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: not capped
 
 

@@ -401,7 +401,7 @@ class HFCausalLM(Delegating):
         shifted, total, ignored = (kwargs.get(name) for name in ("shift_labels", "num_items_in_batch", "ignore_index"))
         labels = kwargs["labels"] if shifted is None else shifted
         outputs = getattr(self, self.base_model_prefix)(**{k: v for k, v in kwargs.items() if k not in LOSS_ARGUMENTS})
-        x, head = outputs.last_hidden_state, self.lm_head
+        x, head = self.scaled(outputs.last_hidden_state), self.lm_head
         loss = lm_loss(
             x,
             head.weight,
@@ -414,6 +414,10 @@ class HFCausalLM(Delegating):
         rest = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
         rest[OUTPUT_CACHE] = cache_in(outputs)
         return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return the hidden states whose product with the head is the logits."""
+        return x
 
     def unable(self, kwargs: dict[str, Any]) -> str | None:
         if why := self.patched():
@@ -433,11 +437,11 @@ class HFCausalLM(Delegating):
         return LOSS
 
 
-def causal_lm(module: Any, stack: Any) -> Swap:
+def causal_lm(module: Any, stack: Any, part: type[HFCausalLM] = HFCausalLM) -> Swap:
     """Return the Swap for a family whose logits are lm_head's product with the hidden states."""
     head = getattr(module, "lm_head", None)
     calls: Any = () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False, False)),)
-    return Swap(HFCausalLM, calls, {"delegated": Counter(), "scales": scales_of(module.config)})
+    return Swap(part, calls, {"delegated": Counter(), "scales": scales_of(module.config)})
 
 
 def scales_of(config: Any) -> tuple:

@@ -135,6 +135,8 @@ def sliced_runner(model: Any, config: RunnerConfig, fused: bool, devices: Sequen
     fused_reader(model, config, len(devices), spread=True)  # or a ValueError; the model's layers stay on their devices
     live = bind(model, config.max_length, spread=True)
     assert isinstance(live, WeightView)  # it was examined
+    if live.shape.logit_scale != 1:
+        raise ValueError("decoder: split: got 'tensors' for a model that scales its logits; pass split='layers'.")
     plans = plan_slices(live.shape, live.layers, devices, PARTIAL_ROWS)
     for plan, free in zip(plans, free_bytes(devices)):
         on_meta = ModelSlice(live, replace(plan, device=META))
