@@ -73,7 +73,8 @@ def check(student: Tensor, teacher: Tensor, labels: Tensor, kind: str, scale: Te
     kept = student.clone()
     *alone, none = fast.divergence(student, teacher, labels, *KINDS[kind], -100, None, False)
     assert none is None and torch.equal(student, kept)
-    assert all(torch.equal(a, b) for a, b in zip(alone, got))
+    for name, a, b in zip(("divergence", "cross-entropy"), alone, got):  # other code: multiplications and sums fuse elsewhere
+        same(f"{name} without a gradient", a, b, 2e-6)
 
 
 @pairwise

@@ -70,9 +70,12 @@ def losses(job: Job) -> TilePlan:
 
 
 def divergence(job: Job) -> TilePlan:
-    """shape: words. A program holds `elements` logits of each of two rows at a time, half as many of each as `losses`."""
+    """shape: words. A program holds `elements` logits of each of two rows at a time, half as many of each as `losses`.
+
+    No more threads than elements: a second warp that holds the same ones might read a logit after the first has overwritten it.
+    """
     block = min(4096, power_of_two(job.shape[0]))
-    return TilePlan(block, 8 if block > 1024 else 4)
+    return TilePlan(block, 8 if block > 1024 else min(4, max(1, block // 32)))
 
 
 def quantize(job: Job) -> MatrixPlan:
