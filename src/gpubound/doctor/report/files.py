@@ -147,11 +147,11 @@ def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None
         notes=notes(verdict),
         tiles=_tiles(verdict),
         shares=rounded(shares(verdict), 1),
-        late=rounded(late(verdict), 1),
-        share_names=SHARES,
-        leaf_names=LEAVES,
-        causes={name: words for name, words in SHARES.items() if name != "host_late"} | LEAVES,
-        remarks=[*late_for(verdict), *together(verdict), *adds_up(verdict), *verdict.unlocated],
+        stacked=_stacked(verdict),
+        patches=sum(bool(finding.patch) for finding in verdict.findings),
+        causes={name: words for name, words in SHARES.items() if name != "host_late" or not late(verdict)} | LEAVES,
+        host_late=late_for(verdict),
+        remarks=[*together(verdict), *adds_up(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -193,6 +193,15 @@ def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
     return [(n, printable(lines[n - 1].rstrip()), site.line <= n <= site.end) for n in around]
 
 
+def _stacked(verdict: Verdict) -> dict[str, float]:
+    """Return percentages of one bar: the GPU's shares, and what the host did instead of the share in which it is late."""
+    parts, leaves = dict(shares(verdict)), late(verdict)
+    if leaves:
+        rest = parts.pop("host_late", 0.0) - sum(leaves.values())
+        leaves["dispatch"] = leaves.get("dispatch", 0.0) + max(rest, 0.0)
+    return rounded(parts | leaves, 1)
+
+
 def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
     tiles, parts = [], rounded(shares(verdict))
     if verdict.step_ms is not None:
@@ -200,7 +209,7 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
     tiles += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
     tiles += [(f"a step {assumption}", milliseconds(ms)) for ms, assumption in ceilings(verdict)]
     if verdict.together_ms is not None:
-        tiles.append(("less without all findings", milliseconds(verdict.together_ms)))
+        tiles.append(("saved without all findings", milliseconds(verdict.together_ms)))
     return tiles
 
 

@@ -26,6 +26,29 @@ function tabs() {
   }
 }
 
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch { // no permission, or a page that is not trusted
+    const area = document.body.appendChild(document.createElement("textarea"));
+    area.value = text;
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+function copies() {
+  for (const button of all("[data-copy]")) {
+    const words = button.textContent;
+    button.addEventListener("click", async () => {
+      await copied(button.dataset.copy);
+      button.textContent = "copied";
+      setTimeout(() => (button.textContent = words), 1500);
+    });
+  }
+}
+
 function whatIf({ program, scale }) {
   const step = picks => scale * played(program, picks);
   const said = find("#whatif"), base = step([]), boxes = all("input[data-pick]");
@@ -65,6 +88,7 @@ function watch(doctor) {
 }
 
 tabs();
+copies();
 const packed = find("#doctor");
 const ready = packed ? unpacked(packed.textContent).then(doctor => {
   if (doctor.program) whatIf(doctor);

@@ -90,14 +90,20 @@ class Timeline {
 
   listen() {
     const svg = this.svg;
-    svg.addEventListener("pointermove", event => (this.from === undefined ? this.point(event) : this.select(event)));
+    svg.addEventListener("pointermove", event => {
+      if (this.grip) this.show(...this.grip.view.map(time => time + (this.grip.x - event.clientX) / this.scale));
+      else if (this.from === undefined) this.point(event);
+      else this.select(event);
+    });
     svg.addEventListener("pointerleave", () => (this.tip.hidden = true));
     svg.addEventListener("pointerdown", event => {
-      if (event.pointerType === "mouse" && event.button === 0) this.from = this.time(event);
+      if (event.pointerType !== "mouse") this.grip = { x: event.clientX, view: this.view };
+      else if (event.button === 0) this.from = this.time(event);
     });
+    addEventListener("pointercancel", () => (this.grip = this.from = undefined));
     addEventListener("pointerup", event => {
       const [from, to] = [this.from, this.from === undefined ? 0 : this.time(event)];
-      this.from = undefined;
+      this.from = this.grip = undefined;
       if (from !== undefined && Math.abs(to - from) * this.scale > 4) this.show(Math.min(from, to), Math.max(from, to));
     });
     svg.addEventListener("dblclick", () => this.show(...this.whole));
