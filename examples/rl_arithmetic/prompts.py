@@ -1,6 +1,6 @@
-"""Write sums of two to five numbers as prompts with answers: a verifiable task, made without a network.
+"""Write sums of two to four numbers as prompts with answers: a verifiable task, made without a network.
 
-python examples/rl_arithmetic/prompts.py FOLDER [LARGEST]    prompts.jsonl and eval.jsonl, which share no sum
+python examples/rl_arithmetic/prompts.py FOLDER    prompts.jsonl and eval.jsonl, which share no sum
 """
 
 import json
@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 ASK = "What is {}? Write the number alone."
+LENGTHS = ((2, 20, 600), (3, 9, 600), (4, 9, 300))  # terms, the largest number, how many of them
 
 
 def rows(draw: random.Random, terms: int, largest: int, count: int) -> list[dict]:
-    """Different sums and differences of `terms` numbers up to `largest`, in the order that a reader would say them."""
+    """Different sums and differences of `terms` numbers up to `largest`, with an answer of at least 0."""
     found: dict[str, int] = {}
     for _ in range(20 * count):
         text = str(draw.randint(1, largest))
@@ -24,14 +25,13 @@ def rows(draw: random.Random, terms: int, largest: int, count: int) -> list[dict
     return [{"prompt": p, "answer": answer, "terms": terms} for p, answer in zip(asked, found.values())]
 
 
-def main(folder: Path, largest: int = 9) -> None:
+def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     kept: dict[str, list[dict]] = {"prompts": [], "eval": []}
-    for terms in (2, 3, 4, 5):
-        made = rows(draw, terms, largest, 1000)
-        draw.shuffle(made)
-        held_out = min(50, len(made) // 5)
+    for terms, largest, count in LENGTHS:
+        made = rows(draw, terms, largest, count)
+        held_out = len(made) // 10
         kept["eval"] += made[:held_out]
         kept["prompts"] += made[held_out:]
     for name, part in kept.items():
@@ -40,4 +40,4 @@ def main(folder: Path, largest: int = 9) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]))
