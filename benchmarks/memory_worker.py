@@ -1,0 +1,109 @@
+"""One recipe of examples/small_gpus in this process: the peak of each phase within the recipe's memory, with random weights.
+
+The only argument is a JSON object: recipe (a file), device, dry. The answer is one line, as a contender's (serving.py).
+"""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gpubound
+from gpubound.cli.train_options import from_file
+from gpubound.device import CONTEXT, memory_size
+from gpubound.measure.memory_phases import MemoryPhases
+from gpubound.models.llama import Decoder, DecoderConfig
+from gpubound.place import place
+from gpubound.plan import phases
+from gpubound.plan.step import META, outlined
+from gpubound.train import adapters
+from gpubound.train.objectives.word_loss import NextToken
+from gpubound.train.recipe import Recipe
+
+from .serving import answer, settle
+from .shapes import SHAPES, Shape
+
+MORE = {"3b": Shape(3072, 8192, 28, 24, 8, 128256, True)}
+STEPS = 3  # after the first
+
+
+class RandomWeights:
+    """A family whose folders hold random weights of one config, which are drawn where others are read."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+
+    def unread(self, folder: Path) -> Decoder:
+        return Decoder(self.config, device=META)
+
+    @staticmethod
+    def read_parts(folder: Path, parts: dict[str, tuple[Tensor, Any]]) -> None:
+        for tensor, _ in parts.values():
+            tensor.detach().normal_(0.0, 0.02) if tensor.dim() > 1 else tensor.detach().fill_(1.0)
+
+
+def config_of(recipe: Path, dry: bool) -> DecoderConfig:
+    """Return the config of the shape in the file's name: ..._8b_12gb.yaml."""
+    found = re.search(r"_(\d+b)_", recipe.stem)
+    assert found is not None, f"{recipe}: its name has no shape"
+    s = SHAPES["tiny"] if dry else (SHAPES | MORE)[found[1]]
+    return DecoderConfig(s.hidden, s.intermediate, s.layers, s.heads, s.kv_heads, s.vocab, tied=s.tied)
+
+
+def small(recipe: Recipe) -> Recipe:
+    """Return the recipe with few tokens, for a model of two blocks."""
+    return replace(recipe, seq=16, recompute="1" if recipe.recompute.isdecimal() else recipe.recompute)
+
+
+def measured(recipe: Recipe, config: DecoderConfig, device: torch.device) -> tuple[MemoryPhases, dict[str, int]]:
+    """Return the peaks of the recipe's phases, and the bytes that its step holds besides activations, by name."""
+    memory, lora, dtype = MemoryPhases(device), recipe.adapters, torch.bfloat16
+    with memory("place"):
+        if lora is not None and lora.base is not None:
+            family, adapters.read_parts = RandomWeights(config), RandomWeights.read_parts
+            model: Any = adapters.load_quantised("", family, lora.base, device, dtype)
+        else:
+            model = Decoder(config, device=device, dtype=dtype)
+        place(model, device)
+        if lora is not None:
+            lora.add(model)
+    recipe = replace(recipe, precision="bf16" if recipe.precision == "auto" else recipe.precision)
+    ids = torch.randint(config.vocabulary, (recipe.micro_batch, recipe.seq), device=device)
+    batches = [{"input_ids": ids, "labels": ids}] * recipe.accumulate
+    with memory("make step"):
+        step = recipe.make_step(model.train(), NextToken(), device)
+    for phase, steps in (("first step", 1), ("steps", STEPS)):
+        with memory(phase):
+            for _ in range(steps):
+                loss = step(batches).read().loss
+            settle(device.type)
+    assert loss == loss, "the loss is not a number"
+    return memory, step.memory
+
+
+def main(job: dict[str, Any]) -> None:
+    device, file = torch.device(job["device"]), Path(job["recipe"])
+    options, config = from_file(str(file)), config_of(file, job["dry"])
+    recipe = small(options.recipe()) if job["dry"] else options.recipe()
+    assert options.memory is not None, f"{file}: it names no memory"
+    if device.type == "cuda":
+        gpubound.limit(options.memory)
+    torch.manual_seed(0)
+    step = outlined(
+        Decoder(config, device=META), recipe.numbers, "bf16" if recipe.precision == "auto" else recipe.precision, recipe.seq,
+        recipe.micro_batch, recipe.accumulate, recompute=recipe.recompute, in_backward=recipe.update_in_backward,
+        lora=recipe.adapters,
+    )  # fmt: skip
+    predicted = phases(step, stored=2)
+    memory, state = measured(recipe, config, device)
+    peaks = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
+    answer({"peaks": peaks, "predicted": predicted, "room": memory_size(options.memory) - CONTEXT, "state": state})
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
