@@ -149,9 +149,9 @@ def test_adapters_of_each_prompt():
         gb.lora.add(model, 4, name=name, init=False)
     fast = gb.decoder(model, 3, cases.ROOM, verify=False)
     names = ["x", None, "y", "x", "y"]
-    found = fast.rollout(PROMPTS, n=2, max_new_tokens=12, adapters=names).sequences
+    found = fast.rollout(PROMPTS, max_new_tokens=6, adapters=names).sequences
     for one in found:
-        how = {"temperature": 1.0, "seed": one.seed, "max_new_tokens": 12, "adapters": [names[one.prompt]]}
+        how = {"temperature": 1.0, "seed": one.seed, "max_new_tokens": 6, "adapters": [names[one.prompt]]}
         assert one.tokens == fast.generate(PROMPTS[one.prompt], **how).tokens[0]
 
 
@@ -168,11 +168,33 @@ def test_the_next_rollout_has_the_weights_as_they_are_then():
 
 
 def test_nothing_waits_for_the_device(sim):
-    fast = gb.decoder(cases.build("Qwen3", device=sim), 4, cases.ROOM, verify=False)
-    given = {"n": 2, "max_new_tokens": [3, 9, 5, 12, 4], "temperature": 0.7, "seed": 1}
-    list(fast.rollout(PROMPTS, **given))
+    fast = gb.decoder(cases.build("Llama", device=sim), 4, cases.ROOM, verify=False)
+    given = {"n": 2, "max_new_tokens": [1, 5, 2], "temperature": 0.7, "seed": 1}
+    list(fast.rollout(PROMPTS[:3], **given))
     with no_stall():
-        assert len(fast.rollout(PROMPTS, **given).sequences) == 10
+        assert len(fast.rollout(PROMPTS[:3], **given).sequences) == 6
+
+
+@pytest.mark.parametrize(("options", "kept"), [({}, 1), ({}, 99), ({"pages": 7, "cache": "int8"}, 1), ({"fused": False}, 1)])
+def test_conversations_go_on_turn_by_turn(options, kept, monkeypatch, device):
+    """As `generate` goes on after the whole conversation, whether the row still has its keys and values or not."""
+    monkeypatch.setattr(rollout, "KEPT", kept)
+    fast, alone = (cases.shared("Llama", str(device), max_batch=rows, **options) for rows in (3, 2))
+    prefills, refill = [], fast.graphs.refill
+    monkeypatch.setattr(fast.graphs, "refill", lambda *inputs: (prefills.append(inputs[3]), refill(*inputs)))
+    found, texts = fast.rollout(PROMPTS, n=2, max_new_tokens=6, seed=3, stop=[7]), {}
+    for one in found:
+        text = texts.setdefault((one.prompt, one.sample), list(PROMPTS[one.prompt]))
+        want = alone.generate(text, max_new_tokens=6, temperature=1.0, seed=one.seed, stop=[7]).tokens[0]
+        assert one.tokens == want
+        text += one.tokens
+        if one.turn < one.sample + 1:
+            found.extend(one, [9, one.prompt])
+            text += [9, one.prompt]
+    assert len(found.finished) == found.total == 5 * (2 + 3) and {one.turn for one in found.sequences} == {0, 1, 2}
+    assert any(prefills) == (kept == 1 and "pages" not in options)
+    with pytest.raises(ValueError):
+        found.extend(found.finished[-1], [9])
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ class FastDecoder(NotCopyable):
 
     @property
     def refills(self) -> bool:
-        """Whether `rollout` can give a row the next sequence while others go on."""
+        """True where `rollout` can give a row the next sequence while others go on."""
         return self.body.refills and self.stepper.tokens == 1
 
     @property

@@ -107,17 +107,17 @@ class StaticCacheRunner(ModelRunner):
             buffer[: len(ids_BT), :, ids_BT.shape[1] :].zero_()  # a NaN of an earlier sequence would pass through the mask
         self._prompt(ids_BT, len(ids_BT))
 
-    def refill(self, ids_BT: Tensor, lengths_B: Tensor, rows_BC: Tensor) -> None:
+    def refill(self, ids_BT: Tensor, lengths_B: Tensor, rows_BC: Tensor, start: int = 0) -> None:
         for buffer in self.buffers():
-            buffer[rows_BC, :, ids_BT.shape[1] :] = 0
-        self._prompt(ids_BT, rows_BC)
+            buffer[rows_BC, :, start + ids_BT.shape[1] :] = 0
+        self._prompt(ids_BT, rows_BC, start)
 
-    def _prompt(self, ids_BT: Tensor, targets: int | Tensor) -> None:
+    def _prompt(self, ids_BT: Tensor, targets: int | Tensor, begin: int = 0) -> None:
         rows, tokens = ids_BT.shape
-        for start in range(0, tokens, CHUNK):
-            end = min(start + CHUNK, tokens)
+        for at in range(0, tokens, CHUNK):
+            start, end = begin + at, begin + min(at + CHUNK, tokens)
             self.cache.aim(Prompt(targets, start, end))
-            self._forward(ids_BT[:, start:end].long(), self.place_L[None, start:end].expand(rows, -1), end)
+            self._forward(ids_BT[:, at : at + CHUNK].long(), self.place_L[None, start:end].expand(rows, -1), end)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for buffer in self.buffers():

@@ -22,9 +22,10 @@ from ..errors import GenerateError
 from ..formatting import readable
 from ..trace import notice
 from .kv_cache import PagePool
-from .request import pad, to_device
+from .request import check_prompts, pad, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
 from .running import HEAVY, closed_at_exit, raise_not_finite, short_switch_interval
+from .text import TextStream
 
 if TYPE_CHECKING:
     from .generate import FastDecoder
@@ -36,6 +37,7 @@ AHEAD = 2  # launches that are not read yet
 # A prefill of few short prompts is bound by its launches, so several rows share one: it waits until a sixteenth of the rows
 # have ended, for at most so many steps.
 SHARE, PATIENCE = 16, 16
+KEPT = 2048  # tokens of a conversation from which on its cache is kept: fewer are prefilled again sooner, together with others
 MOVED = 16  # rows that are moved at once: the copy in between takes memory
 PROMPT_TOKENS = 16384  # padding counted, that are prefilled at once: more would only take memory
 
@@ -48,12 +50,15 @@ class Rollout:
         self.waiting = deque(request.sequences)
         self.size = decoder.bucket(min(len(self.waiting), decoder.max_batch))  # rows of a launch
         self.rows: list[Running | None] = [None] * self.size
-        self._held = [-1] * self.size  # the prompt whose keys and values each row has, also after its sequence has ended
+        self.most, self.total = self.size, len(self.waiting)
+        self._held: list[Running | None] = [None] * self.size  # whose keys and values each row has, also once it has ended
+        self._last: dict[tuple[int, int], Running] = {}  # the last turn of each conversation, by prompt and sample
         self.finished: list[RolloutSequence] = []
         self.each_launch: Callable[[], object] = lambda: None  # called when the tokens of a launch have been read
         self.seconds = 0.0
         self.launches = self.prefills = self.row_steps = 0  # prefills: of prompts; row_steps: of all rows, alive or not
         self._flights: deque[list[Running | None]] = deque()  # the rows of each launch that is not read yet
+        self._ended = False
         self._steps = 1  # of a launch
         self._since = 0  # steps since the last refill
         self._pages = PagePool(decoder.body.paged)
@@ -79,9 +84,29 @@ class Rollout:
         """All sequences, ordered by prompt and sample. Runs the rollout to its end."""
         for _ in self:
             pass
-        if left := len(self.request.sequences) - len(self.finished):
+        if left := self.total - len(self.finished):
             raise GenerateError(f"rollout: it was ended with {left:,} sequences left; `finished` has the others.")
-        return sorted(self.finished, key=lambda one: (one.prompt, one.sample))
+        return sorted(self.finished, key=lambda one: (one.prompt, one.sample, one.turn))
+
+    def extend(self, sequence: RolloutSequence, tokens: list[int], max_new_tokens: int | None = None) -> None:
+        """Go on with a conversation: `tokens` follow a sequence that has ended, such as a tool's answer or the next question.
+
+        It comes again as its next `turn`, with the tokens of that turn alone. To be called before the rollout has ended.
+        """
+        before = self._last.get((sequence.prompt, sequence.sample))
+        if before is None or before.result is not sequence or self._ended:
+            raise ValueError(
+                f"rollout: extend: prompt {sequence.prompt}, sample {sequence.sample} is not the last turn of a conversation "
+                f"of this rollout, or the rollout has ended; extend a sequence when the iteration yields it."
+            )
+        decoder, ids = self.decoder, [*before.ids, *sequence.tokens, *tokens]
+        check_prompts([ids], decoder.body.vocab, 1, decoder.max_length, "rollout: extend")
+        most = before.limit - len(before.ids) if max_new_tokens is None else max_new_tokens
+        text = None if decoder.text is None else TextStream(decoder.text, self.request.stop_strings, self.request.stops)
+        result = RolloutSequence(sequence.prompt, sequence.sample, sequence.seed, turn=sequence.turn + 1)
+        limit = min(len(ids) + most, decoder.max_length)
+        self.waiting.appendleft(Running(result, ids, limit, before.choice, before.adapter, text, before))
+        before.before, self.total = None, self.total + 1
 
     @property
     def count(self) -> int:
@@ -113,6 +138,7 @@ class Rollout:
                             if self._due():
                                 self._refill()
                             elif not self.waiting:
+                                self._forget()
                                 self._compact()
                             launches = self._launches()
                             if launches:
@@ -120,36 +146,49 @@ class Rollout:
                         if not launches:
                             yield from self._receive()
             finally:
+                self._ended = True
                 slots.drop()
                 self.seconds += time.perf_counter() - begun
 
     def _due(self) -> bool:
         """Return whether ended rows get their next sequences now."""
-        free = self.rows.count(None)
-        enough = free >= max(1, self.size // SHARE) or self._since >= PATIENCE or free == self.size
+        free = self.rows.count(None) + self.most - self.size
+        enough = free >= max(1, self.size // SHARE) or self._since >= PATIENCE or free == self.most
         return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit)
 
     def _refill(self) -> None:
         body, slots = self.decoder.body, self.decoder.slots
-        holders = {} if body.paged else {prompt: row for row, prompt in enumerate(self._held)}
+        live = len(self.rows) - self.rows.count(None)
+        self._resize(max(self.size, self.decoder.bucket(min(self.most, live + len(self.waiting)))))
+        held = [None] * self.size if body.paged else list(self._held)
+        holders = {one.result.prompt: row for row, one in enumerate(held) if one is not None}
+        free = [row for row, one in enumerate(self.rows) if one is None]
         new: list[Running] = []
-        for row in [number for number, one in enumerate(self.rows) if one is None]:
-            if not self.waiting or not self._pages.fits(self.waiting[0].limit):
-                break
-            one = self.rows[row] = self.waiting.popleft()
-            one.row, self._held[row] = row, one.result.prompt
+        while free and self.waiting and self._pages.fits(self.waiting[0].limit):
+            one = self.waiting.popleft()
+            row, before = free[0], one.before
+            # A row that has ended writes its last token's keys where those of the one before it were.
+            if before is not None and before.row in free and held[before.row] is before and len(before.ids) >= KEPT:
+                row, one.start = before.row, max(0, len(before.ids) + len(before.result.tokens) - 2)
+            free.remove(row)
+            self.rows[row] = self._held[row] = one
+            one.row = row
             self._pages.give(row, one.limit)
             new.append(one)
         self._since = 0
         self._place()
-        copied = [one for one in new if one.result.prompt in holders]
+        copied = [one for one in new if not one.result.turn and one.result.prompt in holders]
         if length := max((len(one.ids) - 1 for one in copied), default=0):
             rows = [[holders[one.result.prompt] for one in copied], [one.row for one in copied]]
             sources, targets = to_device(torch.tensor(rows, device="cpu"), body.device)
             body.move(sources, targets, length)
-        others = (one for one in new if one.result.prompt not in holders)
-        for batch in batches([list(group) for _, group in groupby(others, key=lambda one: one.result.prompt)]):
+        others = [one for one in new if one not in copied]
+        groups = [list(group) for _, group in groupby(others, key=lambda one: id(one.ids))]  # samples share the list
+        for batch in batches([group for group in groups if not group[0].start]):
             self._prefill(batch)
+        for group in groups:
+            if start := group[0].start:
+                self._prefill([group], start)
         slots.seat(
             [one.row for one in new],
             [one.ids for one in new],
@@ -165,25 +204,40 @@ class Rollout:
         if self.request.chooses:
             self.decoder.body.choose([None if one is None else one.adapter for one in self.rows])
 
-    def _prefill(self, batch: list[list[Running]]) -> None:
-        """Prefill prompts, each for all of its samples. Sizes are powers of two, so that few graphs serve all."""
+    def _prefill(self, batch: list[list[Running]], start: int = 0) -> None:
+        """Prefill prompts, each for all of its samples. Sizes are powers of two, so that few graphs serve all.
+
+        start: the first position, of a sequence whose row holds those before.
+        """
         device, width = self.decoder.body.device, prompt_width(batch[-1][0], self.decoder.max_length)
         self.prefills += len(batch)
         batch = batch + [batch[-1]] * (power_of_two(len(batch)) - len(batch))
         copies = power_of_two(max(map(len, batch)))
         rows = [[one.row for one in group] + [group[0].row] * (copies - len(group)) for group in batch]
-        ids = [group[0].ids[:-1] for group in batch]  # a prompt's last token goes through the first step
+        ids = [group[0].ids[start:-1] for group in batch]  # a prompt's last token goes through the first step
         lengths = torch.tensor([len(one) for one in ids], device="cpu")
         try:
-            self.decoder.graphs.refill(
-                pad(ids, width, device), to_device(lengths, device), to_device(torch.tensor(rows, device="cpu"), device)
-            )
+            targets = to_device(torch.tensor(rows, device="cpu"), device)
+            self.decoder.graphs.refill(pad(ids, width, device), to_device(lengths, device), targets, start)
         except torch.OutOfMemoryError as error:
             raise GenerateError(
                 f"rollout: out of memory in the prefill of {len(batch)} prompts of up to {width} tokens, with {self.size} rows "
                 f"and a cache of {readable(self.decoder.body.cache_bytes())}; build the decoder with a smaller max_batch or "
                 f"max_length."
             ) from error
+
+    def _forget(self) -> None:
+        """Let the rows that have ended read no keys and values any more."""
+        ended = [row for row, one in enumerate(self.rows) if one is None and self._held[row] is not None]
+        if ended:
+            self.decoder.slots.end(ended, forget=True)
+        for row in ended:
+            self._held[row] = None
+
+    def _resize(self, size: int) -> None:
+        self.rows = self.rows[:size] + [None] * (size - self.size)
+        self._held = self._held[:size] + [None] * (size - self.size)
+        self.size = size
 
     def _compact(self) -> None:
         """Move the last sequences to the first rows, once these are at most half of the rows."""
@@ -203,9 +257,9 @@ class Rollout:
                 self.decoder.body.move(*pair, reached)
         for one, row in zip(moved, targets):
             self._pages.move(one.row, row)
-            self.rows[row], one.row = one, row
-        self.size = size
-        del self.rows[size:]
+            self.rows[row] = self._held[row] = one
+            one.row = row
+        self._resize(size)
         self._place()
         self.decoder.body.begin(self.decoder.slots.rows.token[:size])
 
@@ -257,15 +311,14 @@ class Rollout:
             if result.finish:
                 ended.append(one)
         self.each_launch()
-        if not self.waiting and ended:
-            self.decoder.slots.end([one.row for one in ended], forget=True)
-        elif stopped:
+        if stopped:
             self.decoder.slots.end(stopped)
         for one in ended:
             self.rows[one.row] = None
             self._pages.take(one.row)
             if one.text is not None:
                 one.result.text = one.text.complete()
+            self._last[one.result.prompt, one.result.sample] = one
             self.finished.append(one.result)
         yield from (one.result for one in ended)
 
@@ -284,9 +337,9 @@ def batches(groups: list[list[Running]]) -> Iterator[list[list[Running]]]:
 
 def prompt_width(one: Running, most: int | None = None) -> int:
     """Return the padded length of a prompt without its last token."""
-    length = len(one.ids) - 1
+    length = len(one.ids) - 1 - one.start
     width = max(16, power_of_two(length)) if length else 0
-    return width if most is None else min(width, most)
+    return width if most is None else min(width, most - one.start)
 
 
 def power_of_two(count: int) -> int:

@@ -36,6 +36,7 @@ class RolloutSequence:
     logprobs: list[float] = field(default_factory=list)  # of each token under softmax(logits / temperature)
     finish: str = ""  # 'stop' or 'length'
     text: str | None = None  # None without a tokenizer
+    turn: int = 0  # of its conversation: see Rollout.extend
 
     def as_generated(self, prompt: list[int], stops: Sequence[Any]) -> Generated:
         """Return the sequence as `generate` returns it. stops: tokens and strings that end it."""
@@ -55,6 +56,8 @@ class Running:
     choice: Choice
     adapter: str | None
     text: TextStream | None
+    before: "Running | None" = None  # the turn before
+    start: int = 0  # positions that its row holds already
     row: int = -1
     launched: int = 0  # steps
 
@@ -68,6 +71,7 @@ class Running:
 class RolloutRequest:
     sequences: list[Running]  # in the order in which they begin
     stops: tuple[int, ...]
+    stop_strings: tuple[str, ...]
     logprobs: bool
     chooses: bool  # whether each has its own adapter, or none; else all have those that are on
 
@@ -116,7 +120,7 @@ def rollout_request(
             text = None if decoder.text is None else TextStream(decoder.text, strings, stops)
             result = RolloutSequence(number, sample, own)
             waiting.append(Running(result, prompt, limit, replace(choice, seed=own), names[number], text))
-    return RolloutRequest(waiting, stops, logprobs, adapters is not None)
+    return RolloutRequest(waiting, stops, strings, logprobs, adapters is not None)
 
 
 def each(name: str, value: Any, count: int) -> list[Any]:

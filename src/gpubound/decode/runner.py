@@ -85,8 +85,11 @@ class ModelRunner(ABC):
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Fill the cache with ids (B, T), right-padded. Positions after a row's length may hold any value afterwards."""
 
-    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> None:
-        """Fill `rows` (B, C) of the cache with prompts ids (B, T), right-padded, C copies of each. Other rows stay."""
+    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
+        """Fill `rows` (B, C) of the cache with prompts ids (B, T), right-padded, C copies of each. Other rows stay.
+
+        start: their first position, after those that the rows hold.
+        """
         raise NotImplementedError
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
@@ -366,6 +369,7 @@ class BatchState:
         for tensor in (*self.rows[:-1], *self.settings[:-1], self.scale, self.seen):
             if tensor is not None:
                 tensor[targets] = tensor[sources]
+        self.rows.alive[sources] = 0
 
     def end(self, rows: list[int], forget: bool = False) -> None:
         """End these rows, for a reason that only the host knows, such as a stop string.
@@ -520,12 +524,14 @@ class StepGraphs:
             buffer.copy_(new)
         replay()
 
-    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> None:
+    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
         """body.refill(ids (B, T), lengths (B,), rows (B, C))."""
         new, size = (ids, lengths, rows), (ids.shape, rows.shape)
         fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= self.longest_prompt
-        if not fits or size not in self._prompts:
-            self.body.refill(*new)
+        if not fits or start or size not in self._prompts:
+            self.body.refill(*new, start)
+            if start:
+                return
             self._prompts.setdefault(size, None)
             return
         if (captured := self._prompts[size]) is None:

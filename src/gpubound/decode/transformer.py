@@ -345,17 +345,21 @@ class FusedRunner(ModelRunner):
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Write the keys and values of ids (B, T), right-padded. Positions after a row's length are never read."""
-        for start in range(0, ids.shape[1], CHUNK):
-            self.streamed(ids[:, start : start + CHUNK], start)  # a device may read a chunk while the next has the previous one
+        self._fill(ids, 0)
         if self.host:
             self.host.finite = ids.shape[1]
 
-    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor) -> None:
+    def _fill(self, ids: Tensor, begin: int) -> None:
+        for at in range(0, ids.shape[1], CHUNK):
+            self.streamed(ids[:, at : at + CHUNK], begin + at)  # a device may read a chunk while the next has the previous one
+
+    @torch.no_grad()
+    def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
         self.cache.targets = self.adapting.targets = rows
         try:
             if self.host:
-                self.cache.clear_after(ids.shape[1])  # NaN would pass through a mask
-            self.prefill(ids, lengths)
+                self.cache.clear_after(start + ids.shape[1])  # NaN would pass through a mask
+            self._fill(ids, start)
         finally:
             self.cache.targets = self.adapting.targets = None
         if self.host:
