@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..device import PRETENDED
 from ..errors import DeviceError
 from .ops import announce, composite, mixes, on_host, tensors
+from .pretend_attention import OPS, attention
 from .pretend_cells import CELLS
 
 NAME = PRETENDED
@@ -139,6 +140,10 @@ PARAMETERS = (torch.nn.Parameter, SimTensor)
 """The types of a plain parameter: one on the pretend device is no torch.nn.Parameter."""
 
 
+COMPOSED = CELLS | OPS
+"""Ops that a GPU has as one kernel, by name, and how they are computed on the CPU tensors inside."""
+
+
 def own_device(where):
     """Return the pretend device for a spelling of a CUDA device (pretend_cuda.py), and anything else unchanged."""
     if isinstance(where, str):
@@ -161,7 +166,7 @@ def _run(func, args, kwargs):
     target = inner.get("device")
     if target is not None:
         inner["device"] = torch.device("cpu") if torch.device(target).type == NAME else target
-    compute = CELLS.get(func._opname, func)
+    compute = COMPOSED.get(func._opname, func)
     out = compute(*map(_unwrap, args), **{name: _unwrap(value) for name, value in inner.items()})
     if target is not None and torch.device(target).type != NAME:
         return out
@@ -365,6 +370,7 @@ def _register() -> list[object]:
     library = torch.library.Library("aten", "IMPL")
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, "PrivateUse1")
+    library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     library.impl("_pin_memory", pin_memory, "CPU")
     library.impl("is_pinned", is_pinned, "CPU")
     references = [library, guard, *_autocast(library)]
