@@ -46,6 +46,7 @@ OTHERS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     }},
+    "Exaone4": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
     "Granite": {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
         "rms_norm_eps": 1e-2,

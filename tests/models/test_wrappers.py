@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.models.folder import load_foreign
 
 from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
 from .wrappers import IMAGE, KINDS, PLAIN, build, with_image
@@ -129,3 +130,12 @@ def test_a_loss_function_may_train_the_part_for_images():
     step(inputs)
     step.close()
     assert not torch.equal(before, model.model.multi_modal_projector.linear_1.weight)
+
+
+@pytest.mark.parametrize("kind", ["mistral3", "qwen3_vl"])
+def test_a_folder_is_read(kind, tmp_path):
+    model = build(kind)
+    model.save_pretrained(tmp_path)
+    again = load_foreign(tmp_path, "cpu").eval()
+    ids = torch.tensor([[1, 2, 3, 9]])
+    assert type(again) is type(model) and torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)

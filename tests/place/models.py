@@ -6,9 +6,13 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CwmConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -45,11 +49,16 @@ CONFIGS = {
     "seed_oss": SeedOssConfig,
     "vaultgemma": VaultGemmaConfig,
     "granite": GraniteConfig,
+    "exaone4": Exaone4Config,
+    "glm": GlmConfig,
+    "glm4": Glm4Config,
+    "ernie4_5": Ernie4_5Config,
     "olmo3": Olmo3Config,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "max_position_embeddings": 64}  # fmt: skip
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 TYPED = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
@@ -66,6 +75,10 @@ OPTIONS = {
         "sliding_window": 24,
     },
     "gemma3": GEMMA,
+    "exaone4": {"layer_types": GEMMA["layer_types"], "sliding_window": 5},
+    "glm": {"rope_parameters": HALF},
+    "glm4": {"rope_parameters": HALF, "attention_bias": True},
+    "ernie4_5": {"use_bias": True},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.4, "attention_multiplier": 0.7},
     "ministral": {"layer_types": GEMMA["layer_types"], "sliding_window": 5},
     "cwm": {
@@ -84,7 +97,7 @@ OPTIONS = {
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True, "attention_dropout": 0.2, "residual_dropout": 0.3},
     "vaultgemma": GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": None, "sliding_window": 5},
     "olmo3": {"layer_types": GEMMA["layer_types"], "sliding_window": 5, "rope_parameters": TYPED},
-    "phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "phi3": {"rope_parameters": HALF},
 }
 VOCABULARY = 89
 

@@ -110,25 +110,26 @@ def _from_folder(folder: Path, dtype: "torch.dtype | None", trust_remote_code: b
 
 def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", trust_remote_code: bool) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from ..measure import machine
-    from ..models.folder import layer_counts
+    from ..models.folder import auto_class, layer_counts
 
     for name, layers in layer_counts(about):  # no tensors limit them: building a billion layers would not end
         if not 1 <= layers <= MAX_LAYERS:
             raise DataError(f"{folder / 'config.json'}: {name}: got {layers}, wanted 1 to {MAX_LAYERS}.")
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    auto = auto_class(about)
     options = {"dtype": dtype or config.dtype, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
-        need = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config, **options).parameters())
+        need = sum(p.nbytes for p in auto.from_config(config, **options).parameters())
     have = machine().host_memory_bytes
     if have is not None and need > have:  # some systems grant any amount, and kill the process that uses it
         raise DataError(
             f"{folder / 'config.json'} describes a model of {readable(need)}, and this machine has {readable(have)} of memory. "
             "Take a smaller configuration."
         )
-    return AutoModelForCausalLM.from_config(config, **options)
+    return auto.from_config(config, **options)
 
 
 def _built(target: str) -> Any:

@@ -21,6 +21,7 @@ from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
 
+FULL, WINDOWED = "full_attention", "sliding_attention"  # types of layers
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) with RoPE, and of values
 Normed = Callable[[Tensor, Norm | None], Tensor]
 
@@ -242,7 +243,9 @@ def angle_types(rotary: Any) -> list[str]:
 
 
 def layer_type(attention: Any) -> str:
-    """Return the type of a layer, which OLMo 3 has under another name."""
+    """Return the type of a layer: an attribute for most, another one for OLMo 3, and a flag for EXAONE 4."""
+    if hasattr(attention, "is_sliding"):
+        return WINDOWED if attention.is_sliding else FULL
     return attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type
 
 

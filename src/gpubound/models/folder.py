@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import DataError
 from ..files import read_json, regular, sibling
-from .registry import is_quantized, load_quantized
+from .registry import WRAPPERS, is_quantized, load_quantized
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -186,8 +186,9 @@ def load_foreign(
     device, computes: for a quantised checkpoint, as in deepseek_v4/checkpoint.py.
     """
     needs_transformers(folder)
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import logging
 
+    auto = auto_class(read_json(folder / "config.json"))
     if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
         config = read_json(folder / "config.json")
         check_layers(folder / "config.json", layer_counts(config), stored_tensors(folder))
@@ -195,7 +196,7 @@ def load_foreign(
             return attempt(folder, lambda: load_quantized(config, folder, device, dtype, computes=computes))
 
     def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(
+        return auto.from_pretrained(
             folder,
             dtype=dtype or "auto",
             local_files_only=True,
@@ -213,6 +214,13 @@ def load_foreign(
                 "all), which would be random; check that config.json belongs to these weights."
             )
     return model.to(device)
+
+
+def auto_class(config: dict[str, Any]) -> Any:
+    """Return the class of transformers that makes a language model by its config.json."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 
 def needs_transformers(what: Any) -> None:

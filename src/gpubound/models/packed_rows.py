@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..layers.attention import attend
 from ..layers.packed_attention import Segments
+from .decoding import FULL as FULL, WINDOWED as WINDOWED
 
 FIELDS = frozenset(("segment_ids", "cu_seqlens"))  # of a batch of packed rows, besides position_ids
 SEGMENTS = "segments"  # keyword of attention
-FULL, WINDOWED = "full_attention", "sliding_attention"  # types of layers that masks are made for
+
 UNPACKED = "pack: none or stream"
 
 

@@ -207,7 +207,9 @@ FAMILIES = {
     "gemma3": {"gemma3": "Gemma3"},
     "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3"},
     "phi3": {"phi3": "Phi3"},
+    "exaone4": {"exaone4": "Exaone4"},
     "granite": {"granite": "Granite"},
+    "interleaved": {"glm": "Glm", "glm4": "Glm4", "ernie4_5": "Ernie4_5"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }

@@ -1,0 +1,89 @@
+"""GLM, GLM-4 and ERNIE 4.5: rotation of pairs (2i, 2i + 1), which for GLM are a part of each head.
+
+The kernels rotate pairs (i, i + P). So each head's dimensions are put in that order first. Scores are the same where q and k
+have one order, and only keys for a cache get their own back. The steps of a decoder have no such rotation.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..kernels import rope
+from ..layers.attention import Attention, Mask, Rope
+from ..layers.block import normed_for
+from ..layers.fused_weights import Kernels
+from .hf_modules import HFMLP, HFAttention, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
+from .phi3 import PackedMLP
+from .registry import Maker, Swap
+
+
+def apart(x: Tensor, pairs: int) -> Tensor:
+    """Put the first halves of the pairs before the second ones, in each head of x (..., D)."""
+    turned, rest = x.split([2 * pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([turned[..., 0::2], turned[..., 1::2], rest], -1)
+
+
+def together(x: Tensor, pairs: int) -> Tensor:
+    """Undo `apart`."""
+    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([torch.stack([first, second], -1).flatten(-2), rest], -1)
+
+
+class InterleavedAttention(HFAttention):
+    def turned(self, x: Tensor, turn: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v, with q and k rotated and their dimensions apart."""
+        q, k, v = Attention.project(self, x, None)
+        pairs = turn[0].shape[-1]
+        return *rope(apart(q, pairs), apart(k, pairs), *turn), v
+
+    def project(self, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.turned(x, turn)
+        pairs = turn[0].shape[-1]
+        return together(q, pairs), together(k, pairs), v
+
+    def mix(self, x: Tensor, rope: Any, mask: Mask = None) -> Tensor:
+        q, k, v = self.turned(x, rope)
+        y, _ = self.attended(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        return self.output(y.flatten(-2))
+
+    def fused_kernels(self) -> Kernels:
+        return super().fused_kernels()[0], ("rope",)
+
+
+class Glm4Stack(HFStack):
+    """Stack of blocks with norms before and after each part."""
+
+    PARTS: ClassVar[dict[str, type]] = HFStack.PARTS | {"post_self_attn_layernorm": HFNorm, "post_mlp_layernorm": HFNorm}
+
+    @staticmethod
+    def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None) -> tuple[Tensor, Tensor]:
+        children = block._modules
+        attention, mlp = children["self_attn"], children["mlp"]
+        y, x = normed_for(attention, children["input_layernorm"], x, pending)
+        y = children["post_self_attn_layernorm"](attention.mix(y, rope, mask))
+        y, x = normed_for(mlp, children["post_attention_layernorm"], x, y)
+        return x, children["post_mlp_layernorm"](mlp.mix(y))
+
+
+def interleaved_stack(module: Any, _: Any) -> Swap:
+    return stack(module, None, Glm4Stack if "post_mlp_layernorm" in module.layers[0]._modules else HFStack)
+
+
+def interleaved_attention(module: Any, stack: Any) -> Swap:
+    return attention(module, stack, InterleavedAttention)
+
+
+def packed_mlp(module: Any, stack: Any) -> Swap:
+    return mlp(module, stack, PackedMLP if "gate_up_proj" in module._modules else HFMLP)
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "MLP": packed_mlp,
+    "Attention": interleaved_attention,
+    "Model": interleaved_stack,
+    "ForCausalLM": causal_lm,
+}
+
+DECODING: dict[str, Any] = {}
