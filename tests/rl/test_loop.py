@@ -43,6 +43,7 @@ def test_a_policy_with_adapters_learns_against_its_base(tmp_path):
     run = train(tmp_path, model=model, steps=10, kl=0.02, lr=5e-2)
     records = run.tape.steps()
     assert records[-1]["reward"] > records[0]["reward"] + 0.2
+    assert max(record["largest_gap"] for record in records) < 1e-4, "the decoder follows the adapters"
     assert records[0]["kl"] == pytest.approx(0, abs=1e-6) and records[-1]["kl"] > 0.01
     for before, now in zip(base, (p for p in model.parameters() if not p.requires_grad), strict=True):
         assert torch.equal(before, now)
@@ -164,6 +165,9 @@ def test_prompts_that_leave_no_room_are_counted_or_refused(tmp_path, capsys):
     assert len(run.prompts) == 4
     with pytest.raises(ValueError, match="seq"):
         train(tmp_path / "none", prompts=[[1] * 30], seq=12, steps=1)
+    with pytest.raises(ValueError, match="'answer', and prompts\\[1\\]"):
+        rows = [{"prompt": [1], "answer": 1}, {"prompt": [2], "number": 1}]
+        train(tmp_path / "columns", prompts=rows, rewards={"exact_match": 1.0}, steps=1)
     with pytest.raises(ValueError, match="tokenizer"):
         train(tmp_path / "texts", prompts=["a text"], steps=1)
 

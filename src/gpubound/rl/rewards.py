@@ -55,6 +55,8 @@ class Regex:
 
     def __call__(self, completions: Sequence[str], pattern: Sequence[str] = (), **_: Any) -> list[float]:
         patterns = [self.pattern] * len(completions) if self.pattern is not None else pattern
+        if not patterns:
+            raise ValueError("there is no pattern; give regex one, or each row of the prompts its own")
         return [
             float(re.fullmatch(wanted, text.strip(), re.DOTALL) is not None)
             for wanted, text in zip(patterns, completions, strict=True)
@@ -76,6 +78,8 @@ class UnitTests:
         return [float(run_code(f"{code}\n\n{test}\n", self.seconds, self.memory).passed) for code, test in zip(codes, tests)]
 
 
+GIVEN = ("completions", "completion_ids", "prompts", "finish")  # what every function may take
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN: dict[str, type] = {"exact_match": ExactMatch, "regex": Regex, "unit_tests": UnitTests}
 
 
@@ -121,6 +125,23 @@ def _function(what: Any, value: Any) -> RewardFunction:
     return RewardFunction(function, FromFile(path, function), float(weight))
 
 
+def check_columns(functions: Sequence[RewardFunction], prompts: Sequence[RLPrompt], what: str) -> None:
+    """Raise ValueError for a function that needs a key which a row of the prompts does not have."""
+    for name, call, _ in functions:
+        needed = [key for key, p in _parameters(call).items() if p.default is p.empty and p.kind not in VARIADIC]
+        for key in needed:
+            row = next((i for i, prompt in enumerate(prompts) if key not in (*GIVEN, *prompt.columns)), None)
+            if row is not None:
+                has = ", ".join(prompts[row].columns) or "none"
+                raise ValueError(
+                    f"rewards: {name} needs {key!r}, and {what}[{row}] has {has} besides its prompt; add it to each row."
+                )
+
+
+def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(call.function if isinstance(call, FromFile) else call).parameters
+
+
 @dataclass(frozen=True)
 class FromFile:
     """A function of a Python file, which each process reads for itself."""
@@ -129,9 +150,10 @@ class FromFile:
     name: str
 
     def __post_init__(self) -> None:
-        self._function()
+        assert self.function is not None  # reads the file
 
-    def _function(self) -> Callable[..., Any]:
+    @property
+    def function(self) -> Callable[..., Any]:
         key = str(Path(self.path).resolve()), self.name
         if key not in _LOADED:
             if not Path(self.path).is_file():
@@ -150,7 +172,7 @@ class FromFile:
         return _LOADED[key]
 
     def __call__(self, **keywords: Any) -> Any:
-        return _accepted(self._function(), keywords)
+        return _accepted(self.function, keywords)
 
 
 _LOADED: dict[tuple[str, str], Callable[..., Any]] = {}

@@ -42,7 +42,7 @@ from ..version import __version__
 from .batches import RowShape
 from .prompts import PromptOrder, RLPrompt, fitting, read_prompts
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, RewardFunction, Scoring, read_rewards
+from .rewards import AnswerGroup, RewardFunction, Scoring, check_columns, read_rewards
 
 LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
     "lora", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "dynamic", "rounds", "passes", "variant",
@@ -302,6 +302,8 @@ def prepare(
     asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
     held_out = recipe.eval_prompts if eval_prompts is None else eval_prompts
     held = [] if held_out is None else read_prompts(held_out, known)
+    check_columns(functions, asked, "prompts")
+    check_columns(functions, held, "eval_prompts")
     new = recipe.max_new_tokens
     seq = recipe.seq or max(len(prompt.ids) for prompt in (*asked, *held)) + new
     asked, held = fitting(asked, seq, new, "prompts"), fitting(held, seq, new, "eval_prompts") if held else []
