@@ -14,13 +14,16 @@ from .dispatch import implementation, require_residual, require_rows, too_wide
 from .registry import definition, draw, frozen
 
 
+def norm_shape(cols: int, weight: Tensor | None) -> tuple:
+    """Return the shape of an RMSNorm's call. A gain that does not train has another backward kernel, and fewer; a call without
+    gradients, such as an objective's trial, launches none and takes the shape of those that train."""
+    return (cols,) if weight is None or weight.requires_grad else (cols, True)
+
+
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension. Without a weight there is no gain."""
     require_rows("rms_norm", x, weight=weight)
-    # A gain without a gradient has a separate backward kernel.
-    frozen_gain = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
-    shape = (x.shape[-1], True) if frozen_gain else (x.shape[-1],)
-    return implementation("rms_norm", x, too_wide(x), shape)(x, weight, eps, offset)
+    return implementation("rms_norm", x, too_wide(x), norm_shape(x.shape[-1], weight))(x, weight, eps, offset)
 
 
 def _gain(g: torch.Generator, cols: int, frozen_weight: bool) -> Tensor:
@@ -45,10 +48,9 @@ def add_rms_norm(
     """
     require_rows("add_rms_norm", x, weight=weight)
     require_residual("add_rms_norm", residual, x, rounded=True)
-    frozen_gain = weight is not None and not weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
-    shape: tuple = (x.shape[-1], True) if frozen_gain else (x.shape[-1],)
+    shape = norm_shape(x.shape[-1], weight)
     if residual.dtype != x.dtype:
-        shape = x.shape[-1], frozen_gain, residual.dtype
+        shape = x.shape[-1], len(shape) > 1, residual.dtype
     return implementation("add_rms_norm", x, too_wide(x), shape)(x, residual, weight, eps, offset)
 
 

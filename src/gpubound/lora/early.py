@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import Call
 from ..kernels.lora import blocks_of, product_size
+from ..kernels.norms import norm_shape
 from ..layers.block import RMSNorm
 from ..layers.fused_weights import Projecting, has_reader, site_of
 from ..layers.linear_product import DENSE, Format, format_of
@@ -21,7 +22,7 @@ def calls(model: nn.Module) -> Iterator[Call]:
         yield from _of_every_batch(lows, format)
     for norm in model.modules():
         if isinstance(norm, RMSNorm) and not norm.weight.requires_grad:
-            yield from ((op, (norm.weight.shape[0], True)) for op in norm.OPS)
+            yield from ((op, norm_shape(len(norm.weight), norm.weight)) for op in norm.OPS)
 
 
 def products(model: nn.Module, batch: Any) -> Iterator[Call]:

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
 from ..kernels.cross_entropy import loss_shape
+from ..kernels.norms import norm_shape
 from ..layers.attention import Attention, Mask, Rope, RopeTable, attend, turn_calls
 from ..layers.block import MLP, RMSNorm, gated_calls, run_block, run_blocks
 from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
@@ -86,7 +87,7 @@ def _eps_name(norm: Any) -> str:
 
 def norm(module: Any, stack: Any, part: type = HFNorm) -> Swap:
     shape = (BATCH, TOKENS, module.weight.shape[0])
-    calls = (("rms_norm", shape[-1:]),)
+    calls = (("rms_norm", norm_shape(shape[-1], module.weight)),)
     return Swap(part, calls, {"delegated": Counter()}, (random_case(module, shape),))
 
 
@@ -367,7 +368,7 @@ def stack(module: Any, _: Any, part: type[HFStack] = HFStack) -> Swap:
     }
     for kind in (attributes["rotary_type"], *attributes["blocks"]):
         _placed_forward(kind)
-    calls = (("add_rms_norm", tuple(module.norm.weight.shape)),)
+    calls = (("add_rms_norm", norm_shape(len(module.norm.weight), module.norm.weight)),)
     return Swap(part, calls, attributes, refusal=refusal or unswapped(module, part))
 
 

@@ -425,7 +425,8 @@ class SkippedSteps:
 def _calls(model: nn.Module, precision: Precision, loss: Loss | Objective) -> Iterator[Call]:
     """Yield the kernels that the first step is known to call, so that they are compiled in parallel."""
     yield from model.calls() if isinstance(model, LanguageModel) else ()
-    yield from (("add_rows", (m.embedding_dim,)) for m in model.modules() if isinstance(m, nn.Embedding))
+    embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad)
+    yield from (("add_rows", (m.embedding_dim,)) for m in embeddings)
     yield from fp8.CALLS if precision.fp8 else ()
     yield from early.calls(model)
     yield from loss.calls(model) if isinstance(loss, Objective) else ()

@@ -15,6 +15,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
+from ...kernels.norms import norm_shape
 from ...layers.attention import Angles, Attention, Mask, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
 from ...layers.embedding_and_head import look_up
@@ -144,5 +145,6 @@ class Decoder(LanguageModel):
 
     def calls(self) -> Iterator[Call]:
         c = self.config
-        yield from (("rms_norm", (c.hidden,)), ("add_rms_norm", (c.hidden,)), *gated_calls("silu", c.intermediate))
+        yield from ((op, norm_shape(c.hidden, self.model.norm.weight)) for op in RMSNorm.OPS)
+        yield from gated_calls("silu", c.intermediate)
         yield from turn_calls(c.heads, c.kv_heads, c.head_dim, c.head_dim // 2, c.qk_norm)
