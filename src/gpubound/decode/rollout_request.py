@@ -73,6 +73,7 @@ class RolloutRequest:
     stops: tuple[int, ...]
     stop_strings: tuple[str, ...]
     logprobs: bool
+    samples: int  # of a prompt
     chooses: bool  # whether each has its own adapter, or none; else all have those that are on
 
     @property
@@ -120,7 +121,7 @@ def rollout_request(
             text = None if decoder.text is None else TextStream(decoder.text, strings, stops)
             result = RolloutSequence(number, sample, own)
             waiting.append(Running(result, prompt, limit, replace(choice, seed=own), names[number], text))
-    return RolloutRequest(waiting, stops, strings, logprobs, adapters is not None)
+    return RolloutRequest(waiting, stops, strings, logprobs, n, adapters is not None)
 
 
 def each(name: str, value: Any, count: int) -> list[Any]:
