@@ -24,7 +24,7 @@ FLOORS = [
     ["train", "decode"],
     ["models.deepseek_v4.decode", "models.diffusion", "models.richards.module_runner"],  # families on top of decode
     ["doctor", "monitor", "plan"],
-    ["generate", "rl"],
+    ["generate", "rl", "serve"],
     ["cli"],
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -45,6 +45,7 @@ COMMANDS = {
     "plan": "gpubound plan config.yaml --gpus 8",
     "generate": 'gpubound generate path/to/checkpoint --prompt "Once"',
     "chat": "gpubound chat path/to/checkpoint",
+    "serve": "gpubound serve path/to/base",
     "doctor": "gpubound doctor train.py --epochs 3",
     "fix": "gpubound fix --try --apply",
     "bench": "gpubound bench kernels",

@@ -208,6 +208,10 @@ class TrainStep(NotCopyable):
             self._added.clear()
             return self._result(report, batches)
 
+    def discard(self) -> None:
+        """Drop the gradients of `add` since the last `update`."""
+        self._added.clear()
+
     @contextmanager
     def _calling(self) -> Iterator[None]:
         if self._closed:

@@ -1,0 +1,24 @@
+"""Which addresses a service may listen at without a token."""
+
+from ipaddress import ip_address
+
+
+def check_address(host: str, token: str | None) -> None:
+    """Raise ValueError for an address that other machines may reach, without a token."""
+    if not token and not is_loopback(host):
+        raise ValueError(
+            f"serve: host: got {host}, which other machines may reach, and no token; name a file with one by --token-file, or "
+            f"set GPUBOUND_TOKEN."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("example.org")
+    (True, True, False, False)
+    """
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,77 @@
+"""A client of `gpubound serve`. It imports the standard library alone: copy this file to a machine without gpubound."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from typing import Any
+
+PORT = 8400
+TOKEN = "GPUBOUND_TOKEN"  # the environment variable with the service's token
+
+
+class Client:
+    """The calls of `gpubound.serve.Policies` over HTTP.
+
+    Each waits for its turn, and returns what the call in Python returns. Raises ValueError where the service refuses a call,
+    RuntimeError where it failed, and ConnectionError where there is none.
+
+    url      of the service
+    token    of a service that asks for one; None: what the environment variable GPUBOUND_TOKEN holds
+    timeout  seconds that a call may take, its turn included; None: any time
+    """
+
+    def __init__(self, url: str = f"http://127.0.0.1:{PORT}", token: str | None = None, timeout: float | None = None):
+        self.url, self.token, self.timeout = url.rstrip("/"), token or os.environ.get(TOKEN), timeout
+
+    def create(self, name: str, **options: Any) -> dict[str, Any]:
+        """Create a policy: rank, alpha, targets, lr, betas, weight_decay, clip, seed."""
+        return self._call("create", name=name, **options)
+
+    def forward_backward(self, name: str, examples: list[Any], objective: str = "cross_entropy", **options: Any) -> Any:
+        """Add the gradients of examples, dicts with prompt and answer, to those that the next `optim_step` takes."""
+        return self._call("forward_backward", name=name, examples=examples, objective=objective, **options)
+
+    def optim_step(self, name: str, lr: float | None = None) -> dict[str, Any]:
+        """Update the policy's weights."""
+        return self._call("optim_step", name=name, lr=lr)
+
+    def sample(self, name: Any, prompts: list[Any], **options: Any) -> list[dict[str, Any]]:
+        """Return sequences: n, max_new_tokens, temperature, seed, logprobs, stop, top_k, top_p, min_p, repetition_penalty."""
+        return self._call("sample", name=name, prompts=prompts, **options)
+
+    def save_state(self, name: str, folder: str, overwrite: bool = False) -> dict[str, Any]:
+        """Write the policy and its optimizer's state into `folder` of the service's folder."""
+        return self._call("save_state", name=name, folder=folder, overwrite=overwrite)
+
+    def load_state(self, name: str, folder: str) -> dict[str, Any]:
+        """Continue from what `save_state` wrote."""
+        return self._call("load_state", name=name, folder=folder)
+
+    def status(self) -> dict[str, Any]:
+        """Return the policies: rank, updates, those that are not saved, examples that wait for an update."""
+        return self._call("status")
+
+    def _call(self, call: str, **arguments: Any) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
+        request = urllib.request.Request(f"{self.url}/{call}", json.dumps(arguments).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                return json.load(response)["result"]
+        except urllib.error.HTTPError as error:
+            with error:
+                text = _error_of(error.read())
+            raise (ValueError if error.code < 500 else RuntimeError)(text or f"{self.url}: {error}") from None
+        except TimeoutError:
+            raise TimeoutError(
+                f"{call}: no answer from {self.url} in {self.timeout} s; the service still carries it out."
+            ) from None
+        except urllib.error.URLError as error:
+            raise ConnectionError(f"{self.url}: {error.reason}; start the service with gpubound serve.") from None
+
+
+def _error_of(body: bytes) -> str | None:
+    try:
+        return json.loads(body)["error"]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,149 @@
+"""Examples of a request, packed into rows of one length."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..data.rows import IGNORED
+from ..formatting import hint, shown
+
+MOST = 64  # examples in a row
+LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs")
+FIELDS = {"logprobs": "sampler_logprobs", "old_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A prompt and its answer.
+
+    advantages  the weight of each of the answer's tokens
+    learnt      which of them count: those of a tool or of an environment do not
+    given       log-probabilities of the answer's tokens, by the name of their field
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    advantages: list[float]
+    learnt: list[bool]
+    given: dict[str, list[float]]
+
+    def __len__(self) -> int:
+        """Return the number of positions: the last token is only a label."""
+        return len(self.prompt) + len(self.answer) - 1
+
+
+def read_examples(given: Any, encode: Any, longest: int, vocab: int) -> list[Example]:
+    """Check the examples of a request, and return them. encode: (text or ids, the example's place in an error) -> ids"""
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ValueError(f"examples: got {shown(given)}, wanted a list of at least one {{'prompt': ..., 'answer': ...}}.")
+    return [_read(one, encode, longest, vocab, f"examples[{number}]") for number, one in enumerate(given)]
+
+
+def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Example:
+    known = ("prompt", "answer", "advantage", "learnt", *LOGPROBS)
+    if not isinstance(one, Mapping) or not {"prompt", "answer"} <= one.keys():
+        raise ValueError(f"{where}: got {shown(one)}, wanted a dict with prompt and answer.")
+    if unknown := [key for key in one if key not in known]:
+        raise ValueError(f"{where}: {unknown[0]!r} is unknown; {hint(str(unknown[0]), known, 'the keys are')}")
+    prompt, answer = (encode(one[name], f"{where}: {name}") for name in ("prompt", "answer"))
+    if not prompt or not answer:
+        raise ValueError(f"{where}: got {len(prompt)} tokens of prompt and {len(answer)} of answer, wanted at least one each.")
+    if len(prompt) + len(answer) > longest:
+        raise ValueError(
+            f"{where}: got {len(prompt):,} tokens of prompt and {len(answer):,} of answer, wanted at most {longest:,} "
+            f"together; shorten it, or serve with a larger max_length."
+        )
+    if wrong := [token for token in prompt + answer if not 0 <= token < vocab]:
+        raise ValueError(f"{where}: got the token {wrong[0]}, wanted 0 to {vocab - 1}, the model's vocabulary.")
+
+    def each(name: str, value: Any) -> list[float]:
+        values = [value] * len(answer) if isinstance(value, int | float) else value
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(answer):
+            got = f"{len(values)} numbers" if isinstance(values, Sequence) else shown(value)
+            raise ValueError(f"{where}: {name}: got {got}, wanted a number for each of the answer's {len(answer)} tokens.")
+        if wrong := [v for v in values if not isinstance(v, int | float) or not isfinite(v)]:
+            raise ValueError(f"{where}: {name}: got {wrong[0]!r}, wanted finite numbers.")
+        return [float(v) for v in values]
+
+    given = {FIELDS[name]: each(name, one[name]) for name in LOGPROBS if one.get(name) is not None}
+    learnt = [value != 0 for value in each("learnt", one.get("learnt", 1))]
+    return Example(prompt, answer, each("advantage", one.get("advantage", 1.0)), learnt, given)
+
+
+class AnswerPlace(NamedTuple):
+    """The positions of an example's answer: batch, row in it, first position, and the one after the last."""
+
+    batch: int
+    row: int
+    begin: int
+    end: int
+
+
+def pack(
+    examples: Sequence[Example], tokens: int, rows: int, device: torch.device
+) -> tuple[list[dict[str, Tensor]], list[AnswerPlace]]:
+    """Return batches for the objective `policy`, and the place of each example in them.
+
+    Each batch has `rows` rows of `tokens` positions, the last one only as many as it needs, a power of two: a step is captured
+    for few shapes.
+    """
+    packed: list[list[int]] = []  # numbers of the examples in each row, the longest first
+    rooms: list[int] = []
+    for number in sorted(range(len(examples)), key=lambda number: -len(examples[number])):
+        fits = (row for row, room in enumerate(rooms) if room >= len(examples[number]) and len(packed[row]) < MOST)
+        if (row := next(fits, None)) is None:
+            row = len(packed)
+            packed.append([])
+            rooms.append(tokens)
+        packed[row].append(number)
+        rooms[row] -= len(examples[number])
+    places: dict[int, AnswerPlace] = {}
+    names = {name for example in examples for name in example.given}
+    parts = [packed[at : at + rows] for at in range(0, len(packed), rows)]
+    batches = [_batch(examples, part, names, tokens, number, places, device) for number, part in enumerate(parts)]
+    return batches, [places[number] for number in range(len(examples))]
+
+
+def _batch(
+    examples: Sequence[Example],
+    packed: list[list[int]],
+    names: set[str],
+    tokens: int,
+    number: int,
+    places: dict[int, AnswerPlace],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    rows = 1 << (len(packed) - 1).bit_length()
+    batch: dict[str, np.ndarray] = {
+        name: np.full((rows, tokens), fill, kind)
+        for name, fill, kind in (
+            ("input_ids", 0, np.int64), ("labels", IGNORED, np.int64), ("position_ids", 0, np.int64),
+            ("segment_ids", -1, np.int64), ("advantages", 0, np.float32), *((name, 0, np.float32) for name in sorted(names)),
+        )
+    }  # fmt: skip
+    bounds = np.full((rows, MOST + 1), tokens, np.int32)  # where each example of a row begins, then its padding
+    bounds[len(packed) :, 0] = 0
+    for row, numbers in enumerate(packed):
+        begin = 0
+        for segment, which in enumerate(numbers):
+            one = examples[which]
+            end, first = begin + len(one), begin + len(one.prompt) - 1
+            batch["input_ids"][row, begin:end] = (one.prompt + one.answer)[:-1]
+            batch["labels"][row, first:end] = np.where(one.learnt, one.answer, IGNORED)
+            batch["position_ids"][row, begin:end] = np.arange(end - begin)
+            batch["segment_ids"][row, begin:end] = segment
+            batch["advantages"][row, first:end] = one.advantages
+            for name, values in one.given.items():
+                batch[name][row, first:end] = values
+            bounds[row, segment] = begin
+            places[which] = AnswerPlace(number, row, first, end)
+            begin = end
+        bounds[row, len(numbers)] = begin
+    bounds += np.arange(rows, dtype=np.int32)[:, None] * tokens
+    batch["cu_seqlens"] = np.append(bounds.flatten(), np.int32(rows * tokens))
+    return {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
