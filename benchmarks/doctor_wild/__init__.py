@@ -1,0 +1,7 @@
+"""Public training scripts with their true stalls by line, to score the doctor on code that it was not made for.
+
+`scripts.yaml` names each by repository, commit and command; no script is copied into this repository. Clone them into one
+folder, under the names of the table, with the data that a script wants, and run
+
+    python -m benchmarks.doctor_wild FOLDER [--dry-run]
+"""
