@@ -157,7 +157,8 @@ def test_dynamic_sampling_draws_prompts_until_all_have_a_signal(tmp_path):
     run = train(tmp_path, rewards=first_is_even, steps=3, dynamic=True, rounds=4)
     records = run.tape.steps()
     assert all(0 < record["no_signal"] < 1 for record in records) and run.order.position > 12
-    assert all(record["tokens"] == 4 * 8 * NEW for record in records)
+    sampled = [round(record["tokens"] / (8 * NEW)) for record in records]  # prompts, four of them with a signal
+    assert all(count * (1 - record["no_signal"]) == pytest.approx(4) for count, record in zip(sampled, records))
 
 
 def test_prompts_that_leave_no_room_are_counted_or_refused(tmp_path, capsys):

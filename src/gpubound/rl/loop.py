@@ -3,7 +3,6 @@
 import logging
 import time
 from contextlib import closing
-from statistics import fmean
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,7 @@ from ..train.loop import Stop
 from .batches import advantages, micro_batches
 from .recipe import RLRecipe
 from .rewards import AnswerGroup, Scoring
-from .run import RLRun, prepare
+from .run import RLRun, figures_of, prepare
 
 
 def train(
@@ -59,8 +58,8 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
         if run.eval_prompts and not run.done:
             write({"step": 0} | run.evaluate(scoring), [])
         while not run.finished and not stop.asked:
-            began, position, groups, silent = time.perf_counter(), run.order.position, list[AnswerGroup](), 0
-            complete = True
+            began, position, complete = time.perf_counter(), run.order.position, True
+            groups, every = list[AnswerGroup](), list[AnswerGroup]()  # that are learnt, that were sampled
             try:
                 # Sample. The answers to a prompt are scored while others are still being sampled.
                 for attempt in range(recipe.rounds if recipe.dynamic else 1):
@@ -82,7 +81,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                         break
                     # Score.
                     scoring.collect()
-                    silent += sum(not group.has_signal for group in new)
+                    every += new
                     groups += [group for group in new if group.has_signal or not recipe.dynamic]
                     if len(groups) == recipe.prompts_per_step:
                         break
@@ -111,11 +110,8 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                     result = step(batches)
                 assert result is not None, "there is a micro-batch"
                 values, figures = result.read(), objective.take_figures()
-                record |= {
-                    "policy_loss": values.loss,
-                    "grad_norm": values.grad_norm,
-                    "lr": values.lr,
-                    "skipped": values.skipped,
+                record |= {"policy_loss": values.loss} | {
+                    name: getattr(values, name) for name in ("grad_norm", "lr", "skipped")
                 }
                 record |= {name: figures[name] for name in ("entropy", "gap", "largest_gap", "clipped", "truncated")}
                 record |= {"kl": figures["kl"]} if recipe.kl else {}
@@ -130,20 +126,13 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
 
             # Record.
             run.done += 1
-            every = [answer for group in groups for answer in group.answers]
-            seconds, tokens = learnt - began, sum(len(answer.tokens) for answer in every)
-            rewards = [reward for group in groups for reward in group.rewards]
-            if groups:
-                record |= {"reward": fmean(rewards), "length": tokens / len(every)}
-                record |= {f"reward/{name}": fmean(v for g in groups for v in g.parts[name]) for name in groups[0].parts}
-                record |= {"ended": fmean(answer.finish == "stop" for answer in every)}
-            record |= {"no_signal": silent / max(1, silent + sum(group.has_signal for group in groups))}
-            record |= {"tokens": tokens, "seconds": seconds, "sampled_per_s": tokens / (sampled - began)}
-            record |= {"sample_share": (sampled - began) / seconds, "reward_share": (scored - sampled) / seconds}
-            record |= {"learn_share": (learnt - scored) / seconds}
+            record |= figures_of(every) | {"seconds": learnt - began}
+            record["sampled_per_s"] = record["tokens"] / (sampled - began)
+            for phase, seconds in (("sample", sampled - began), ("reward", scored - sampled), ("learn", learnt - scored)):
+                record[f"{phase}_share"] = seconds / record["seconds"]
             if run.eval_prompts and (run.finished or (recipe.eval_every and run.done % recipe.eval_every == 0)):
                 record |= run.evaluate(scoring)
-            write(record, groups)
+            write(record, every)
             if "eval_reward" in record or (recipe.save_every and run.done % recipe.save_every == 0):
                 run.save()
         run.stopped = stop.asked

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -282,6 +283,16 @@ class RLRun:
         self.tape.tell(verdict=verdict, finished=self.finished, fallbacks=told)
         write_report([self.tape])
         return verdict
+
+
+def figures_of(groups: list[AnswerGroup]) -> dict[str, float]:
+    """Return the figures of a step's answers."""
+    answers = [answer for group in groups for answer in group.answers]
+    figures = {"reward": fmean(reward for group in groups for reward in group.rewards)}
+    figures |= {f"reward/{name}": fmean(v for group in groups for v in group.parts[name]) for name in groups[0].parts}
+    figures |= {"tokens": (tokens := sum(len(answer.tokens) for answer in answers)), "length": tokens / len(answers)}
+    figures |= {"ended": fmean(answer.finish == "stop" for answer in answers)}
+    return figures | {"no_signal": fmean(not group.has_signal for group in groups)}
 
 
 def prepare(
