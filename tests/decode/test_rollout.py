@@ -267,6 +267,9 @@ class TestFaults:
             fast.generate(PROMPTS[0], max_new_tokens=1)
         found.close()
         assert fast.generate(PROMPTS[0], max_new_tokens=1).count == 1
+        for _ in fast.rollout(PROMPTS, max_new_tokens=9):
+            break
+        assert fast.generate(PROMPTS[0], max_new_tokens=1).count == 1
 
     def test_out_of_memory_in_a_refill(self, monkeypatch):
         fast = cases.shared("Mistral")

@@ -5,6 +5,8 @@ from typing import Any
 
 from .generate import FastDecoder as FastDecoder, decoder as decoder
 from .request import Generation as Generation
+from .rollout import Rollout as Rollout
+from .rollout_request import RolloutSequence as RolloutSequence
 from .speculation import Draft as Draft
 
 

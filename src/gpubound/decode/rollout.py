@@ -45,7 +45,10 @@ PROMPT_TOKENS = 16384  # padding counted, that are prefilled at once: more would
 
 
 class Rollout:
-    """An iterator over the sequences of a rollout, as they end; `FastDecoder.rollout` makes it."""
+    """An iterator over the sequences of a rollout, as they end; `FastDecoder.rollout` makes it.
+
+    A loop that is left early ends it. `next` takes single sequences.
+    """
 
     def __init__(self, decoder: "FastDecoder", request: RolloutRequest) -> None:
         self.decoder, self.request, self.variant = decoder, request, request.variant
@@ -72,7 +75,10 @@ class Rollout:
         closed_at_exit().add(self._playing)
 
     def __iter__(self) -> Iterator[RolloutSequence]:
-        return self
+        try:
+            yield from self._playing
+        finally:
+            self.close()
 
     def __next__(self) -> RolloutSequence:
         return next(self._playing)
