@@ -137,3 +137,20 @@ def test_a_model_that_reads_ids_beside_embeddings_is_verified_on_ids():
     """DeepSeek-V4 chooses experts by the token. Fed embeddings alone, it seemed to fail by itself, and nothing was compared."""
     placement = gb.place(deepseek(), "cpu")
     assert placement.verified and placement.swapped and not placement.refused
+
+
+class Dropping(nn.Module):
+    """A part with dropout as a module, as Bloom has it, by the name that others give a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention_dropout = nn.LayerNorm(8), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.attention_dropout(self.norm(x))
+
+
+def test_dropout_that_is_a_module_is_called():
+    model = Dropping()
+    placement = gb.place(model, "cpu", example=torch.randn(4, 8))
+    assert placement.verified and isinstance(model.attention_dropout, nn.Dropout)

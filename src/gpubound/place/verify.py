@@ -198,7 +198,11 @@ def for_comparison(module: nn.Module, train_all: bool) -> Iterator[None]:
     """
     before = [(p, p.requires_grad, p.__dict__.pop("main_grad", None)) for p in module.parameters()]
     options = {"recompute_bytes": 0, "rounds_inputs": False, "attention_dropout": 0.0, "residual_dropout": 0.0}
-    switched = [(m, {name: value for name, value in options.items() if hasattr(m, name)}) for m in module.modules()]
+    # A number alone: attention_dropout is a module in some models.
+    switched = [
+        (m, {name: value for name, value in options.items() if isinstance(getattr(m, name, None), int | float)})
+        for m in module.modules()
+    ]
     undo = switch(switched)
     try:
         for p, _, _ in before if train_all else ():
