@@ -8,8 +8,8 @@ from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
-from gpubound.train.adamw import matrices
 from gpubound.train.adamw8 import QuantisedMoment
+from gpubound.train.flat_weights import matrices
 from tests.messages import message
 
 from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed

@@ -12,7 +12,8 @@ from ..lora.layers import adapted_layers, names_in
 from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
-from ..train.adamw import AdamW, FlatLayout, counted
+from ..train.adamw import AdamW
+from ..train.flat_weights import FlatLayout, counted
 from ..train.lora_options import Lora
 from ..train.muon import Muon, count_by_rule
 from ..train.precision import Precision, precision as precision_named

@@ -15,7 +15,8 @@ from torch import Tensor
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, number
 from ..kernels.tensor_state import made_record
 from ..layers.linear_product import full_tensor
-from .adamw import AdamW, FlatAdamW, FlatLayout, Group
+from .adamw import AdamW, FlatAdamW
+from .flat_weights import FlatLayout, Group
 
 PART = BLOCK << 14  # elements that are dequantised at a time: 16 MiB of fp32
 PLACES = "places"  # name of the recorded layout in a state

@@ -23,8 +23,9 @@ from ..kernels.accumulate import close_sums, deliver_all
 from ..kernels.adamw import BLOCK
 from ..kernels.tensor_state import made_record
 from .accumulate import Accumulators
-from .adamw import ALIGN, AdamW, FlatAdamW, FlatLayout, FlatSlot, Group
+from .adamw import AdamW, FlatAdamW
 from .adamw8 import AdamW8bit
+from .flat_weights import ALIGN, FlatLayout, FlatSlot, Group
 from .precision import Precision
 from .recompute import blocks_of
 

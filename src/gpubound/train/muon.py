@@ -16,8 +16,9 @@ from torch.nn import Parameter
 from ..device import fast_16bit
 from ..distributed import Ranks
 from ..layers.embedding_and_head import head_of
-from .adamw import MUON, AdamW, FlatAdamW, FlatLayout, FlatSlot, Group, lay_out
+from .adamw import AdamW, FlatAdamW
 from .adamw8 import AdamW8bit
+from .flat_weights import MUON, FlatLayout, FlatSlot, Group, lay_out
 from .precision import Precision
 from .schedule import is_rate
 

@@ -27,12 +27,12 @@ from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
-from .adamw import counted
 from .adapters import add as add_adapters, base_of, check_base, frozen_bytes, load_quantised
 from .changes import ALLOWED, ROWS, allowed_keys, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
 from .data import check_data, open_data, open_eval_data
+from .flat_weights import counted
 from .loop import Run
 from .muon import count_by_rule
 from .objectives import Objective

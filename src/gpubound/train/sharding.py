@@ -30,7 +30,8 @@ from ..layers.linear_product import format_of
 from ..lora.layers import of_peft
 from ..trace import fallback, notice
 from .accumulate import Accumulators
-from .adamw import AdamW, FlatLayout, Weights
+from .adamw import AdamW
+from .flat_weights import FlatLayout, Weights
 from .muon import Muon
 from .precision import Precision
 from .torch_optimizer import TorchOptimizer

@@ -36,10 +36,11 @@ from ..lora.adapter import pack_adapters
 from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
 from .accumulate import Accumulators
-from .adamw import AdamW, Weights
+from .adamw import AdamW
 from .adamw8 import AdamW8bit
 from .backward_update import BackwardUpdate, check as check_update_in_backward, gradient_bytes
 from .device_step import DeviceStep, Loss, StepResult, StepValues
+from .flat_weights import Weights
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class

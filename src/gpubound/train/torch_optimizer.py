@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from ..errors import GraphError
 from ..kernels import plan_update
 from ..trace import fallback
-from .adamw import FlatAdamW, FlatLayout, Weights, lay_out
+from .adamw import FlatAdamW
+from .flat_weights import FlatLayout, Weights, lay_out
 from .precision import Precision, read, spelled
 from .schedule import is_rate
 
