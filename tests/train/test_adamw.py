@@ -43,7 +43,7 @@ def test_neighbours_stay_neighbours_in_the_storages_order():
     layout = lay_out(named(v=v, other=other, q=q, k=k))
     assert [slot.name for slot in layout.slots] == ["q", "k", "v", "other"]
     before = torch.cat([p.detach().clone() for p in (q, k, v)])
-    weights = Weights(layout, masters=False)
+    weights = Weights(layout, masters=None)
     assert join_rows([q.detach(), k.detach(), v.detach()]).equal(before)
     assert q.untyped_storage().data_ptr() == weights.flat[0].untyped_storage().data_ptr()
     gradient = torch.arange(float(layout.size))
@@ -56,7 +56,7 @@ def test_a_frozen_neighbour_stays_behind():
     k.requires_grad_(False)
     address, values = k.data_ptr(), k.detach().clone()
     layout = lay_out(named(q=q, k=k, v=v))
-    Weights(layout, masters=False)
+    Weights(layout, masters=None)
     assert [slot.name for slot in layout.slots] == ["q", "v"]
     assert k.data_ptr() == address and k.equal(values)
 
@@ -67,14 +67,14 @@ def test_tied_once_and_still_tied():
     model = nn.ModuleDict({"embed": embed, "head": head})
     layout = lay_out([*model.named_parameters(), ("again", head.weight)])
     assert [slot.name for slot in layout.slots] == ["embed.weight"]
-    Weights(layout, masters=True)
+    Weights(layout, masters=torch.float32)
     assert head.weight is embed.weight
 
 
 def test_values_and_strides_survive_the_cast():
     conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
     start, strides = conv.weight.detach().clone(), conv.weight.stride()
-    weights = Weights(lay_out(conv.named_parameters(), torch.bfloat16), masters=True)
+    weights = Weights(lay_out(conv.named_parameters(), torch.bfloat16), masters=torch.float32)
     assert conv.weight.dtype == torch.bfloat16 and conv.weight.stride() == strides
     assert conv.weight.equal(start.bfloat16())
     assert weights.layout.slots[0].view(weights.masters[0]).equal(start), "the master keeps all of the fp32 weight"
@@ -83,7 +83,7 @@ def test_values_and_strides_survive_the_cast():
 
 def test_padding_is_zero_and_round_masters():
     model = nn.Linear(3, 5)
-    weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=True)
+    weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=torch.float32)
     used = sum(p.numel() for p in model.parameters())
     assert weights.flat[0].count_nonzero() == weights.masters[0].count_nonzero() == used
     weights.masters[0].fill_(1.5)
@@ -135,7 +135,7 @@ def test_frozen_tensors_may_lie_over_one_another():
 
 def test_moved_parameter_is_named():
     model = nn.Linear(3, 5)
-    weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=True)
+    weights = Weights(lay_out(model.named_parameters(), torch.bfloat16), masters=torch.float32)
     weights.check()
     model.float()
     assert message(weights.check) == messages.message("train/flat_buffers:moved_parameter_is_named")

@@ -227,7 +227,8 @@ class GraphCache:
         if not has_graphs(self.step.device):
             return 0.0
         optimizer = self.step.optimizer
-        largest = max(weight.abs().max().item() for weight in optimizer.weights.finest())
+        bounds = (bound for weight in optimizer.weights.finest() for bound in weight.aminmax())  # abs() would be a copy of all
+        largest = max(abs(bound.item()) for bound in bounds)
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)
 
