@@ -10,6 +10,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.policy import VARIANTS, Policy
+from gpubound.watch.pretend import simgpu
 
 from .formulas import check_formula
 from .test_preference import WORDS, decoder, packed
@@ -166,6 +167,19 @@ def test_batches_without_advantages_or_of_other_shapes_are_refused():
     for change in ({"advantages": None}, {"advantages": torch.ones(ROWS, 3)}, {"sampler_logprobs": torch.ones(ROWS, 3)}):
         with pytest.raises(ValueError, match=next(iter(change))):
             Policy()(model, given | change)
+
+
+@pytest.mark.parametrize(("variant", "entropy"), [("grpo", 0.0), ("gspo", 0.02)])
+def test_a_step_never_waits_for_the_device(variant, entropy):
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one")
+    device = simgpu()
+    model, given = decoder().to(device), [{name: value.to(device) for name, value in batch(True).items()}]
+    step = TrainStep(model, Policy(variant, kl=0.1, entropy=entropy), AdamW(lr=1e-3), precision="fp32", graph="off")
+    step(given)
+    with gb.watch() as ledger:
+        step(given)
+    assert (ledger.totals["syncs"], ledger.totals["h2d_copies"]) == (0, 0)
 
 
 @pytest.mark.gpu
