@@ -176,11 +176,24 @@ def test_a_class_is_the_only_label_at_the_last_token_of_its_text(tokenizer, tmp_
         assert labels[segments == found].tolist() == [IGNORED] * (len(text) - 1) + [label], number
     assert RowParser()(rows[0], "a:1") == "one", "a text, unless the format is named"
     parse = RowParser(format="classification")
-    for label in ("good", -1, 0.5):
+    for label in ("", -1, 0.5):
         with pytest.raises(DataError, match=r"label.*number"):
             parse({"text": "one", "label": label}, "a:1")
     with pytest.raises(DataError, match="label"):
         Corpus.build([{"text": "one", "label": 261}], tokenizer, tmp_path / "d", progress=False, format="classification")
+
+
+def test_a_class_by_its_name(tokenizer, tmp_path):
+    rows = [{"text": "one", "label": "yes"}, {"text": "two", "label": 0}, {"text": "three", "label": "no"}]
+    options: dict = {"progress": False, "format": "classification"}
+    built = Corpus.build(rows, tokenizer, tmp_path / "c", classes=["no", "yes"], **options)
+    assert [int(built.document(n)[-1]) for n in range(3)] == [1, 0, 0]
+    assert Corpus.build(rows, tokenizer, tmp_path / "c", classes=["no", "yes"], **options).tokens == built.tokens
+    with pytest.raises(DataError, match="classes"):
+        Corpus.build(rows, tokenizer, tmp_path / "c", classes=["yes", "no"], **options)
+    for name, classes in (("d", ["no", "maybe"]), ("e", None)):
+        with pytest.raises(DataError, match=r"label.*'yes'.*one"):
+            Corpus.build(rows, tokenizer, tmp_path / name, classes=classes, **options)
 
 
 def test_matches_are_pairs_that_end_with_the_end_of_the_text(tokenizer, tmp_path):

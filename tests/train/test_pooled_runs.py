@@ -17,7 +17,9 @@ from .runs import assert_same, recipe, train
 def rows(tmp_path_factory):
     """Forty texts, whose first word tells the class, and as many questions with their answers."""
     folder = tmp_path_factory.mktemp("rows")
-    labelled = [{"text": f"{('no', 'yes')[n % 2]}, it is {n}", "label": n % 2} for n in range(40)]
+    labelled = [
+        {"text": f"{('no', 'yes')[n % 2]}, it is {n}", "label": ("no", "yes")[n % 2] if n < 30 else n % 2} for n in range(40)
+    ]
     matches = [{"query": f"what is {n}?", "positive": f"it is {n}"} for n in range(40)]
     for name, of in (("labelled", labelled), ("matches", matches)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))

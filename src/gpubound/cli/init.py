@@ -135,7 +135,7 @@ objective_options:
 # Train a classifier of texts, exported for AutoModelForSequenceClassification:  gpubound train config.yaml --export hf
 out: runs/classify            # checkpoints, the corpus, the report
 {MODEL}
-data: reviews.jsonl           # {{"text": ..., "label": 0}}: the number of a class, counted from 0
+data: reviews.jsonl           # {{"text": ..., "label": "positive"}}: a class by its name, or by its number from 0
 # eval_data: eval.jsonl
 validation: 0.05
 objective: classification

@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import flock, make_folder, read_json, write_atomic
+from ..formatting import shown
 from ..trace import notice
 from .chat import TRAIN_ON
 from .formats import (
@@ -81,6 +82,7 @@ def build(
     format: str | None = None,
     chat_template: str | Path | None = None,
     train_on: str = "assistant",
+    classes: Sequence[str] | None = None,
 ) -> bool:
     """Write the corpus of `texts` to the folder `path`, or finish the build that was interrupted there. Return False if the
     folder holds this corpus already.
@@ -95,6 +97,7 @@ def build(
     chat_template a file, a template's text, or a name of gpubound.data.chat.NAMED, instead of the tokenizer's template
     train_on      what of a chat is learnt: what the "assistant" wrote and the ends of its turns, its "last" answer, or "all";
                   of prompts with completions, the completions or "all"; of texts and preferences always the same
+    classes       the names that labels of the format classification may have, in the order of their numbers
     """
     if train_on not in TRAIN_ON:
         raise ValueError(f"Corpus.build: train_on: got {train_on!r}, wanted one of {', '.join(map(repr, TRAIN_ON))}.")
@@ -116,6 +119,7 @@ def build(
         "text_key": text_key,
         "format": format,
         "train_on": train_on,
+        "classes": list(classes) if classes else None,
         # By name: a path may be written otherwise, and texts of others have another checksum.
         "sources": None if source.weights is None else [Path(name).name for name in source.weights],
     }
@@ -132,7 +136,7 @@ def build(
         with Progress(f"tokenising into {path}", progress, source.size) as report:
             for number, documents in groupby(remaining, lambda _: source.source):
                 writer.source = number
-                for text, encoded in encode_all(_batches(documents), encoder, workers, train_on):
+                for text, encoded in encode_all(_batches(documents), encoder, workers, train_on, classes):
                     writer.add(text, encoded)
                     speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
                     report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
@@ -215,7 +219,7 @@ def _one_kind(source: Texts, kinds: set[str]) -> Iterator[Document]:
 def _check_settings(path: Path, recorded: Any, settings: dict[str, Any]) -> None:
     if not isinstance(recorded, dict):
         raise DataError(f"{path / MANIFEST}: settings: got {recorded!r}, wanted those of the build; {CURE}.")
-    recorded = DEFAULTS | recorded
+    recorded = DEFAULTS | {"classes": settings["classes"]} | recorded  # without names earlier versions took numbers alone
     for key, wanted in settings.items():
         if recorded.get(key) != wanted:
             raise OtherCorpus(path, f"holds a corpus with {key} {recorded.get(key)!r}, wanted {wanted!r}")
@@ -325,14 +329,14 @@ def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 def encode_all(
-    batches: Iterator[list[Document]], encoder: Encoder, workers: int, train_on: str
+    batches: Iterator[list[Document]], encoder: Encoder, workers: int, train_on: str, classes: Sequence[str] | None = None
 ) -> Iterator[tuple[Document, list[Encoded]]]:
     """Yield each document and its tokens, in order, encoded by `workers` processes or, for 0, by this one."""
     if workers == 0:
         for batch in batches:
-            yield from zip(batch, encode(encoder, batch, train_on))
+            yield from zip(batch, encode(encoder, batch, train_on, classes))
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder, train_on))
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder, train_on, classes))
     pending: deque[tuple[list[Document], Future]] = deque()
     try:
         while True:
@@ -351,20 +355,22 @@ def encode_all(
 
 
 _worker_encoder: Encoder
-_worker_trains_on: str
+_worker_options: tuple[str, Sequence[str] | None]
 
 
-def _start_worker(encoder: Encoder, train_on: str) -> None:
-    global _worker_encoder, _worker_trains_on
+def _start_worker(encoder: Encoder, *options: Any) -> None:
+    global _worker_encoder, _worker_options
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_encoder, _worker_trains_on = encoder, train_on
+    _worker_encoder, _worker_options = encoder, options
 
 
 def _encode_in_worker(texts: list[Document]) -> list[list[Encoded]]:
-    return encode(_worker_encoder, texts, _worker_trains_on)
+    return encode(_worker_encoder, texts, *_worker_options)
 
 
-def encode(encoder: Encoder, documents: list[Document], train_on: str = "assistant") -> list[list[Encoded]]:
+def encode(
+    encoder: Encoder, documents: list[Document], train_on: str = "assistant", classes: Sequence[str] | None = None
+) -> list[list[Encoded]]:
     """Return [(ids, loss mask)] of each document, two for a pair, ended with the end-of-text token. The mask of a text is
     None."""
     if any(isinstance(document, PreferencePair) for document in documents):
@@ -376,7 +382,7 @@ def encode(encoder: Encoder, documents: list[Document], train_on: str = "assista
     plain = encoder.encode_batch([part for part in every if isinstance(part, str)] + [part.text for part in pooled])
     texts = len(plain) - len(pooled)
     encoded: dict[type, Iterator[Any]] = {str: ((ids, None) for ids in plain[:texts])}
-    encoded[Pooled] = (_labelled(encoder, ids, part.label) for ids, part in zip(plain[texts:], pooled))
+    encoded[Pooled] = (_labelled(encoder, ids, _number_of(part, classes)) for ids, part in zip(plain[texts:], pooled))
     if chats or completions:
         if not isinstance(encoder, Tokenizer):
             raise ValueError(
@@ -391,6 +397,15 @@ def encode(encoder: Encoder, documents: list[Document], train_on: str = "assista
 
 def _finished(encoder: Encoder, part: Part, ids: Any, mask: np.ndarray | None) -> Encoded:
     return (ids, mask) if isinstance(part, Pooled) else _ended(encoder, ids, mask)
+
+
+def _number_of(part: Pooled, classes: Sequence[str] | None) -> int | None:
+    if not isinstance(part.label, str):
+        return part.label
+    if part.label not in (classes or ()):
+        wanted = f"one of {', '.join(classes)}" if classes else "a number, or classes with the names (objective_options)"
+        raise DataError(f"label: got {part.label!r} for the text {shown(part.text)}, wanted {wanted}.")
+    return list(classes or ()).index(part.label)
 
 
 def _labelled(encoder: Encoder, ids: Any, label: int | None) -> Encoded:

@@ -51,13 +51,14 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class Pooled:
-    """A text that is learnt as a whole, from the state of its last token: its class, or, without one, its embedding.
+    """A text that is learnt as a whole, from the state of its last token: its class, by number or name, or, without one, its
+    embedding.
 
     The tokens of such a document end with the number of the class, or with 0: the only label that counts.
     """
 
     text: str
-    label: int | None = None
+    label: int | str | None = None
 
 
 @dataclass(frozen=True)
@@ -180,12 +181,12 @@ def preference(row: Mapping[str, Any], where: str) -> Document:
 
 def classification(row: Mapping[str, Any], where: str) -> Document:
     written, label = as_text(row["text"], f"{where}['text']"), row["label"]
-    if not isinstance(label, int) or label < 0:
+    if not isinstance(label, int | str) or label == "" or (isinstance(label, int) and label < 0):
         raise DataError(
-            f"{where}['label']: got {shown(label)}, wanted the number of a class, counted from 0; number the names, and "
-            f"give them in that order as classes of objective_options."
+            f"{where}['label']: got {shown(label)}, wanted the number of a class, counted from 0, or one of the names that are "
+            f"given as classes of objective_options."
         )
-    return Pooled(written, int(label)) if written.strip() else ""
+    return Pooled(written, label if isinstance(label, str) else int(label)) if written.strip() else ""
 
 
 def matches(row: Mapping[str, Any], where: str) -> Document:

@@ -139,6 +139,7 @@ def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> 
             format=_of_rows(recipe, recipe.format or recipe.new_objective().format),
             chat_template=_of_rows(recipe, recipe.chat_template),
             train_on=recipe.train_on,
+            classes=recipe.new_objective().class_names(),
         )
     except OtherCorpus as error:
         advice = "Put back the data that this run began with to go on with it, or give another --out to begin anew."

@@ -56,8 +56,13 @@ class Objective:
         """Return a run's tokenizer with the tokens that this objective adds to it. Called before the model is built."""
         return tokenizer
 
+    def class_names(self) -> list[str] | None:
+        """Return the names that labels of a run's rows may have in place of numbers."""
+        return None
+
     def check_files(self) -> None:
-        """Raise the errors of the options' files that show without reading much. Called before a run builds anything."""
+        """Raise the errors of options that a run needs, and of their files, that show without reading much. Called before a run
+        builds anything."""
 
     def adapt(self, model: Any) -> None:
         """Give a run's model what the objective trains, such as another head. Called when the model is built."""

@@ -57,9 +57,15 @@ class Classification(WordLoss):
             )
         self.names = [f"LABEL_{name}" if isinstance(name, int) else str(name) for name in names]
 
-    def adapt(self, model: nn.Module) -> None:
+    def class_names(self) -> list[str] | None:
+        return self.names or None
+
+    def check_files(self) -> None:
         if not self.names:
             raise ValueError("classification: classes: got none, wanted their number or names (objective_options).")
+
+    def adapt(self, model: nn.Module) -> None:
+        self.check_files()
         if not isinstance(model, LanguageModel):
             raise ValueError(
                 f"classification: got a {type(model).__name__}, wanted a model of gpubound's own; see docs/models.md."
