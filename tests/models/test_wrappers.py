@@ -113,6 +113,7 @@ def test_a_step_on_texts_leaves_the_part_for_images_as_it_is():
     for _ in range(2):
         step({"input_ids": ids, "labels": ids})
     step.close()
+    assert all(p.requires_grad for p in model.parameters())
     same = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
     assert same == {name for name in before if "language_model" not in name and name != "lm_head.weight"}
 

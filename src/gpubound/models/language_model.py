@@ -1,7 +1,8 @@
 """Base class of the library's language models, and the hidden states and logits of any language model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,25 +137,30 @@ class LanguageModel(nn.Module):
         return lm_loss(x, head.weight, labels, total=total)
 
 
-def freeze_image_parts(model: Any) -> None:
-    """Freeze all parts of a model of images and text except the text model and the head, and report it.
+def freeze_image_parts(model: Any) -> Callable[[], None]:
+    """Freeze all parts of a model of images and text except the text model and the head, report it, and return the reverse.
 
     Texts give them no gradient, and an optimizer would shrink their weights by its decay.
     """
     trunk: Any = getattr(model, "model", None)
     if "language_model" not in getattr(trunk, "_modules", {}):
-        return
+        return lambda: None
     read = {id(p) for part in (trunk.language_model, head_of(model)) if part is not None for p in part.parameters()}
     apart = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in read]
     if not apart:
-        return
-    for _, parameter in apart:
-        parameter.requires_grad_(False)
+        return lambda: None
+
+    def train(on: bool) -> None:
+        for _, parameter in apart:
+            parameter.requires_grad_(on)
+
+    train(False)
     parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in apart))
     notice(
         f"train: {parts}: {sum(p.numel() for _, p in apart):,} parameters for images are frozen; train them by a loss function "
         "of your own instead of a name."
     )
+    return partial(train, True)
 
 
 def hidden_of(model: Any, inputs: dict[str, Any]) -> Tensor:

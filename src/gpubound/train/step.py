@@ -110,7 +110,7 @@ class TrainStep(NotCopyable):
         if isinstance(loss_fn, Objective):
             loss_fn.check_model(model)
             loss_fn.load(model)
-            freeze_image_parts(model)
+        thaw = freeze_image_parts(model) if isinstance(loss_fn, Objective) else None
         sharding = self._sharding = make_sharding(model, ranks)
         self._sharded = sharding if isinstance(sharding, Sharded) else None
         tell_if_alone(sharding.ranks)
@@ -139,6 +139,8 @@ class TrainStep(NotCopyable):
         hasten(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
         with ExitStack() as undo:  # an error, such as out of memory, must leave the model as it was
             undo.callback(sharding.release)
+            if thaw is not None:
+                undo.callback(thaw)
             undo.callback(recompute_as(model, recompute))
             if dtypes.dtype != torch.float32:
                 undo.callback(cast_inputs(model, dtypes.dtype).remove)
