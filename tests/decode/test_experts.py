@@ -195,6 +195,7 @@ SERVED = {  # widths of a real model, few layers
 WIDTHS = {
     "Mixtral": {"intermediate_size": 2816, "num_local_experts": 8},
     "Qwen3Moe": {"moe_intermediate_size": 384, "intermediate_size": 1408, "num_experts": 64, "num_experts_per_tok": 8},
+    "Olmoe": {"intermediate_size": 384, "num_experts": 64, "num_experts_per_tok": 8},
 }
 
 
