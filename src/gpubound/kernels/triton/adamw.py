@@ -122,12 +122,12 @@ def _updated(p, g, m, v, i, decay_until, decay, step_size, inverse_root, BETA1: 
     """AdamW itself: (p, m, v) of elements `i` after one update.
 
     The last operation is an explicit fma: ptxas fused it with the division for masters and not for remainders, and the two
-    would differ by a bit.
+    would differ by a bit. Triton's -x is 0 - x, which is +0 for a step size of 0 and would take the sign of a weight of -0.
     """
     m += (1 - BETA1) * (g - m)
     v = BETA2 * v + (1 - BETA2) * g * g
     quotient = m / (tl.sqrt(v) * inverse_root + EPS)
-    p = tl.fma(quotient, -step_size, tl.where(i < decay_until, p * decay, p))
+    p = tl.fma(quotient, step_size * -1.0, tl.where(i < decay_until, p * decay, p))
     return p, m, v
 
 
