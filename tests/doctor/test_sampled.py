@@ -103,6 +103,18 @@ def test_work_on_a_line_and_launching_in_a_loop_are_told_apart(verdict):
     assert verdict.findings[0] is launching and "lines 2 to 8" in conclusion(verdict)
 
 
+def test_a_line_that_launches_through_a_library_is_no_work_of_the_host(script):
+    """The launches of a model from a library belong to the user's line that calls it, as its samples do."""
+    forward = Site(script, FORWARD, "train", "loss = model(x).sum()", FORWARD)
+    inner = Site("/venv/lib/python3/site-packages/models/layer.py", 9, "forward", "return self.down(x)", 9)
+    late = {Stack((inner, forward)): 50, stack(script, BACKWARD, ENGINE): 10}
+    row_of_it = row("launch", "addmm", type(at(1))(forward, inner), 40)
+    evidence = seen(steps(lambda loop: loop, run=0.2), row_of_it, samples=Samples(late, late), step_ms=[0.3])
+    assert "host_work" not in {finding.kind for finding in diagnose(evidence).findings}
+    alone = seen(steps(lambda loop: loop, run=0.2), samples=Samples(late, late), step_ms=[0.3])
+    assert "host_work" in {finding.kind for finding in diagnose(alone).findings}
+
+
 def test_findings_and_the_gpu_add_up_to_the_step(verdict):
     assert sum(parts(verdict).values()) == pytest.approx(verdict.step_ms)
     prices = sum(finding.ms for finding in verdict.findings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,13 +16,13 @@ from functools import lru_cache
 from ...watch.events import MASKING
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import LIBRARY, Place, Site, Stack, owner
-from ..price.prices import Measurements, Prices, line_of
+from ..price.prices import Line, Measurements, Prices, line_of
 from .waits import StallCandidate, estimate, writes_checkpoint
 
 BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one
 WORK = 0.02  # of a step: sampled times of lines differ by about as much from run to run
-PER_LAUNCH = 4.0  # times the median launch: a line that takes less for each of its launches does little but launch
+PER_LAUNCH = 4.0  # times the mean of the step: a line that takes less for each of its launches does little but launch
 SHOWN = 4  # lines of a loop, or reasons, that are listed
 OPTIMIZERS, ENGINE = "torch/optim/", "_engine_run_backward"
 
@@ -106,12 +106,15 @@ def late_lines(evidence: Measurements, loop: Loop | None) -> list[tuple[Place, f
 
 def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """Yield lines whose work keeps the GPU waiting, such as the making of a batch from an array."""
-    launches: Counter = Counter()
+    loop = loop_of(evidence)
+    library = loop is not None and owner(loop.site.file) is LIBRARY
+    launches: dict[Line | None, float] = defaultdict(float)  # a step, by line, as in late_lines
     for row in evidence.rows:
-        if row.kind == "launch" and not row.place.node:
-            launches[line_of(Place(row.place.line))] += row.count
-    for place, late in late_lines(evidence, loop_of(evidence)):
-        launching = launches[line_of(place)] / max(evidence.steps, 1) * (prices.pace or 0.0)
+        if row.kind == "launch":
+            launches[line_of(Place(row.place.line if library else row.place.site))] += row.count / max(evidence.steps, 1)
+    every = evidence.sampled_ms(sum(evidence.samples.late.values())) / max(sum(launches.values()), 1)
+    for place, late in late_lines(evidence, loop):
+        launching = launches[line_of(place)] * max(prices.pace or 0.0, every)
         if late >= PER_LAUNCH * launching and (prices.share(late - launching) or 0.0) >= WORK:
             text = f"the GPU is idle for {late:.3g} ms a step while the host is in this line"
             yield estimate("host_work", place, 1, text, late - launching)
