@@ -1,4 +1,4 @@
-"""Which addresses a service may listen at without a token."""
+"""Check the address that a service listens at: other machines may reach it only with a token."""
 
 from ipaddress import ip_address
 

@@ -5,33 +5,29 @@ training it alone. Sampling has all adapters on, and each row has one of them.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as tensors_of, save as bytes_of
+from safetensors.torch import save as bytes_of
 from torch import nn
 
 from .. import decode, lora
-from ..errors import DataError
-from ..files import check_replaceable, read_json, reading, regular, replacing, write_atomic
+from ..decode.rollout import Rollout
+from ..files import check_replaceable, replacing, write_atomic
 from ..formatting import hint
 from ..layers.embedding_and_head import head_of
-from ..lora.files import CONFIG, WEIGHTS
 from ..lora.layers import adapted_layers, names_in
 from ..lora.model import adapter_names, set_active
 from ..train import AdamW, TrainStep
 from ..train.precision import check_precision, spelled
-from ..train.schedule import is_rate
 from .examples import pack, read_examples
 from .objective import LOSS, RequestedLoss, loss_named
+from .saved import FACTS, FILES, OPTIMIZER, optimizer_options, rate, read_saved, with_name, without_name
 
-OPTIMIZER, FACTS = "optimizer.safetensors", "policy.json"
-FILES = (WEIGHTS, CONFIG, OPTIMIZER, FACTS)  # of a saved policy
 TOKENS = 8192  # of a micro-batch
 ALL = object()  # the decoder of all policies, whose rows have each their own
 
@@ -103,7 +99,7 @@ class Policies:
         alpha  as in gpubound.lora.add; None: as large as the rank
         seed   of the adapter's start
         """
-        optimizer = _optimizer({"lr": lr, "betas": list(betas), "weight_decay": weight_decay, "clip": clip})
+        optimizer = optimizer_options({"lr": lr, "betas": list(betas), "weight_decay": weight_decay, "clip": clip})
         if name in self._policies:
             raise ValueError(f"create: there is a policy {name!r} already; give another name.")
         with self._remaking("create"), torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
@@ -156,7 +152,7 @@ class Policies:
         if not policy.pending:
             raise ValueError(f"optim_step: {name!r} has no gradients; call forward_backward first.")
         if lr is not None:
-            policy.step.lr = policy.options["lr"] = _rate(lr)
+            policy.step.lr = policy.options["lr"] = rate(lr)
         self._turn_to(name)
         policy.pending = 0
         values = policy.step.update().read()
@@ -184,30 +180,10 @@ class Policies:
         name  a policy, None for the base alone, or one of these for each prompt: rows of one batch
         The other arguments are those of `FastDecoder.rollout`.
         """
-        if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
-            raise ValueError("sample: prompts: wanted a list of at least one text or list of token ids.")
-        names = [name] * len(prompts) if name is None or isinstance(name, str) else list(name)
-        for each in names:
-            if each is not None:
-                self._policy(each, "sample")
-        ids = [self._ids(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompts)]
-        rest = n, max_new_tokens, temperature, logprobs, seed, self.ends if stop is None else stop
-        self.model.eval()
-        self._switch_on(list(self._policies))
-        if self._by_rows is None:
-            self._by_rows = not self._policies or self._decoder_of(ALL).body.adapters is not None
-            if not self._by_rows:
-                del self._decoders[ALL]  # with its keys and values
-        if self._by_rows:
-            sequences = self._decoder_of(ALL).rollout(ids, *rest, names if self._policies else None, **settings).sequences
-        else:  # the model's own forward computes all rows alike: a decoder for each policy, whose graphs stay
-            sequences = []
-            for each in dict.fromkeys(names):
-                self._switch_on([] if each is None else [each])
-                numbers = [number for number, one in enumerate(names) if one == each]
-                run = self._decoder_of(each).rollout([ids[number] for number in numbers], *rest, **settings)
-                sequences += [replace(one, prompt=numbers[one.prompt]) for one in run.sequences]
-            sequences.sort(key=lambda one: (one.prompt, one.sample))
+        given = n, max_new_tokens, temperature, logprobs, seed, self.ends if stop is None else stop
+        runs = self._rollouts(name, self._prompts(prompts, "sample"), *given, **settings)
+        sequences = [replace(one, prompt=numbers[one.prompt]) for run, numbers in runs for one in run.sequences]
+        sequences.sort(key=lambda one: (one.prompt, one.sample))
         return [
             {
                 "prompt": one.prompt, "sample": one.sample, "tokens": one.tokens, "logprobs": one.logprobs,
@@ -215,6 +191,75 @@ class Policies:
             }
             for one in sequences
         ]  # fmt: skip
+
+    def converse(
+        self,
+        name: str | Sequence[str | None] | None,
+        prompts: Sequence[Any],
+        respond: Callable[[dict[str, Any]], Any],
+        n: int = 1,
+        max_new_tokens: int = 128,
+        temperature: float = 1.0,
+        seed: int = 0,
+        stop: Any = None,
+        **settings: Any,
+    ) -> list[dict[str, Any]]:
+        """Return `n` conversations of each prompt with an environment, in order, for a caller in this process.
+
+        respond  is called with a conversation when a turn of the policy has ended, while others go on; returns what the
+                 environment says, a text or token ids, or None to end the conversation. It also ends where max_length leaves
+                 no room for a token
+
+        A conversation is a dict: prompt (its index), sample, turns, tokens and text of the last turn, finish, and `example`,
+        which `forward_backward` takes: the environment's tokens are not learnt. The keys and values of a conversation are kept
+        between turns where that is quicker (`Rollout.extend`).
+        """
+        ids, talks = self._prompts(prompts, "converse"), dict[tuple[int, int], dict[str, Any]]()
+        given = n, max_new_tokens, temperature, True, seed, self.ends if stop is None else stop
+        for run, numbers in self._rollouts(name, ids, *given, **settings):
+            for one in run:
+                prompt = numbers[one.prompt]
+                example = {"prompt": ids[prompt], "answer": [], "learnt": [], "logprobs": []}
+                talk = talks.setdefault(
+                    (prompt, one.sample), {"prompt": prompt, "sample": one.sample, "turns": 0, "example": example}
+                )
+                talk |= {"turns": talk["turns"] + 1, "tokens": one.tokens, "text": one.text, "finish": one.finish}
+                _say(talk["example"], one.tokens, one.logprobs, 1)
+                reply = respond(talk)
+                if reply is None:
+                    continue
+                tokens = self._ids(reply, "respond")
+                if len(ids[prompt]) + len(talk["example"]["answer"]) + len(tokens) < self.max_length:
+                    _say(talk["example"], tokens, [0.0] * len(tokens), 0)
+                    run.extend(one, tokens, max_new_tokens)
+        return [talks[key] for key in sorted(talks)]
+
+    def _prompts(self, prompts: Any, who: str) -> list[list[int]]:
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
+            raise ValueError(f"{who}: prompts: wanted a list of at least one text or list of token ids.")
+        return [self._ids(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompts)]
+
+    def _rollouts(
+        self, name: str | Sequence[str | None] | None, ids: list[list[int]], *given: Any, **settings: Any
+    ) -> Iterator[tuple[Rollout, list[int]]]:
+        """Yield rollouts, each with the numbers of its prompts: a single one where rows choose their policy."""
+        names = [name] * len(ids) if name is None or isinstance(name, str) else list(name)
+        for each in names:
+            if each is not None:
+                self._policy(each, "sample")
+        self.model.eval()
+        self._switch_on(list(self._policies))
+        if self._by_rows is None:
+            self._by_rows = not self._policies or self._decoder_of(ALL).body.adapters is not None
+            if not self._by_rows:
+                del self._decoders[ALL]  # with its keys and values
+        if self._by_rows:
+            yield self._decoder_of(ALL).rollout(ids, *given, names if self._policies else None, **settings), [*range(len(ids))]
+            return
+        for each in dict.fromkeys(names):  # the model's own forward computes all rows alike: a decoder for each policy
+            self._switch_on([] if each is None else [each])
+            numbers = [number for number, one in enumerate(names) if one == each]
+            yield self._decoder_of(each).rollout([ids[number] for number in numbers], *given, **settings), numbers
 
     def _decoder_of(self, name: Any) -> Any:
         if name not in self._decoders:
@@ -232,7 +277,7 @@ class Policies:
             )
         check_replaceable(folder, "save_state", FILES, overwrite=overwrite)
         lora.save(self.model, folder, name, overwrite=True)
-        state = {_without(name, key): t.detach().cpu().contiguous() for key, t in policy.step.state_dict().items()}
+        state = {without_name(name, key): t.detach().cpu().contiguous() for key, t in policy.step.state_dict().items()}
         with replacing(folder / OPTIMIZER) as file:
             file.write(bytes_of(state))
         write_atomic(folder / FACTS, json.dumps({"optimizer": policy.options, "updates": policy.updates}, indent=2) + "\n")
@@ -242,15 +287,7 @@ class Policies:
     def load_state(self, name: str, folder: str | Path) -> dict[str, Any]:
         """Continue from what `save_state` wrote, exactly; a policy `name` that there is not is created. Return its `status`."""
         folder = Path(folder)
-        facts = read_json(folder / FACTS, "save the policy again")
-        optimizer, updates = _optimizer(facts.get("optimizer")), facts.get("updates")
-        if type(updates) is not int:
-            raise DataError(f"{folder / FACTS}: updates is {updates!r}, wanted a whole number; save the policy again.")
-        try:
-            with reading(folder / OPTIMIZER):
-                state = tensors_of(regular(folder / OPTIMIZER).read_bytes())
-        except SafetensorError as error:
-            raise DataError(f"{folder / OPTIMIZER}: is not in safetensors' format: {error}; save the policy again.") from error
+        optimizer, updates, state = read_saved(folder)
         check_precision(spelled(self._settings["precision"]), state)
         known = self._policies.get(name)
         if known is None:
@@ -263,7 +300,7 @@ class Policies:
             )
         else:
             lora.load(self.model, folder, name)
-        known.step.load_state_dict({_with(name, key): tensor for key, tensor in state.items()})
+        known.step.load_state_dict({with_name(name, key): tensor for key, tensor in state.items()})
         known.step.lr = known.options["lr"] = optimizer["lr"]
         known.pending, known.updates, known.saved = 0, updates, updates
         return self.status()[name]
@@ -346,31 +383,6 @@ class Policies:
                 policy.step.load_state_dict(states[name])
 
 
-def _without(name: str, key: str) -> str:
-    return key.replace(f".{name}.weight", ".weight")
-
-
-def _with(name: str, key: str) -> str:
-    for half in ("lora_A", "lora_B"):
-        key = key.replace(f".{half}.weight", f".{half}.{name}.weight")
-    return key
-
-
-def _rate(lr: Any) -> float:
-    if not is_rate(lr):
-        raise ValueError(f"lr: got {lr!r}, wanted a finite number of at least 0.")
-    return float(lr)
-
-
-def _optimizer(given: Any) -> dict[str, Any]:
-    """Return the options of a policy's optimizer; raise ValueError for others."""
-    wanted = {"lr", "betas", "weight_decay", "clip"}
-    if not isinstance(given, dict) or given.keys() != wanted:
-        raise ValueError(f"optimizer: got {given!r}, wanted {', '.join(sorted(wanted))}.")
-    betas, clip = given["betas"], given["clip"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise ValueError(f"betas: got {betas!r}, wanted two numbers from 0 to below 1.")
-    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
-        raise ValueError(f"clip: got {clip!r}, wanted a number above 0, or None.")
-    AdamW(given["lr"], tuple(betas), weight_decay=given["weight_decay"])  # refuses its own
-    return given | {"lr": _rate(given["lr"]), "betas": list(betas)}
+def _say(example: dict[str, list[Any]], tokens: list[int], logprobs: list[float], learnt: int) -> None:
+    for key, values in (("answer", tokens), ("learnt", [learnt] * len(tokens)), ("logprobs", logprobs)):
+        example[key] += values
