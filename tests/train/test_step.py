@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpubound import trace
 from gpubound.data import feed
 from gpubound.distributed import ALONE, Ranks
+from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.kernels.adamw import join_fp32
 from gpubound.train import AdamW, AdamW8bit, Schedule, TrainStep
 from gpubound.train.ema import Ema
@@ -159,6 +160,17 @@ def test_a_weight_and_its_remainder_are_the_master(optimizer):
             else:
                 masters[name] = state[f"master.{name}"].clone()
     assert steps["bf16-split"].memory["masters"] == steps["bf16"].memory["masters"] // 2
+
+
+def test_a_certificate_compares_masters_not_remainders():
+    """A remainder is a part of its weight's last place: the numbers that two of them stand for are near."""
+    step = TrainStep(small(), summed, AdamW(lr=1e-3), precision="bf16-split", graph="off")
+    ((_, flat, remainder),) = step.flat_weights.rounded
+    kept = StorageCopy(remainder, "remainder", CopyBudget(torch.device("cpu")))
+    other = torch.arange(len(remainder)).mul_(997).remainder_(1 << 16).sub_(1 << 15)
+    remainder.copy_(torch.where(flat == 0, 0, other))
+    difference = kept.difference()
+    assert not difference.bitwise and difference.relative < 2.0**-7
 
 
 def test_the_average_is_that_of_the_fp32_weights():

@@ -311,7 +311,8 @@ def _in_parents_row(model: nn.Module, name: str) -> bool:
 def _kernel(module: Any) -> str:
     """Describe a module's kernels, each op with the implementation that is chosen for this module's tensors."""
     text, ops = module.fused_kernels()  # by its calls so far
-    p = next(module.parameters(), torch.empty(1, device="cpu", dtype=torch.float32))
+    tensors = (t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point())  # codes are no numbers
+    p = next(tensors, torch.empty(1, device="cpu", dtype=torch.float32))
     by_source: dict[str, list[str]] = {}
     for op in ops:
         by_source.setdefault(runs(op, p.device, p.dtype), []).append(op)

@@ -298,6 +298,6 @@ class Weights:
 
 
 def _joined_parts(flat: Tensor, raw: Tensor) -> Iterator[Tensor]:
-    """Yield the masters of these remainders in parts, for the comparison of two of them."""
+    """Yield the masters of these remainders, perhaps a copy in host memory, in parts, for the comparison of two of them."""
     for weights, remainders in zip(flat.split(PART), raw.view(torch.int16).split(PART)):
-        yield join_fp32(weights, remainders)
+        yield join_fp32(weights, remainders.to(weights.device))
