@@ -28,6 +28,7 @@ FP32 = torch.float32
 
 SHAPED = {
     "adamw": ((0.9, 0.95), 1e-6, False, False),
+    "adamw8": (False,),
     "add_adapters": (16, True),
     "add_dynamic_tanh": (96,),
     "add_norm": (1.0,),
