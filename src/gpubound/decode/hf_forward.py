@@ -109,7 +109,7 @@ class StaticCacheRunner(ModelRunner):
 
     def refill(self, ids_BT: Tensor, lengths_B: Tensor, rows_BC: Tensor, start: int = 0) -> None:
         for buffer in self.buffers():
-            buffer[rows_BC, :, start + ids_BT.shape[1] :] = 0
+            buffer[:, :, start + ids_BT.shape[1] :].index_fill_(0, rows_BC.flatten(), 0)
         self._prompt(ids_BT, rows_BC, start)
 
     def _prompt(self, ids_BT: Tensor, targets: int | Tensor, begin: int = 0) -> None:
@@ -122,7 +122,7 @@ class StaticCacheRunner(ModelRunner):
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for buffer in self.buffers():
             buffer[targets, :, :length] = buffer[sources, :, :length]
-            buffer[targets, :, length:] = 0
+            buffer[:, :, length:].index_fill_(0, targets, 0)
 
     def cache_bytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers())

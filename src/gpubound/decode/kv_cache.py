@@ -159,8 +159,9 @@ class Cache:
 
     def clear_after(self, end: int) -> None:
         """Fill the positions of the targets from `end` on with zeros."""
+        assert self.targets is not None
         for t in self.tensors:
-            t[:, self.targets, :, end:] = 0
+            t[:, :, :, end:].index_fill_(1, self.targets.flatten(), 0)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` positions of the rows `sources` to the rows `targets`, of a cache without pages."""

@@ -369,7 +369,7 @@ class BatchState:
         for tensor in (*self.rows[:-1], *self.settings[:-1], self.scale, self.seen):
             if tensor is not None:
                 tensor[targets] = tensor[sources]
-        self.rows.alive[sources] = 0
+        self.rows.alive.index_fill_(0, sources, 0)  # `alive[sources] = 0` would copy the number to the device, and wait
 
     def end(self, rows: list[int], forget: bool = False) -> None:
         """End these rows, for a reason that only the host knows, such as a stop string.
