@@ -63,7 +63,14 @@ OPTIONS = [
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def spelled(options: object) -> str:
+    """The name of a case, the same in every process: an optimizer's repr has the address of a function."""
+    if not isinstance(options, dict):
+        return str(options)
+    return " ".join(f"{name}={v if isinstance(v, str | int | float) else type(v).__name__}" for name, v in options.items())
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=spelled)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_numbers_are_those_of_an_update_after_backward(kind, options):
     early, late = both(MODELS[kind], **{"optimizer": AdamW(lr=1e-2)} | options)
@@ -159,7 +166,7 @@ def test_blocks_that_take_no_turns():
         ({"precision": "fp16"}, "bf16"),
         ({"overlap": True}, "overlap=False"),
     ],
-    ids=str,
+    ids=spelled,
 )
 def test_what_needs_the_whole_gradient_is_refused(options, wanted):
     with pytest.raises(ValueError, match=f"update_in_backward.*{wanted}"):
