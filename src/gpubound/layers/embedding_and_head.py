@@ -19,8 +19,8 @@ from ..trace import fallback
 from ..watch.pretend import PARAMETERS
 from .fused_weights import Kernels, hooked
 
-# Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
 PART = 128  # rows of logits that are compared at a time
+# Relative error allowed between two runs of the same model: two roundings to the dtype, and tf32 products.
 AGREE = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 LARGEST = 300.0  # of the logits of the trial: a cap of 30 or 50 changes them beyond doubt, and even one of 3,000
 
