@@ -199,7 +199,7 @@ def words(t: Tensor, other: Tensor) -> Tensor:
 
 
 class PagePool:
-    """The pages of a cache, given to rows one by one. Without a cache in pages every row has its room."""
+    """The pages of a cache, given to rows. Without a cache in pages every row has its room."""
 
     def __init__(self, cache: Cache | None) -> None:
         self.cache, self.table = cache, None

@@ -1,6 +1,6 @@
 """Granite: Llama with factors of the embeddings, of what each part adds to the stream, of the scores and of the logits.
 
-The decoder divides the whole stream by the factor m of its additions: x = m y, so that y grows by a part's output as it is.
+The decoder divides the whole stream by the factor m of its additions: x = m y, so that y grows by a part's unscaled output.
 The norms, which alone read the stream, give the same for y with eps / m².
 """
 

@@ -85,7 +85,7 @@ class Figures:
 
     @property
     def steps(self) -> int:
-        """How many were taken: a record of step 0 is an evaluation before the first."""
+        """The number of steps taken: a record of step 0 is an evaluation before the first."""
         return sum(record["step"] > 0 for record in self.records)
 
     @property

@@ -133,7 +133,7 @@ def _block_backward(step: StepConfig) -> int:
 def phases(step: StepConfig, stored: int) -> dict[str, int]:
     """Return the peak bytes of torch's allocator in each phase of a run on one GPU; a model in shards is not placed there.
 
-    stored  bytes of a number of the model as it is placed
+    stored  bytes of a number of the placed model
 
     Placing verifies the model with gradients of GROUP bytes, or of its largest weight. Making the step moves trained weights
     before it makes moments. The first step takes what all others do.

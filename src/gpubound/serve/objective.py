@@ -19,7 +19,7 @@ LOSS = "loss"  # the key in a batch, of a constant: a step is captured for each
 
 
 def loss_named(name: str, options: Mapping[str, Any]) -> str:
-    """Return the constant in a batch that stands for a loss and its options; raise ValueError for one that there is not.
+    """Return the constant in a batch that names a loss and its options; raise ValueError for one that there is not.
 
     cross_entropy  -advantage · log π, averaged over the tokens: the usual loss where no advantage is given
     """

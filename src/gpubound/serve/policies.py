@@ -1,4 +1,4 @@
-"""Several low-rank adapters on one base model, each a policy with its own optimizer: trained in turns, sampled by rows.
+"""Several low-rank adapters on one base model, each a policy with its own optimizer: trained alternately, sampled by rows.
 
 A policy's TrainStep trains its adapter alone; while it runs, the others are off and frozen. So a policy's weights are those of
 training it alone. Sampling has all adapters on, and each row has one of them.

@@ -44,8 +44,8 @@ class Range:
 
 @dataclass(eq=False)
 class UpdateUnit:
-    """Parameters that are updated together. Those of all units of one `area` have the same memory for their gradient, in turns;
-    None: memory that no other unit has."""
+    """Parameters that are updated together. Those of all units of one `area` have the same memory for their gradients, one
+    after the other; None: memory that no other unit has."""
 
     area: str | None
     slots: list[FlatSlot] = field(default_factory=list)
@@ -72,7 +72,7 @@ class BackwardUpdate(Accumulators):
         return slot.view(self.gradient, self._begins[slot.name])
 
     def settle(self, parameters: Any) -> None:
-        """Complete these parameters' gradients. Those of other units wait: their memory may not be free yet."""
+        """Complete these parameters' gradients. Those of other units wait: their memory may still be in use."""
         own = {id(parameter) for parameter in parameters}
         with self._lock:
             ready = [pair for pair in self._pending if id(pair[0]) in own]
