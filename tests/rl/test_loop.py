@@ -210,3 +210,30 @@ def test_the_loss_is_that_of_the_answers_whatever_the_rows(tmp_path):
         got, want = (each.tape.steps()[0] for each in (run, runs[0]))
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
         assert got["reward"] == want["reward"]
+
+
+def test_a_reward_that_fails_in_an_evaluation_loses_no_step(tmp_path):
+    def known(prompts, completion_ids):
+        return [1.0 if prompts[0] != [2] else float("nan")] * len(completion_ids)
+
+    def held_out_once(prompts, completion_ids, seen=[]):  # noqa: B006  # the second evaluation fails
+        seen.extend(prompts[:1] if prompts[0] == [2] else [])
+        return known(prompts, completion_ids) if len(seen) > 1 else sevens(completion_ids)
+
+    keys = {"eval_prompts": [[2]], "eval_every": 2, "steps": 3}
+    with pytest.raises(RewardError, match="nan") as error:
+        train(tmp_path / "run", rewards=held_out_once, **keys)
+    assert "--resume" in str(error.value)
+    run = train(tmp_path / "run", rewards=sevens, resume=True, **keys)
+    whole = train(tmp_path / "whole", rewards=sevens, **keys)
+    assert [record["step"] for record in run.tape.steps()] == [0, 1, 2, 3]
+    assert all(torch.equal(one, other) for one, other in zip(run.model.parameters(), whole.model.parameters()))
+
+
+def test_a_resumed_run_keeps_the_answers_of_each_step_once(tmp_path):
+    whole = train(tmp_path, steps=2, save_every=1)
+    samples = tmp_path / "samples.jsonl"
+    before = samples.read_text()
+    samples.write_text(before + before.splitlines()[-1].replace('"step": 2', '"step": 3') + '\n{"step": 3, "pro')
+    assert whole.done == 2 and train(tmp_path, steps=2, resume=True).done == 2
+    assert samples.read_text() == before

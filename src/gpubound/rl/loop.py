@@ -130,9 +130,19 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
             record["sampled_per_s"] = record["tokens"] / (sampled - began)
             for phase, seconds in (("sample", sampled - began), ("reward", scored - sampled), ("learn", learnt - scored)):
                 record[f"{phase}_share"] = seconds / record["seconds"]
+            failed: RewardError | None = None
             if run.eval_prompts and (run.finished or (recipe.eval_every and run.done % recipe.eval_every == 0)):
-                record |= run.evaluate(scoring)
+                try:
+                    record |= run.evaluate(scoring)
+                except RewardError as error:
+                    failed = error
             write(record, every)
+            if failed is not None:  # the step itself is taken, and kept
+                run.save(wait=True)
+                raise RewardError(
+                    f"{failed} It failed in the evaluation after step {run.done:,}; {run.checkpoints.folder} has that step: "
+                    f"correct the cause, and go on with --resume."
+                ) from failed
             if "eval_reward" in record or (recipe.save_every and run.done % recipe.save_every == 0):
                 run.save()
         run.stopped = stop.asked

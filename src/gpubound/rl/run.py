@@ -24,6 +24,7 @@ from ..data.tokenizer import ends_of_turn
 from ..device import label, resolve
 from ..distributed import ALONE
 from ..errors import DataError
+from ..files import reading, write_atomic
 from ..formatting import counted, quantity, shown
 from ..models.registry import family_of, put_back
 from ..monitor import LiveLine, RunTape, write_report
@@ -219,6 +220,7 @@ class RLRun:
         config = dataclasses.asdict(recipe)
         versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
         self.tape.rewind(self.done)
+        self._rewind_samples()
         self.tape.tell(
             name=title, config=config, machine={"device": label(self.device)} | versions, verdict=None, finished=False
         )
@@ -237,6 +239,14 @@ class RLRun:
                 logged(record)
 
             yield write
+
+    def _rewind_samples(self) -> None:
+        """Remove the answers of steps after the checkpoint, which a resumed run samples again."""
+        path = self.folder / SAMPLES
+        if path.is_file():
+            with reading(path):
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            write_atomic(path, "".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= self.done))
 
     def _write_samples(self, step: int, groups: list[AnswerGroup]) -> str:
         """Add some answers of a step to samples.jsonl; return them as text, for the report."""
