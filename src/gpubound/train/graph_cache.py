@@ -105,7 +105,7 @@ class GraphCache:
 
         if first or step.early is not None:
             self._try(key, lambda: self._capture_together(train_step, batch))
-            self._all_captured([key], first, last=step.early is not None)
+            self._all_captured([key], last=step.early is not None)
         return self._known.get(key)
 
     def _capture_parts(self, batches: list[MicroBatch], first: bool) -> bool:
