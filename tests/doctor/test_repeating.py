@@ -63,6 +63,18 @@ def test_the_call_of_the_outermost_module_is_a_step_of_a_server():
     assert steps.ends == 7 and dict(nn.modules.module._global_forward_hooks) == before
 
 
+def test_a_model_of_transformers_has_an_eval_of_another_class():
+    class Pretrained(Model):
+        def eval(self):
+            return self.train(False)
+
+    with Counted() as steps:
+        model = Pretrained().eval()
+        for _ in range(12):
+            model(torch.ones(1, 2))
+    assert steps.ends == 7 and steps.name == "a call of Pretrained"
+
+
 def test_an_optimizer_makes_the_steps_whatever_repeated_before():
     model = Model()
     with Counted() as steps:

@@ -40,7 +40,7 @@ class Repeating:
         for owner, name, make in (
             (torch.autograd, "backward", self._backward),
             (torch.optim.Optimizer, "__init__", self._optimizer),
-            (nn.Module, "eval", self._evaluating),
+            (nn.Module, "train", self._evaluating),  # eval() calls it, also that of transformers
         ):
             self._ending.enter_context(replaced(owner, name, make))
         return self
@@ -81,15 +81,15 @@ class Repeating:
         return backward
 
     def _evaluating(self, original: Callable) -> Callable:
-        def evaluating(module: nn.Module) -> nn.Module:
-            if not (self._over or self._has_optimizer or self._backwards or self._watching):
+        def evaluating(module: nn.Module, mode: bool = True) -> nn.Module:
+            if not (mode or self._over or self._has_optimizer or self._backwards or self._watching):
                 self._watching, self._depth = True, 0
                 for handle in (
                     register_module_forward_pre_hook(self._entered),
                     register_module_forward_hook(self._left, always_call=True),
                 ):
                     self._hooks.callback(handle.remove)
-            return original(module)
+            return original(module, mode)
 
         return evaluating
 
