@@ -317,6 +317,18 @@ def test_frozen_weights_are_untouched_and_tied_ones_stay_tied():
     assert not any("mix" in name for name in step.state_dict())
 
 
+def test_a_frozen_part_of_another_dtype_is_named():
+    model = small()
+    model.mix.requires_grad_(False)
+    step = TrainStep(model, summed, AdamW(lr=1e-2), precision="bf16", graph="off")
+    with pytest.raises(ValueError, match=r"mix.weight is frozen and torch.float32, .* torch.bfloat16"):
+        step(draw(4))
+    step.close()
+    model.mix.to(torch.bfloat16)
+    step = TrainStep(model, summed, AdamW(lr=1e-2), precision="bf16", graph="off")
+    assert step(draw(4)).read().updates == 1
+
+
 def test_ragged_last_window_from_an_iterator():
     """Seven batches in windows of three: the last holds one, and is that batch's own step."""
     batches = [draw(2, seed=i) for i in range(7)]

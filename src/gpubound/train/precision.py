@@ -185,6 +185,19 @@ def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tuple(map(cast, args)), {k: v if k == "time" else cast(v) for k, v in kwargs.items()}
 
 
+def explain_dtypes(model: nn.Module, name: str, error: Exception) -> str | None:
+    """Return what to do about an error of mixed dtypes, where a frozen parameter has another one than the trained weights."""
+    dtype = PRECISIONS[name].dtype
+    others = ((key, p) for key, p in model.named_parameters() if p.is_floating_point() and not p.requires_grad)
+    frozen = next((f"{key} is frozen and {p.dtype}" for key, p in others if p.dtype != dtype), None)
+    if frozen is None or "type" not in str(error):
+        return None
+    return (
+        f"TrainStep: {frozen}, and precision={name!r} computes in {dtype}, which the model does not mix ({error}); "
+        f"cast what is frozen to {dtype} before the TrainStep is made, or take the precision of its dtype."
+    )
+
+
 def check_precision(own: Tensor, state: dict[str, Tensor]) -> None:
     """Raise ValueError for a state of another precision: fp16 and bf16 have equal names and shapes, but not loss scales."""
     wanted, got = map(read, (own, state.get("precision", own)))

@@ -44,7 +44,15 @@ from .flat_weights import Weights
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
-from .precision import Fp8Weights, Precision, cast_inputs, check_precision, precision as precision_named, spelled
+from .precision import (
+    Fp8Weights,
+    Precision,
+    cast_inputs,
+    check_precision,
+    explain_dtypes,
+    precision as precision_named,
+    spelled,
+)
 from .recompute import recompute_as
 from .schedule import Schedule, is_rate
 from .sharding import Sharded, check_replicas, check_replicas_equal, make_sharding, settings
@@ -227,6 +235,10 @@ class TrainStep(NotCopyable):
             # Autograd cannot save tensors that are made in inference_mode, and autocast computes in other dtypes.
             with torch.inference_mode(False), self._no_autocast, timing:
                 yield
+        except (RuntimeError, ValueError) as error:
+            if why := explain_dtypes(self.model, self._precision, error):
+                raise ValueError(why) from error
+            raise
         finally:
             self._running.release()
 
