@@ -1,5 +1,7 @@
 """Policies: each is trained as if it were alone, sampled by rows, saved and loaded exactly; what is refused."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -264,3 +266,36 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
             found.optim_step(name, lr=1e-2)
     assert losses["second"][-1] < losses["second"][0] and len(captured) == 1
     assert quantised or "graphs captured again" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda found: policies(max_length=0), "max_length"),
+        (lambda found: policies(max_batch="4"), "max_batch"),
+        (lambda found: policies(rows=0), "rows"),
+        (lambda found: found.create(["first"]), "name"),
+        (lambda found: found.create("lora_B"), "lora_B"),
+        (lambda found: found.create("third", seed="x"), "seed"),
+        (lambda found: found.create("third", targets=5), "targets"),
+        (lambda found: found.create("third", betas=5), "betas"),
+        (lambda found: found.create("third", betas=[None, 0.9]), "betas"),
+        (lambda found: found.load_state([], "folder"), "name"),
+        (lambda found: found.sample(5, [[1]]), "name"),
+        (lambda found: found.sample("first", [[1]], n=10**9), "1,048,576"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 10**400}]), "advantage"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 1e39}]), "advantage"),
+        (lambda found: found.forward_backward("first", FIRST, "grpo", kl=10**400), "kl"),
+        (lambda found: found.forward_backward("first", FIRST, "dr_grpo", max_tokens=True), "max_tokens"),
+        (lambda found: found.optim_step("first", lr=10**400), "no gradients"),
+    ],
+)
+def test_what_a_call_does_not_take_is_named_and_changes_nothing(call, words):
+    found = refusing()
+    assert words in refusal(ValueError, lambda: call(found))
+    assert set(found.status()) == {"first"} and not found.status()["first"]["pending"]
+
+
+@cache
+def refusing():
+    return policies("first")

@@ -2,6 +2,8 @@
 
 import http.client
 import json
+import socket
+import struct
 import threading
 from contextlib import closing, contextmanager
 
@@ -108,6 +110,47 @@ def test_errors_are_one_sentence_each(echo, tmp_path, capsys):
     assert address in refusal(ConnectionError, lambda: Client(address).status())
 
 
+def raw(server, data, reset=False):
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(data)
+        if reset:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return b""
+        with connection.makefile("rb") as file:
+            return file.read()
+
+
+def test_what_http_does_not_allow_is_refused_in_json(echo, tmp_path, capsys):
+    head = b"POST /status HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: "
+    with serving(echo, tmp_path) as server:
+        requests = [b"nonsense\r\n\r\n", b"PUT /status HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nX: " + b"x" * 70000]
+        for request in (*requests, head + b"9" * 5000 + b"\r\n\r\n"):
+            *_, body = raw(server, request).split(b"\r\n")
+            assert json.loads(body).keys() == {"error"}
+        raw(server, head + b"100\r\n\r\n{", reset=True)
+        assert post(server, "/status", "{}")[0] == 200
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_client_names_what_it_cannot_send_and_who_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        client = Client(f"http://127.0.0.1:{other.getsockname()[1]}", timeout=30)
+        assert "create" in refusal(ValueError, lambda: client.create("a", lr=torch.ones(())))
+        for answer in (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno"):
+            thread = threading.Thread(target=answer_once, args=(other, answer))
+            thread.start()
+            assert client.url in refusal(ConnectionError, client.status)
+            thread.join(30)
+
+
+def answer_once(listening, answer):
+    connection, _ = listening.accept()
+    with connection:
+        connection.recv(1 << 16)
+        connection.sendall(answer)
+
+
 def test_requests_are_answered_in_order_and_those_that_wait_at_the_end_are_refused(tmp_path):
     slow = Echo()
     answers = {}
@@ -154,3 +197,8 @@ def test_a_client_writes_in_the_folder_of_the_service_alone(name, echo, tmp_path
         client = Client(server.address)
         assert repr(name) in refusal(ValueError, lambda: client.save_state("a", name))
         assert client.save_state("a", "one") == {"folder": str(tmp_path / "policies" / "one")}
+
+
+@pytest.mark.parametrize("port", [-1, 1 << 16, "8400", None])
+def test_a_port_that_there_is_not(echo, port):
+    assert repr(port) in refusal(ValueError, lambda: Server(echo, port=port))

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         token = read_text(Path(options.token_file), "write a token into it", LARGEST_TOKEN).strip()
         if not token:
             raise ValueError(f"--token-file: {options.token_file} is empty; write a token into it.")
-    check_address(options.host, token)
+    check_address(options.host, options.port, token)
     from .. import lora, place  # torch takes two seconds: options are read first
     from ..device import resolve
     from ..generate.load import open_saved

@@ -67,6 +67,9 @@ class Running:
         return self.limit - len(self.ids) - self.launched
 
 
+MOST_SEQUENCES = 1 << 20  # of a rollout, each of which the host keeps
+
+
 @dataclass(frozen=True)
 class RolloutRequest:
     sequences: list[Running]  # in the order in which they begin
@@ -106,6 +109,11 @@ def rollout_request(
     check_count("n", n)
     ids = read_prompts(prompts, decoder.text, padding_of(decoder.generation, decoder.text))
     check_prompts(ids, body.vocab, len(ids), decoder.max_length, "rollout")
+    if n * len(ids) > MOST_SEQUENCES:
+        raise ValueError(
+            f"rollout: n: got {n:,} for {len(ids):,} prompts, wanted at most {MOST_SEQUENCES:,} sequences; "
+            f"start several rollouts."
+        )
     stops, strings = read_stops(stop, decoder.text, decoder.generation, body.vocab)
     most = each("max_new_tokens", max_new_tokens, len(ids))
     for value in {value for value in most if value is not None}:

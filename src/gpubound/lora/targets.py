@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from re import _parser  # type: ignore[attr-defined]  # the parsed pattern, of which `re` has no public form
 from typing import Any
 
@@ -52,7 +52,7 @@ def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> 
     _check_reached(model)
     if isinstance(targets, str) and targets in ALL:
         return _all(model, targets, rank)
-    wanted = [targets] if isinstance(targets, str) else list(targets or ())
+    wanted = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, str) else [targets]
     _check_words(targets, wanted)
     layers, selected = layers_of(model), dict[str, Any]()
     named = {**{key: m for key, m in model.named_modules() if ".base_layer" not in key and not _of_adapter(key)}, **layers}

@@ -1,5 +1,6 @@
 """A client of `gpubound serve`. It imports the standard library alone: copy this file to a machine without gpubound."""
 
+import http.client
 import json
 import os
 import urllib.error
@@ -54,10 +55,14 @@ class Client:
 
     def _call(self, call: str, **arguments: Any) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
-        request = urllib.request.Request(f"{self.url}/{call}", json.dumps(arguments).encode(), headers)
         try:
+            body = json.dumps(arguments).encode()
+        except TypeError as error:
+            raise ValueError(f"{call}: {error}; give Python's own numbers, lists and texts, such as tensor.tolist().") from None
+        try:
+            request = urllib.request.Request(f"{self.url}/{call}", body, headers)
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return json.load(response)["result"]
+                answer = response.read()
         except urllib.error.HTTPError as error:
             with error:
                 text = _error_of(error.read())
@@ -68,6 +73,12 @@ class Client:
             ) from None
         except urllib.error.URLError as error:
             raise ConnectionError(f"{self.url}: {error.reason}; start the service with gpubound serve.") from None
+        except (http.client.HTTPException, ConnectionError) as error:
+            raise ConnectionError(f"{self.url}: {error}; there was no answer to {call}.") from None
+        try:
+            return json.loads(answer)["result"]
+        except (ValueError, KeyError, TypeError):
+            raise ConnectionError(f"{self.url}: the answer is not one of gpubound serve; check the address.") from None
 
 
 def _error_of(body: bytes) -> str | None:

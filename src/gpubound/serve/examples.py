@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from ..data.rows import IGNORED
 from ..formatting import hint, shown
 
 MOST = 64  # examples in a row
+LARGEST = float(np.finfo(np.float32).max)
 LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs")
 FIELDS = {"logprobs": "sampler_logprobs", "old_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}
 
@@ -66,8 +66,8 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(answer):
             got = f"{len(values)} numbers" if isinstance(values, Sequence) else shown(value)
             raise ValueError(f"{where}: {name}: got {got}, wanted a number for each of the answer's {len(answer)} tokens.")
-        if wrong := [v for v in values if not isinstance(v, int | float) or not isfinite(v)]:
-            raise ValueError(f"{where}: {name}: got {wrong[0]!r}, wanted finite numbers.")
+        if wrong := [v for v in values if not isinstance(v, int | float) or not abs(v) <= LARGEST]:
+            raise ValueError(f"{where}: {name}: got {shown(wrong[0])}, wanted numbers that are finite in fp32.")
         return [float(v) for v in values]
 
     given = {FIELDS[name]: each(name, one[name]) for name in LOGPROBS if one.get(name) is not None}

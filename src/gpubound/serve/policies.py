@@ -73,6 +73,9 @@ class Policies:
             raise ValueError(
                 "policies: model: got one with adapters, wanted the base alone; merge them, or load them as a policy."
             )
+        for what, value, least in (("max_length", max_length, 2), ("max_batch", max_batch, 1), ("rows", rows, 1)):
+            if (type(value) is not int or value < least) and not (what == "rows" and value is None):
+                raise ValueError(f"policies: {what}: got {value!r}, wanted a whole number, {least} or more.")
         self.model, self.tokenizer = model.requires_grad_(False), tokenizer
         self.max_length, self.max_batch, self.rows = max_length, max_batch, rows or max(1, TOKENS // max_length)
         self.device, self.ends = next(model.parameters()).device, ends
@@ -99,12 +102,15 @@ class Policies:
         alpha  as in gpubound.lora.add; None: as large as the rank
         seed   of the adapter's start
         """
-        optimizer = optimizer_options({"lr": lr, "betas": list(betas), "weight_decay": weight_decay, "clip": clip})
+        optimizer = optimizer_options({"lr": lr, "betas": betas, "weight_decay": weight_decay, "clip": clip})
+        if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"create: seed: got {seed!r}, wanted a whole number of 64 bits.")
+        _check_name(name, "create")
         if name in self._policies:
             raise ValueError(f"create: there is a policy {name!r} already; give another name.")
         with self._remaking("create"), torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
             torch.manual_seed(seed)
-            lora.add(self.model, rank, alpha, list(targets) if not isinstance(targets, str) else targets, name=name)
+            lora.add(self.model, rank, alpha, list(targets) if isinstance(targets, tuple) else targets, name=name)
         self._make(name, optimizer)
         return self.status()[name]
 
@@ -243,7 +249,9 @@ class Policies:
         self, name: str | Sequence[str | None] | None, ids: list[list[int]], *given: Any, **settings: Any
     ) -> Iterator[tuple[Rollout, list[int]]]:
         """Yield rollouts, each with the numbers of its prompts: a single one where rows choose their policy."""
-        names = [name] * len(ids) if name is None or isinstance(name, str) else list(name)
+        if not (name is None or isinstance(name, str | list | tuple)):
+            raise ValueError(f"sample: name: got {name!r}, wanted a policy, None, or a list with one of these for each prompt.")
+        names = list(name) if isinstance(name, list | tuple) else [name] * len(ids)
         for each in names:
             if each is not None:
                 self._policy(each, "sample")
@@ -286,6 +294,7 @@ class Policies:
 
     def load_state(self, name: str, folder: str | Path) -> dict[str, Any]:
         """Continue from what `save_state` wrote, exactly; a policy `name` that there is not is created. Return its `status`."""
+        _check_name(name, "load_state")
         folder = Path(folder)
         optimizer, updates, state = read_saved(folder)
         check_precision(spelled(self._settings["precision"]), state)
@@ -381,6 +390,12 @@ class Policies:
                 policy.loss = RequestedLoss()
                 policy.step = self._step(name, policy.options, policy.loss)
                 policy.step.load_state_dict(states[name])
+
+
+def _check_name(name: Any, who: str) -> None:
+    parts = ("lora_A", "lora_B", "weight", "bias")  # of tensors' names, which PEFT could not tell from an adapter's
+    if not isinstance(name, str) or not name or "." in name or "/" in name or name in parts:
+        raise ValueError(f"{who}: name: got {name!r}, wanted a word without dots and slashes, and none of {', '.join(parts)}.")
 
 
 def _say(example: dict[str, list[Any]], tokens: list[int], logprobs: list[float], learnt: int) -> None:

@@ -55,7 +55,7 @@ def optimizer_options(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or given.keys() != wanted:
         raise ValueError(f"optimizer: got {given!r}, wanted {', '.join(sorted(wanted))}.")
     betas, clip = given["betas"], given["clip"]
-    if not isinstance(betas, Sequence) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(is_rate(beta) and beta < 1 for beta in betas):
         raise ValueError(f"betas: got {betas!r}, wanted two numbers from 0 to below 1.")
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ValueError(f"clip: got {clip!r}, wanted a number above 0, or None.")

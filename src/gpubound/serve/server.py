@@ -8,6 +8,7 @@ import hmac
 import inspect
 import json
 import math
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -29,6 +30,7 @@ from .policies import Policies
 CALLS = ("create", "forward_backward", "optim_step", "sample", "save_state", "load_state", "status")
 FOLDERS = ("save_state", "load_state")
 MOST_BYTES = 64 << 20  # of a request
+MOST_DIGITS = 18  # of a Content-Length
 MOST_WAITING = 64  # requests
 PATIENCE = 60.0  # seconds in which a client sends its request
 REFUSED = (GpuboundError, ValueError, TypeError)
@@ -57,21 +59,23 @@ class Server:
         folder: str | Path = "policies",
         most_bytes: int = MOST_BYTES,
     ):
-        check_address(host, token)
+        check_address(host, port, token)
         self.policies, self.token, self.folder, self.most_bytes = policies, token, Path(folder), most_bytes
         self._jobs: SimpleQueue[QueuedCall] = SimpleQueue()
         self._ending = threading.Event()
         handler = type("Handler", (Handler,), {"service": self})
         try:
-            self._http = ThreadingHTTPServer((host, port), handler)
+            self._http = (SixHTTPServer if ":" in host else ThreadingHTTPServer)((host, port), handler)
         except OSError as error:
-            raise ValueError(f"serve: port: {host}:{port}: {error.strerror or error}; give another --port.") from error
+            raise ValueError(
+                f"serve: {host}, port {port}: {error.strerror or error}; give another --port or --host."
+            ) from error
         self._http.daemon_threads = True
 
     @property
     def address(self) -> str:
         host, port = self._http.server_address[:2]
-        return f"http://{host!s}:{port}"
+        return f"http://[{host!s}]:{port}" if ":" in str(host) else f"http://{host!s}:{port}"
 
     def serve(self) -> None:
         """Answer requests until Ctrl-C or `stop`: the call that runs is finished, those that wait are refused."""
@@ -170,6 +174,10 @@ class Server:
         return self.folder / name
 
 
+class SixHTTPServer(ThreadingHTTPServer):
+    address_family = socket.AF_INET6
+
+
 class Handler(BaseHTTPRequestHandler):
     """One request. Everything that it refuses is answered with a sentence in JSON."""
 
@@ -186,13 +194,16 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != "application/json":  # which a page in a browser cannot send here
             return self._refuse(415, "serve: wanted Content-Type: application/json.")
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
+        if not length.isdecimal() or len(length) > MOST_DIGITS:
             return self._refuse(411, "serve: wanted a Content-Length.")
         if int(length) > service.most_bytes:
             size = readable(int(length))
             return self._refuse(413, f"serve: got {size}, wanted at most {readable(service.most_bytes)}; send fewer examples.")
         try:
             arguments = json.loads(self.rfile.read(int(length)))
+        except OSError:  # the client has left
+            self.close_connection = True
+            return None
         except (ValueError, RecursionError) as error:
             return self._refuse(400, f"serve: the body is not JSON: {_sentence(error)}.")
         if not isinstance(arguments, dict):
@@ -203,6 +214,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._refuse(405, f"serve: wanted POST, with a JSON object, to one of {', '.join(f'/{call}' for call in CALLS)}.")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what http.server itself cannot read, or a method that there is not."""
+        self._refuse(code, f"serve: {message or code}; wanted POST, with a JSON object.")
 
     def _refuse(self, status: int, sentence: str) -> None:
         self.close_connection = True  # its body is not read

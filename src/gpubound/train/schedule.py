@@ -5,6 +5,7 @@ the device's count of updates. So any Python function may be a schedule, and a s
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,4 +96,4 @@ class Schedule:
 
 def is_rate(value: Any) -> bool:
     """Return whether this is a finite number of at least 0."""
-    return isinstance(value, int | float) and 0 <= value < math.inf
+    return isinstance(value, int | float) and 0 <= value <= sys.float_info.max

@@ -36,6 +36,7 @@ from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
 from ...models.registry import mode
+from ..schedule import is_rate
 from .chunked_head import CHUNK, IGNORE, Head, Losses, head_loss, head_token_losses, token_losses
 from .examples import Examples
 from .word_loss import WordLoss, trained_besides_adapters
@@ -108,16 +109,16 @@ class Policy(WordLoss):
         self.counts_tokens = self.average == "token"  # type: ignore[misc]  # of this objective
         if self.average not in AVERAGES:
             raise ValueError(f"policy: average: got {self.average!r}, wanted one of {', '.join(AVERAGES)}.")
-        if self.average == "constant" and not (isinstance(self.max_tokens, int) and self.max_tokens > 0):
+        if self.average == "constant" and not (type(self.max_tokens) is int and self.max_tokens > 0):
             raise ValueError(
                 f"policy: max_tokens: got {self.max_tokens!r} with the average 'constant', which divides by it; give the most "
                 f"tokens that an answer may have."
             )
         for name in ("clip", "clip_high", "kl", "entropy", "truncate"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or not 0 <= value < float("inf")):
+            if value is not None and (not is_rate(value)):
                 raise ValueError(f"policy: {name}: got {value!r}, wanted a number of at least 0.")
-        if not isinstance(self.temperature, int | float) or not 0 < self.temperature < float("inf"):
+        if not is_rate(self.temperature) or self.temperature == 0:
             raise ValueError(f"policy: temperature: got {self.temperature!r}, wanted a number above 0, such as 1.")
 
     def calls(self, model: nn.Module) -> Iterable[Call]:
