@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.errors import RewardError
+from gpubound.errors import DataError, RewardError
 from gpubound.rl.rewards import AnswerGroup, Scoring
 
 from .policies import NEW, PROMPTS, WANTED, policy, sevens, train
@@ -237,3 +237,15 @@ def test_a_resumed_run_keeps_the_answers_of_each_step_once(tmp_path):
     samples.write_text(before + before.splitlines()[-1].replace('"step": 2', '"step": 3') + '\n{"step": 3, "pro')
     assert whole.done == 2 and train(tmp_path, steps=2, resume=True).done == 2
     assert samples.read_text() == before
+
+
+def test_a_key_that_there_is_not_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"'smaples'.*'samples'"):
+        train(tmp_path, smaples=4)
+
+
+def test_prompts_that_are_no_text_are_named_by_their_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": [1]}\n\xff\xfe{}\n')
+    with pytest.raises(DataError, match=r"prompts\.jsonl:2"):
+        train(tmp_path / "run", prompts=str(path))

@@ -3,12 +3,14 @@
 import logging
 import time
 from contextlib import closing
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
 
 from ..errors import GenerateError, RewardError
 from ..files import explain_disk_full, locked
+from ..formatting import hint
 from ..trace import say
 from ..train.loop import Stop
 from .batches import advantages, micro_batches
@@ -38,6 +40,9 @@ def train(
     log        also write the records to tensorboard, wandb or trackio
     keys       what an RLRecipe has: steps, samples, max_new_tokens, variant, kl, lr, out, ...
     """
+    known = [each.name for each in fields(RLRecipe)]
+    if unknown := [key for key in keys if key not in known]:
+        raise ValueError(f"rl: {unknown[0]!r} is no key of an RLRecipe; {hint(unknown[0], known, 'they are')}")
     module = policy if isinstance(policy, nn.Module) else None
     recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."

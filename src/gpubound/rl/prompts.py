@@ -45,7 +45,7 @@ def _rows(path: Path) -> list[Any]:
     if not path.is_file():
         raise ValueError(f"prompts: {path} does not exist; give a .jsonl file.")
     rows = []
-    with reading(path), open(path, encoding="utf-8") as file:
+    with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 rows += [json.loads(line)] if line.strip() else []
