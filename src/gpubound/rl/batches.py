@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data.packing import PADDING, Pieces, best_fit
-from ..data.rows import IGNORED
+from ..data.rows import AnswerInRow, answer_rows
 from .rewards import AnswerGroup
 
 MOST = 64  # answers in a row
@@ -73,38 +74,20 @@ def micro_batches(
     lengths = np.array([len(prompt) + len(answer.tokens) - 1 for prompt, answer, _ in answers])
     starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     first, begins, shift = best_fit(Pieces(starts, lengths, np.arange(len(answers))), shape.tokens, MOST if pack else 1)
-    rows = len(first) - 1
-    count = -(-rows // shape.rows) * shape.rows
-    fields: dict[str, np.ndarray] = {
-        name: np.full((count, shape.tokens), fill, kind)
-        for name, fill, kind in (
-            ("input_ids", 0, np.int64), ("labels", IGNORED, np.int64), ("position_ids", 0, np.int64),
-            ("segment_ids", -1, np.int64), ("advantages", 0, np.float32), ("sampler_logprobs", 0, np.float32),
-        )
-    }  # fmt: skip
-    bounds = np.full((count, MOST + 1), shape.tokens, np.int32)  # where each answer of a row begins, then its padding
-    bounds[rows:, 0] = 0
-    for row in range(rows):
-        pieces = [p for p in range(first[row], first[row + 1]) if shift[p] > PADDING // 2]
-        end = 0
-        for segment, piece in enumerate(pieces):
-            prompt, answer, score = answers[int(np.searchsorted(starts, begins[piece] + shift[piece]))]
-            begin, ids = int(begins[piece]), [*prompt, *answer.tokens]
-            end, learnt = begin + len(ids) - 1, begin + len(prompt) - 1
-            fields["input_ids"][row, begin:end] = ids[:-1]
-            fields["labels"][row, learnt:end] = answer.tokens
-            fields["position_ids"][row, begin:end] = np.arange(end - begin)
-            fields["segment_ids"][row, begin:end] = segment
-            fields["advantages"][row, learnt:end] = score
-            fields["sampler_logprobs"][row, learnt:end] = answer.logprobs
-            bounds[row, segment] = begin
-        bounds[row, len(pieces)] = end
-    bounds += (np.arange(count, dtype=np.int32) % shape.rows * shape.tokens)[:, None]
+    places = [
+        [int(begins[piece] + shift[piece]) for piece in range(*pair) if shift[piece] > PADDING // 2] for pair in pairwise(first)
+    ]
+    held = [[answers[int(np.searchsorted(starts, place))] for place in row] for row in places]
+    packed = [
+        [
+            AnswerInRow(prompt, one.tokens, one.tokens, {"advantages": score, "sampler_logprobs": one.logprobs})
+            for prompt, one, score in row
+        ]
+        for row in held
+    ]
     batches = []
-    for at in range(0, count, shape.rows):
-        part = slice(at, at + shape.rows)
-        ends = np.append(bounds[part].flatten(), np.int32(shape.rows * shape.tokens))
-        batch = {name: values[part] for name, values in fields.items()} | {"cu_seqlens": ends}
+    for at in range(0, len(packed), shape.rows):
+        batch = answer_rows(packed[at : at + shape.rows], shape.rows, shape.tokens, MOST, ("advantages", "sampler_logprobs"))
         batches.append({name: _on(values, device) for name, values in batch.items() if pack or name not in OF_PACKED})
     return batches
 

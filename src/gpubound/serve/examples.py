@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.rows import IGNORED
+from ..data.rows import IGNORED, AnswerInRow, answer_rows
 from ..formatting import hint, shown
 
 MOST = 64  # examples in a row
@@ -103,47 +103,21 @@ def pack(
         packed[row].append(number)
         rooms[row] -= len(examples[number])
     places: dict[int, AnswerPlace] = {}
-    names = {name for example in examples for name in example.given}
-    parts = [packed[at : at + rows] for at in range(0, len(packed), rows)]
-    batches = [_batch(examples, part, names, tokens, number, places, device) for number, part in enumerate(parts)]
+    names = ("advantages", *sorted({name for example in examples for name in example.given}))
+    batches: list[dict[str, Tensor]] = []
+    for at in range(0, len(packed), rows):
+        part = packed[at : at + rows]
+        for row, numbers in enumerate(part):
+            end = 0
+            for number in numbers:
+                end += len(examples[number])
+                places[number] = AnswerPlace(len(batches), row, end - len(examples[number].answer), end)
+        filled = [[_in_row(examples[number]) for number in numbers] for numbers in part]
+        batch = answer_rows(filled, 1 << (len(part) - 1).bit_length(), tokens, MOST, names)
+        batches.append({name: torch.from_numpy(values).to(device) for name, values in batch.items()})
     return batches, [places[number] for number in range(len(examples))]
 
 
-def _batch(
-    examples: Sequence[Example],
-    packed: list[list[int]],
-    names: set[str],
-    tokens: int,
-    number: int,
-    places: dict[int, AnswerPlace],
-    device: torch.device,
-) -> dict[str, Tensor]:
-    rows = 1 << (len(packed) - 1).bit_length()
-    batch: dict[str, np.ndarray] = {
-        name: np.full((rows, tokens), fill, kind)
-        for name, fill, kind in (
-            ("input_ids", 0, np.int64), ("labels", IGNORED, np.int64), ("position_ids", 0, np.int64),
-            ("segment_ids", -1, np.int64), ("advantages", 0, np.float32), *((name, 0, np.float32) for name in sorted(names)),
-        )
-    }  # fmt: skip
-    bounds = np.full((rows, MOST + 1), tokens, np.int32)  # where each example of a row begins, then its padding
-    bounds[len(packed) :, 0] = 0
-    for row, numbers in enumerate(packed):
-        begin = 0
-        for segment, which in enumerate(numbers):
-            one = examples[which]
-            end, first = begin + len(one), begin + len(one.prompt) - 1
-            batch["input_ids"][row, begin:end] = (one.prompt + one.answer)[:-1]
-            batch["labels"][row, first:end] = np.where(one.learnt, one.answer, IGNORED)
-            batch["position_ids"][row, begin:end] = np.arange(end - begin)
-            batch["segment_ids"][row, begin:end] = segment
-            batch["advantages"][row, first:end] = one.advantages
-            for name, values in one.given.items():
-                batch[name][row, first:end] = values
-            bounds[row, segment] = begin
-            places[which] = AnswerPlace(number, row, first, end)
-            begin = end
-        bounds[row, len(numbers)] = begin
-    bounds += np.arange(rows, dtype=np.int32)[:, None] * tokens
-    batch["cu_seqlens"] = np.append(bounds.flatten(), np.int32(rows * tokens))
-    return {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
+def _in_row(one: Example) -> AnswerInRow:
+    labels = np.where(one.learnt, one.answer, IGNORED)
+    return AnswerInRow(one.prompt, one.answer, labels, {"advantages": one.advantages, **one.given})
