@@ -283,7 +283,8 @@ class BatchState:
         self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
         zeros = {name: torch.zeros(max_batch, device=device, dtype=dtype) for name, dtype in SETTINGS.items()}
         self.settings = Settings(**zeros)  # a request writes all of them
-        self.scale = torch.ones(max_batch, device=device)  # of the logits, before their log-probabilities are taken
+        # of the logits, before their log-probabilities are taken
+        self.scale = torch.ones(max_batch, device=device, dtype=torch.float32)
         self.seen: Tensor | None = None
         pinned = device.type == "cuda"
         self.lead = RING if pinned else ON_CPU

@@ -44,7 +44,7 @@ class RecordingPolicy(Policy):
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         super().prepare(model, batch)
         labels = batch["labels"]
-        self.kept.setdefault(tuple(labels.shape), torch.zeros(labels.shape, device=labels.device))
+        self.kept.setdefault(tuple(labels.shape), torch.zeros(labels.shape, device=labels.device, dtype=torch.float32))
 
     def written(self) -> list[Tensor]:
         return [*super().written(), *self.kept.values()]

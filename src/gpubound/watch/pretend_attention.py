@@ -26,21 +26,24 @@ def _weights(query: Tensor, key: Tensor, bias: Tensor | None, is_causal: bool, s
     """Return softmax(scale q k' + bias) in at least fp32; 0 in a row that is masked altogether."""
     scores = scale * query @ key.mT
     if is_causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(), float("-inf")
+        )
     if bias is not None:
         scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
     return scores.softmax(-1).nan_to_num(0.0)
 
 
-def _kept(weights: Tensor, dropout_p: float, seed: Tensor) -> Tensor | float:
+def _dropout_factor(weights: Tensor, dropout_p: float, seed: Tensor) -> Tensor | float:
     """Return the factor of each weight after dropout, the same one in backward."""
     if not dropout_p:
         return 1.0
-    uniform = torch.rand(weights.shape, generator=torch.Generator().manual_seed(int(seed)))
+    draw = torch.Generator(weights.device).manual_seed(int(seed))
+    uniform = torch.rand(weights.shape, generator=draw, device=weights.device, dtype=torch.float32)
     return (uniform >= dropout_p) / (1 - dropout_p)
 
 
-def _wide(query: Tensor, *others: Tensor) -> list[Tensor]:
+def _widened(query: Tensor, *others: Tensor) -> list[Tensor]:
     """Return keys and values in the query's wider type, one head for each of the query's."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[-3] // others[0].shape[-3] if query.dim() > 3 else 1
@@ -51,10 +54,10 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple:  # fmt: skip
-    seed = torch.randint(1 << 31, ()) if dropout_p else torch.zeros((), dtype=torch.int64)
-    q, k, v = _wide(query, key, value)
+    seed = torch.randint(1 << 31, (), device="cpu") if dropout_p else torch.zeros((), dtype=torch.int64, device="cpu")
+    q, k, v = _widened(query, key, value)
     weights = _weights(q, k, bias, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
-    out = (weights * _kept(weights, dropout_p, seed) @ v).to(query.dtype)
+    out = (weights * _dropout_factor(weights, dropout_p, seed) @ v).to(query.dtype)
     empty, sums = query.new_empty(0), query.new_zeros(query.shape[:-1], dtype=torch.float32)
     return out, sums, empty, empty, query.shape[-2], key.shape[-2], seed, torch.zeros_like(seed), empty
 
@@ -65,9 +68,9 @@ def backward(
     offset: Tensor, *, scale: float | None = None,
 ) -> tuple:  # fmt: skip
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = _wide(query, key, value)
+    q, k, v = _widened(query, key, value)
     weights, grad = _weights(q, k, bias, is_causal, scale), grad.to(q.dtype)
-    kept = _kept(weights, dropout_p, seed)
+    kept = _dropout_factor(weights, dropout_p, seed)
     grad_weights = grad @ v.mT * kept
     grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
     by_head = scale * grad_scores.mT @ q, (weights * kept).mT @ grad  # of keys and values, one for each of the query's heads
