@@ -56,7 +56,8 @@ class Rollout:
         self.size = decoder.bucket(min(len(self.waiting), decoder.max_batch))  # rows of a launch
         self.rows: list[Running | None] = [None] * self.size
         self.most, self.total = self.size, len(self.waiting)
-        self._held: list[Running | None] = [None] * self.size  # whose keys and values each row has, also once it has ended
+        # Whose keys and values each row has, also once it has ended.
+        self._row_owners: list[Running | None] = [None] * self.size
         self._last: dict[tuple[int, int], Running] = {}  # the last turn of each conversation, by prompt and sample
         self.finished: list[RolloutSequence] = []
         self.each_launch: Callable[[], object] = lambda: None  # called when the tokens of a launch have been read
@@ -168,18 +169,18 @@ class Rollout:
         body, slots = self.decoder.body, self.decoder.slots
         live = len(self.rows) - self.rows.count(None)
         self._resize(max(self.size, self.decoder.bucket(min(self.most, live + len(self.waiting)))))
-        held = [None] * self.size if body.paged else list(self._held)
-        holders = {one.result.prompt: row for row, one in enumerate(held) if one is not None}
+        stored = [None] * self.size if body.paged else list(self._row_owners)
+        holders = {one.result.prompt: row for row, one in enumerate(stored) if one is not None}
         free = [row for row, one in enumerate(self.rows) if one is None]
         new: list[Running] = []
         while free and self.waiting and self._pages.fits(self.waiting[0].limit):
             one = self.waiting.popleft()
             row, before = free[0], one.before
             # A row that has ended writes its last token's keys where those of the one before it were.
-            if before is not None and before.row in free and held[before.row] is before and len(before.ids) >= KEPT:
+            if before is not None and before.row in free and stored[before.row] is before and len(before.ids) >= KEPT:
                 row, one.start = before.row, max(0, len(before.ids) + len(before.result.tokens) - 2)
             free.remove(row)
-            self.rows[row] = self._held[row] = one
+            self.rows[row] = self._row_owners[row] = one
             one.row = row
             self._pages.give(row, one.limit)
             new.append(one)
@@ -238,15 +239,15 @@ class Rollout:
 
     def _forget(self) -> None:
         """Let the rows that have ended read no keys and values any more."""
-        ended = [row for row, one in enumerate(self.rows) if one is None and self._held[row] is not None]
+        ended = [row for row, one in enumerate(self.rows) if one is None and self._row_owners[row] is not None]
         if ended:
             self.decoder.slots.end(ended, forget=True)
         for row in ended:
-            self._held[row] = None
+            self._row_owners[row] = None
 
     def _resize(self, size: int) -> None:
         self.rows = self.rows[:size] + [None] * (size - self.size)
-        self._held = self._held[:size] + [None] * (size - self.size)
+        self._row_owners = self._row_owners[:size] + [None] * (size - self.size)
         self.size = size
 
     def _compact(self) -> None:
@@ -267,7 +268,7 @@ class Rollout:
                 self.decoder.body.move(*pair, reached)
         for one, row in zip(moved, targets):
             self._pages.move(one.row, row)
-            self.rows[row] = self._held[row] = one
+            self.rows[row] = self._row_owners[row] = one
             one.row = row
         self._resize(size)
         self._place()

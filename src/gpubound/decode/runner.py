@@ -343,7 +343,7 @@ class BatchState:
 
         tempered: scale the logits by the temperature before all else, so that log-probabilities are those of the draw.
         """
-        whole = [
+        integers = [
             [row, prompt[-1], len(prompt) - 1, limit, draws([prompt])[0], choice.top_k, choice.seed, 1, 0]
             for row, prompt, limit, choice in zip(rows, prompts, limits, choices)
         ]
@@ -355,7 +355,7 @@ class BatchState:
         state, settings = self.rows, self.settings
         into = [state.token, state.position, state.limit, settings.row, settings.top_k, settings.seed, state.alive, state.bad]
         into += [settings.temperature, settings.top_p, settings.min_p, settings.penalty, self.scale]
-        index, *columns = to_device(torch.tensor(whole, dtype=torch.int64, device="cpu").t().contiguous(), self.device)
+        index, *columns = to_device(torch.tensor(integers, dtype=torch.int64, device="cpu").t().contiguous(), self.device)
         columns += to_device(torch.tensor(real, dtype=torch.float32, device="cpu").t().contiguous(), self.device)
         for tensor, values in zip(into, columns):
             tensor.index_copy_(0, index, values.to(tensor.dtype))
@@ -377,12 +377,12 @@ class BatchState:
 
         forget: their steps read no keys and values any more, and write those of position 0.
         """
-        kept = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
-        kept[rows] = 0
-        kept = to_device(kept, self.device)
-        self.rows.alive.mul_(kept)
+        mask = torch.ones(self.max_batch, dtype=torch.int32, device="cpu")
+        mask[rows] = 0
+        mask = to_device(mask, self.device)
+        self.rows.alive.mul_(mask)
         if forget:
-            self.rows.position.mul_(kept)
+            self.rows.position.mul_(mask)
 
     def send(self, steps: int) -> None:
         """Copy the results of a launch of `steps` into the next slot of the ring."""

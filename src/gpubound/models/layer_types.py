@@ -51,10 +51,10 @@ class TypedStack(HFStack):
             return why
         if both_ways(self.config):
             return BOTH_WAYS
-        kinds = [layer_type(layer._modules["self_attn"]) for layer in self.layers._modules.values()]
+        types = [layer_type(layer._modules["self_attn"]) for layer in self.layers._modules.values()]
         return (
             None
-            if kinds == list(self.config.layer_types)[: len(kinds)]
+            if types == list(self.config.layer_types)[: len(types)]
             else "the config has other types of layers than the layers"
         )
 
@@ -76,10 +76,10 @@ def both_ways(config: Any) -> bool:
 
 
 def typed_stack(module: Any, _: Any, part: type[TypedStack] = TypedStack) -> Swap:
-    rotary, kinds = module.rotary_emb, sorted(set(module.config.layer_types))
+    rotary, types = module.rotary_emb, sorted(set(module.config.layer_types))
     typed = angle_types(rotary)
     swap = stack(module, None, part)
-    swap.attributes["tables"] = {kind: RopeTable(HFAngles(rotary, kind if typed else None)) for kind in kinds}
+    swap.attributes["tables"] = {kind: RopeTable(HFAngles(rotary, kind if typed else None)) for kind in types}
     if both_ways(module.config):
         swap.refusal = BOTH_WAYS
     return swap

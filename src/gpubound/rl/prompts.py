@@ -97,9 +97,9 @@ class PromptOrder:
 
     def take(self, number: int) -> list[int]:
         """Return the next indices."""
-        taken = [self._at(self.position + i) for i in range(number)]
+        numbers = [self._at(self.position + i) for i in range(number)]
         self.position += number
-        return taken
+        return numbers
 
     def _at(self, position: int) -> int:
         epoch, nth = divmod(position, self.count)

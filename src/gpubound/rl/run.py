@@ -203,11 +203,11 @@ class RLRun:
                 lora.save(self.model, path, overwrite=True)
                 self.tokenizer.save(path, overwrite=True)
             else:
-                whole = family.load(recipe.model, "cpu")
-                recipe.adapters.add(whole)
-                load_trained_state(whole, trained_state(self.model))
-                merge_adapters(whole)
-                family.save(whole, path, self.tokenizer, overwrite=True)
+                merged = family.load(recipe.model, "cpu")
+                recipe.adapters.add(merged)
+                load_trained_state(merged, trained_state(self.model))
+                merge_adapters(merged)
+                family.save(merged, path, self.tokenizer, overwrite=True)
         export_metadata.note(path, self.id, step, self.done)
         return path
 
@@ -289,8 +289,8 @@ class RLRun:
         total = sum(fallbacks.values())
         parts.append("no fallback" if not total else f"{total} fallbacks")
         verdict = ", ".join(parts) + "."
-        told = [{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()]
-        self.tape.tell(verdict=verdict, finished=self.finished, fallbacks=told)
+        rows = [{"what": what, "why": why, "times": times} for (what, why), times in fallbacks.items()]
+        self.tape.tell(verdict=verdict, finished=self.finished, fallbacks=rows)
         write_report([self.tape])
         return verdict
 
@@ -322,12 +322,12 @@ def prepare(
     known = _tokenizer(recipe, tokenizer)
     asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
     held_out = recipe.eval_prompts if eval_prompts is None else eval_prompts
-    held = [] if held_out is None else read_prompts(held_out, known)
+    eval_list = [] if held_out is None else read_prompts(held_out, known)
     check_columns(functions, asked, "prompts")
-    check_columns(functions, held, "eval_prompts")
+    check_columns(functions, eval_list, "eval_prompts")
     new = recipe.max_new_tokens
-    seq = recipe.seq or max(len(prompt.ids) for prompt in (*asked, *held)) + new
-    asked, held = fitting(asked, seq, new, "prompts"), fitting(held, seq, new, "eval_prompts") if held else []
+    seq = recipe.seq or max(len(prompt.ids) for prompt in (*asked, *eval_list)) + new
+    asked, eval_list = fitting(asked, seq, new, "prompts"), fitting(eval_list, seq, new, "eval_prompts") if eval_list else []
     checkpoints = Checkpoints(folder / "checkpoints", recipe.keep)
     checkpoint = newest_checkpoint(checkpoints, resume)
     shape = RowShape.of(recipe.prompts_per_step * recipe.samples, seq, recipe.row_tokens, recipe.micro_batch, recipe.pack)
@@ -339,15 +339,15 @@ def prepare(
     else:
         model = policy
         device = next(model.parameters()).device
-    kept = recipe.kl and any(p.requires_grad for p in model.parameters()) and not _only_adapters(model)
-    reference = copy.deepcopy(model).eval().requires_grad_(False) if kept else None
+    copied = recipe.kl and any(p.requires_grad for p in model.parameters()) and not _only_adapters(model)
+    reference = copy.deepcopy(model).eval().requires_grad_(False) if copied else None
     step = training.make_step(model.train(), objective, device)
     if reference is not None:
         reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
-    rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(held)))
+    rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
     decoder = decode.decoder(model, max_batch=rows, max_length=seq, verify="quick")
     run = RLRun(
-        recipe, model, known, device, asked, held, functions, objective, step, decoder, reference, shape,
+        recipe, model, known, device, asked, eval_list, functions, objective, step, decoder, reference, shape,
         _ends(recipe, decoder, known), checkpoints, RunTape.create(folder),
         base_of(recipe.model) if recipe.adapters and recipe.model else {},
     )  # fmt: skip
@@ -366,19 +366,19 @@ def _only_adapters(model: nn.Module) -> bool:
     return bool(adapters) and all(id(p) in adapters for p in model.parameters() if p.requires_grad)
 
 
-def _tokenizer(recipe: RLRecipe, given: Any) -> Tokenizer | None:
+def _tokenizer(recipe: RLRecipe, tokenizer: Any) -> Tokenizer | None:
     """Return the run's tokenizer: the one that is given, the recipe's, or that of the model's folder."""
-    if isinstance(given, str | Path):
-        known = Tokenizer.load(given)
-    elif isinstance(given, Tokenizer):
-        known = given
-    elif given is not None:
-        inner = getattr(given, "backend_tokenizer", None)
+    if isinstance(tokenizer, str | Path):
+        known = Tokenizer.load(tokenizer)
+    elif isinstance(tokenizer, Tokenizer):
+        known = tokenizer
+    elif tokenizer is not None:
+        inner = getattr(tokenizer, "backend_tokenizer", None)
         if inner is None:
             raise ValueError(
-                f"rl: tokenizer: got a {type(given).__name__}, wanted a folder, or a fast tokenizer of transformers."
+                f"rl: tokenizer: got a {type(tokenizer).__name__}, wanted a folder, or a fast tokenizer of transformers."
             )
-        known = Tokenizer(inner, given.eos_token, given.chat_template, bos_token=given.bos_token)
+        known = Tokenizer(inner, tokenizer.eos_token, tokenizer.chat_template, bos_token=tokenizer.bos_token)
     elif recipe.tokenizer is not None or recipe.model is not None:
         known = Tokenizer.load(recipe.tokenizer or recipe.model or "")
     else:

@@ -23,25 +23,25 @@ class Example:
 
     advantages  the weight of each of the answer's tokens
     learnt      which of them count: those of a tool or of an environment do not
-    given       log-probabilities of the answer's tokens, by the name of their field
+    logprobs    log-probabilities of the answer's tokens, by the name of their field
     """
 
     prompt: list[int]
     answer: list[int]
     advantages: list[float]
     learnt: list[bool]
-    given: dict[str, list[float]]
+    logprobs: dict[str, list[float]]
 
     def __len__(self) -> int:
         """Return the number of positions: the last token is only a label."""
         return len(self.prompt) + len(self.answer) - 1
 
 
-def read_examples(given: Any, encode: Any, longest: int, vocab: int) -> list[Example]:
+def read_examples(examples: Any, encode: Any, longest: int, vocab: int) -> list[Example]:
     """Check the examples of a request, and return them. encode: (text or ids, the example's place in an error) -> ids"""
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise ValueError(f"examples: got {shown(given)}, wanted a list of at least one {{'prompt': ..., 'answer': ...}}.")
-    return [_read(one, encode, longest, vocab, f"examples[{number}]") for number, one in enumerate(given)]
+    if not isinstance(examples, Sequence) or isinstance(examples, str) or not examples:
+        raise ValueError(f"examples: got {shown(examples)}, wanted a list of at least one {{'prompt': ..., 'answer': ...}}.")
+    return [_read(one, encode, longest, vocab, f"examples[{number}]") for number, one in enumerate(examples)]
 
 
 def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Example:
@@ -70,9 +70,9 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
             raise ValueError(f"{where}: {name}: got {shown(wrong[0])}, wanted numbers that are finite in fp32.")
         return [float(v) for v in values]
 
-    given = {FIELDS[name]: each(name, one[name]) for name in LOGPROBS if one.get(name) is not None}
+    logprobs = {FIELDS[name]: each(name, one[name]) for name in LOGPROBS if one.get(name) is not None}
     learnt = [value != 0 for value in each("learnt", one.get("learnt", 1))]
-    return Example(prompt, answer, each("advantage", one.get("advantage", 1.0)), learnt, given)
+    return Example(prompt, answer, each("advantage", one.get("advantage", 1.0)), learnt, logprobs)
 
 
 class AnswerPlace(NamedTuple):
@@ -93,17 +93,17 @@ def pack(
     for few shapes.
     """
     packed: list[list[int]] = []  # numbers of the examples in each row, the longest first
-    rooms: list[int] = []
+    free: list[int] = []
     for number in sorted(range(len(examples)), key=lambda number: -len(examples[number])):
-        fits = (row for row, room in enumerate(rooms) if room >= len(examples[number]) and len(packed[row]) < MOST)
+        fits = (row for row, room in enumerate(free) if room >= len(examples[number]) and len(packed[row]) < MOST)
         if (row := next(fits, None)) is None:
             row = len(packed)
             packed.append([])
-            rooms.append(tokens)
+            free.append(tokens)
         packed[row].append(number)
-        rooms[row] -= len(examples[number])
-    places: dict[int, AnswerPlace] = {}
-    names = ("advantages", *sorted({name for example in examples for name in example.given}))
+        free[row] -= len(examples[number])
+    slots: dict[int, AnswerPlace] = {}
+    names = ("advantages", *sorted({name for example in examples for name in example.logprobs}))
     batches: list[dict[str, Tensor]] = []
     for at in range(0, len(packed), rows):
         part = packed[at : at + rows]
@@ -111,13 +111,13 @@ def pack(
             end = 0
             for number in numbers:
                 end += len(examples[number])
-                places[number] = AnswerPlace(len(batches), row, end - len(examples[number].answer), end)
+                slots[number] = AnswerPlace(len(batches), row, end - len(examples[number].answer), end)
         filled = [[_in_row(examples[number]) for number in numbers] for numbers in part]
         batch = answer_rows(filled, 1 << (len(part) - 1).bit_length(), tokens, MOST, names)
         batches.append({name: torch.from_numpy(values).to(device) for name, values in batch.items()})
-    return batches, [places[number] for number in range(len(examples))]
+    return batches, [slots[number] for number in range(len(examples))]
 
 
 def _in_row(one: Example) -> AnswerInRow:
     labels = np.where(one.learnt, one.answer, IGNORED)
-    return AnswerInRow(one.prompt, one.answer, labels, {"advantages": one.advantages, **one.given})
+    return AnswerInRow(one.prompt, one.answer, labels, {"advantages": one.advantages, **one.logprobs})

@@ -29,9 +29,9 @@ def loss_named(name: str, options: Mapping[str, Any]) -> str:
     if unknown := [key for key in options if key not in known]:
         why = hint(unknown[0], known, "its options are") if known else "it has no options."
         raise ValueError(f"objective: {unknown[0]!r} is no option of {name}; {why}")
-    given = {"variant": "reinforce", "truncate": None} if name == CROSS_ENTROPY else {"variant": name, **options}
-    RecordingPolicy(**given)  # refuses values
-    return json.dumps(given, sort_keys=True)
+    settings = {"variant": "reinforce", "truncate": None} if name == CROSS_ENTROPY else {"variant": name, **options}
+    RecordingPolicy(**settings)  # refuses values
+    return json.dumps(settings, sort_keys=True)
 
 
 class RecordingPolicy(Policy):

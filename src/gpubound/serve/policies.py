@@ -131,21 +131,21 @@ class Policies:
         policy, loss = self._policy(name, "forward_backward"), loss_named(objective, options)
         vocab = head_of(self.model).weight.shape[0]
         asked = read_examples(examples, self._ids, self.max_length, vocab)
-        batches, places = pack(asked, self.max_length, self.rows, self.device)
-        kept = []
+        batches, slots = pack(asked, self.max_length, self.rows, self.device)
+        recorded = []
         self._turn_to(name)
         policy.loss.begin()
         try:
             for batch in batches:
                 policy.step.add(batch | {LOSS: loss})
-                kept.append(policy.loss.by_options[loss].kept[tuple(batch["labels"].shape)].clone())
+                recorded.append(policy.loss.by_options[loss].kept[tuple(batch["labels"].shape)].clone())
         except BaseException:
             policy.pending = 0
             policy.step.discard()
             raise
         policy.pending += len(asked)
-        logprobs = [values.tolist() for values in kept]
-        rows = [logprobs[at.batch][at.row][at.begin : at.end] for at in places]
+        logprobs = [values.tolist() for values in recorded]
+        rows = [logprobs[at.batch][at.row][at.begin : at.end] for at in slots]
         return policy.loss.take(loss) | {"logprobs": rows}
 
     def optim_step(self, name: str, lr: float | None = None) -> dict[str, Any]:
@@ -186,8 +186,8 @@ class Policies:
         name  a policy, None for the base alone, or one of these for each prompt: rows of one batch
         The other arguments are those of `FastDecoder.rollout`.
         """
-        given = n, max_new_tokens, temperature, logprobs, seed, self.ends if stop is None else stop
-        runs = self._rollouts(name, self._prompts(prompts, "sample"), *given, **settings)
+        arguments = n, max_new_tokens, temperature, logprobs, seed, self.ends if stop is None else stop
+        runs = self._rollouts(name, self._prompts(prompts, "sample"), *arguments, **settings)
         sequences = [replace(one, prompt=numbers[one.prompt]) for run, numbers in runs for one in run.sequences]
         sequences.sort(key=lambda one: (one.prompt, one.sample))
         return [
@@ -221,8 +221,8 @@ class Policies:
         between turns where that is quicker (`Rollout.extend`).
         """
         ids, talks = self._prompts(prompts, "converse"), dict[tuple[int, int], dict[str, Any]]()
-        given = n, max_new_tokens, temperature, True, seed, self.ends if stop is None else stop
-        for run, numbers in self._rollouts(name, ids, *given, **settings):
+        arguments = n, max_new_tokens, temperature, True, seed, self.ends if stop is None else stop
+        for run, numbers in self._rollouts(name, ids, *arguments, **settings):
             for one in run:
                 prompt = numbers[one.prompt]
                 example = {"prompt": ids[prompt], "answer": [], "learnt": [], "logprobs": []}

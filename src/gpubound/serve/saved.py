@@ -49,15 +49,15 @@ def rate(lr: Any) -> float:
     return float(lr)
 
 
-def optimizer_options(given: Any) -> dict[str, Any]:
+def optimizer_options(options: Any) -> dict[str, Any]:
     """Return the options of a policy's optimizer; raise ValueError for others."""
     wanted = {"lr", "betas", "weight_decay", "clip"}
-    if not isinstance(given, dict) or given.keys() != wanted:
-        raise ValueError(f"optimizer: got {given!r}, wanted {', '.join(sorted(wanted))}.")
-    betas, clip = given["betas"], given["clip"]
+    if not isinstance(options, dict) or options.keys() != wanted:
+        raise ValueError(f"optimizer: got {options!r}, wanted {', '.join(sorted(wanted))}.")
+    betas, clip = options["betas"], options["clip"]
     if not isinstance(betas, Sequence) or len(betas) != 2 or not all(is_rate(beta) and beta < 1 for beta in betas):
         raise ValueError(f"betas: got {betas!r}, wanted two numbers from 0 to below 1.")
     if clip is not None and not (isinstance(clip, int | float) and clip > 0):
         raise ValueError(f"clip: got {clip!r}, wanted a number above 0, or None.")
-    AdamW(given["lr"], tuple(betas), weight_decay=given["weight_decay"])  # refuses its own
-    return given | {"lr": rate(given["lr"]), "betas": list(betas)}
+    AdamW(options["lr"], tuple(betas), weight_decay=options["weight_decay"])  # refuses its own
+    return options | {"lr": rate(options["lr"]), "betas": list(betas)}

@@ -188,8 +188,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         service = self.service
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if service.token and not hmac.compare_digest(given.encode(), service.token.encode()):
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if service.token and not hmac.compare_digest(token.encode(), service.token.encode()):
             return self._refuse(401, "serve: the token is missing or wrong; send Authorization: Bearer TOKEN.")
         if self.headers.get_content_type() != "application/json":  # which a page in a browser cannot send here
             return self._refuse(415, "serve: wanted Content-Type: application/json.")

@@ -139,9 +139,9 @@ class BackwardUpdate(Accumulators):
     def _complete_report(self) -> None:
         """Put the norm of the whole gradient into the report; count a step in which a unit kept its weights as skipped."""
         self.report[1] = self._square.sqrt() * self._plan[1]
-        kept = (~self._square.isfinite() & (self._plan[0] != 0)).double()
-        self._optimizer.state[1] += kept
-        self.report[3] += kept
+        skipped = (~self._square.isfinite() & (self._plan[0] != 0)).double()
+        self._optimizer.state[1] += skipped
+        self.report[3] += skipped
 
 
 def check(

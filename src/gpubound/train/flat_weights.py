@@ -219,11 +219,11 @@ class Weights:
                 view, parameter = slot.view(flat, group.start), slot.parameter
                 view.copy_(parameter.detach())
                 if master is not None:  # from the original: an fp32 one is not rounded
-                    original, kept = parameter.detach(), slot.view(master, group.start)
+                    original, stored = parameter.detach(), slot.view(master, group.start)
                     if masters != torch.int16:
-                        kept.copy_(original)
+                        stored.copy_(original)
                     elif original.dtype != group.dtype:
-                        for target, part in zip((view, kept), split_fp32(original.float())):
+                        for target, part in zip((view, stored), split_fp32(original.float())):
                             target.copy_(part)
                 parameter.grad = None  # it may have another dtype
                 parameter.data = view

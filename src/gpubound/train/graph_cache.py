@@ -69,8 +69,8 @@ class GraphCache:
     def run(self, batches: list[MicroBatch], first: bool) -> Tensor:
         """Return the step's report. first: all ranks take their first step"""
         step = self.step
-        whole = step.single and (step.early is not None or not step.ranks.alone)
-        if whole and (graph := self._step_graph(batches[0], first)) is not None:
+        together = step.single and (step.early is not None or not step.ranks.alone)
+        if together and (graph := self._step_graph(batches[0], first)) is not None:
             return graph(*batches[0].tensors)
         if step.early is not None:
             return self._give_up(partial(step.run, [batches[0].whole()]))
@@ -227,8 +227,10 @@ class GraphCache:
         if not has_graphs(self.step.device):
             return 0.0
         optimizer = self.step.optimizer
-        bounds = (bound for weight in optimizer.weights.finest() for bound in weight.aminmax())  # abs() would be a copy of all
-        largest = max(abs(bound.item()) for bound in bounds)
+        bounds = (
+            extreme for weight in optimizer.weights.finest() for extreme in weight.aminmax()
+        )  # abs() would be a copy of all
+        largest = max(abs(extreme.item()) for extreme in bounds)
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)
 

@@ -70,10 +70,10 @@ def backward(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = _widened(query, key, value)
     weights, grad = _weights(q, k, bias, is_causal, scale), grad.to(q.dtype)
-    kept = _dropout_factor(weights, dropout_p, seed)
-    grad_weights = grad @ v.mT * kept
+    mask = _dropout_factor(weights, dropout_p, seed)
+    grad_weights = grad @ v.mT * mask
     grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))
-    by_head = scale * grad_scores.mT @ q, (weights * kept).mT @ grad  # of keys and values, one for each of the query's heads
+    by_head = scale * grad_scores.mT @ q, (weights * mask).mT @ grad  # of keys and values, one for each of the query's heads
     grad_key, grad_value = (
         each.unflatten(-3, (t.shape[-3], -1)).sum(-3) if each.shape != t.shape else each
         for each, t in zip(by_head, (key, value))

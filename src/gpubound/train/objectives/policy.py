@@ -123,8 +123,8 @@ class Policy(WordLoss):
 
     def calls(self, model: nn.Module) -> Iterable[Call]:
         head = head_of(model)
-        whole = [("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
-        return [*(() if self.entropy else super().calls(model)), *whole]
+        cross_entropy = [("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
+        return [*(() if self.entropy else super().calls(model)), *cross_entropy]
 
     def written(self) -> list[Tensor]:
         return [] if self.figures is None else [self.figures]
@@ -139,9 +139,9 @@ class Policy(WordLoss):
                 f"policy: batch['advantages']: got {got}, wanted {shape}, one a token{'' if packed else ', or one a row'}."
             )
         for name in LOGPROBS:
-            if (given := inputs.get(name)) is not None and tuple(given.shape) != shape:
+            if (values := inputs.get(name)) is not None and tuple(values.shape) != shape:
                 raise ValueError(
-                    f"policy: batch[{name!r}]: got the shape {tuple(given.shape)}, wanted that of labels, {shape}."
+                    f"policy: batch[{name!r}]: got the shape {tuple(values.shape)}, wanted that of labels, {shape}."
                 )
         return {key: value for key, value in inputs.items() if key not in FIELDS}, labels
 
@@ -219,7 +219,7 @@ class Policy(WordLoss):
     ) -> Tensor:
         """Return the loss of each token (B, T), 0 where it does not count, without the entropy."""
         advantage = _by_token(batch["advantages"], logprob)
-        old = _given(batch, "old_logprobs", logprob, counted)
+        old = _batch_logprobs(batch, "old_logprobs", logprob, counted)
         if self.variant == "reinforce":
             loss = -advantage * logprob
         else:
@@ -245,7 +245,7 @@ class Policy(WordLoss):
         """Return min(π_old / μ, truncate), a constant."""
         if self.truncate is None or batch.get("sampler_logprobs") is None:
             return torch.ones_like(old)
-        return (old - _given(batch, "sampler_logprobs", old, counted)).exp().clamp(max=self.truncate)
+        return (old - _batch_logprobs(batch, "sampler_logprobs", old, counted)).exp().clamp(max=self.truncate)
 
     def _with_entropy(self, head: Head, labels: Tensor, slope: Tensor, share: Tensor, scale: Tensor | None) -> Tensor:
         """Return the sum of slope · log π − entropy · share · H over all tokens, times `scale`."""
@@ -272,8 +272,8 @@ class Policy(WordLoss):
             return -head_token_losses(self._tempered(hidden_of(model, inputs)), head_of(model), labels)
 
     def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        if (given := batch.get("reference_logprobs")) is not None:
-            return given
+        if (values := batch.get("reference_logprobs")) is not None:
+            return values
         with lora.disable(model):
             reference = self.logprobs(model, batch)
         if isinstance(model, LanguageModel):
@@ -287,10 +287,10 @@ class Policy(WordLoss):
         """Add this batch's figures to those of the step."""
         assert self.figures is not None
         nothing = torch.zeros_like(logprob)
-        old = _given(batch, "old_logprobs", logprob, counted)
+        old = _batch_logprobs(batch, "old_logprobs", logprob, counted)
         gap = clipped = truncated = nothing
         if batch.get("sampler_logprobs") is not None:
-            log_importance = old - _given(batch, "sampler_logprobs", old, counted)
+            log_importance = old - _batch_logprobs(batch, "sampler_logprobs", old, counted)
             gap = log_importance.abs()
             truncated = nothing if self.truncate is None else (log_importance.exp() > self.truncate).float()
         if self.variant != "reinforce":
@@ -325,7 +325,7 @@ def _by_token(advantages: Tensor, like: Tensor) -> Tensor:
     return (advantages.unsqueeze(1) if advantages.dim() == 1 else advantages).to(like.dtype)
 
 
-def _given(batch: Mapping[str, Any], name: str, logprob: Tensor, counted: Tensor) -> Tensor:
+def _batch_logprobs(batch: Mapping[str, Any], name: str, logprob: Tensor, counted: Tensor) -> Tensor:
     """Return log-probabilities of the batch, those of the model itself where it has none, and those where nothing counts."""
-    given = batch.get(name)
-    return logprob.detach() if given is None else torch.where(counted, given.to(logprob.dtype), logprob.detach())
+    values = batch.get(name)
+    return logprob.detach() if values is None else torch.where(counted, values.to(logprob.dtype), logprob.detach())
