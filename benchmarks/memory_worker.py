@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -65,8 +66,8 @@ def measured(recipe: Recipe, config: DecoderConfig, device: torch.device) -> tup
     memory, lora, dtype = MemoryPhases(device), recipe.adapters, torch.bfloat16
     with memory("place"):
         if lora is not None and lora.base is not None:
-            family, adapters.read_parts = RandomWeights(config), RandomWeights.read_parts
-            model: Any = adapters.load_quantised("", family, lora.base, device, dtype)
+            with patch.object(adapters, "read_parts", RandomWeights.read_parts):
+                model: Any = adapters.load_quantised("", RandomWeights(config), lora.base, device, dtype)
         else:
             model = Decoder(config, device=device, dtype=dtype)
         place(model, device)
