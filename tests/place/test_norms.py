@@ -249,7 +249,7 @@ def test_a_subclass_of_torchs_norm():
 
 
 def test_the_last_line_says_what_was_not_gained():
-    names_the_page = "docs/your-own-model.md"
+    names_the_page = "docs/models.md#your-own-model"
     only_norms = place(Net(LayerNorm))
     nothing = place(nn.Sequential(nn.Linear(4, 4)))
     assert names_the_page in only_norms.summary and "Only norms" in only_norms.summary

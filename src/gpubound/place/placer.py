@@ -118,7 +118,7 @@ class Placement:
             done = "Only norms were swapped" if self.swapped else "Nothing was swapped"
             swaps += (
                 f". {done}: {type(self.model).__name__} is a plain module, whose attention, MLP and loss run as written; "
-                f"docs/your-own-model.md has three changes that fuse them"
+                f"docs/models.md#your-own-model has three changes that fuse them"
             )
         where = facts.label(self.device)
         if not self.verified:

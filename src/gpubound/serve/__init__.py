@@ -4,7 +4,7 @@
     Server         the same calls as a local HTTP service, which the command `gpubound serve` runs               server.py
     Client         the same calls from another process; it needs the standard library alone                      client.py
 
-docs/service.md has the calls.
+docs/rl.md has the calls.
 """
 
 from importlib import import_module
