@@ -116,6 +116,17 @@ def test_every_kind_of_number_is_restored(by, device):
     assert again[nan].isnan().all() and weight[nan].isnan().all()
 
 
+@pytest.mark.parametrize("by", [fast, reference], ids=["kernel", "definition"])
+def test_a_zero_that_was_written_stays_zero(by, device):
+    """The remainder of the weight that it replaced would make NaN of it where it is negative."""
+    weight, remainder = split_fp32(torch.tensor([0.3, -0.3, 0.7, -0.7, 1.0, 0.9] * 4, device=device))
+    assert (remainder < 0).any() and (remainder > 0).any()
+    weight.copy_(torch.tensor([0.0, -0.0] * 12))
+    zeros = [torch.zeros(24, device=device) for _ in range(3)]
+    by.adamw(weight, *zeros, torch.tensor([1, 1, 1, 0.0, 1, 1], device=device), remainder, BETAS, 1e-8, 0, None)
+    assert weight.eq(0).all() and join_fp32(weight, remainder).abs().max() < 2.0**-126
+
+
 def test_reference_is_torch_adamw():
     """Ten updates in fp64 with changing rates, decay on the first half only, against torch.optim.AdamW with two groups."""
     start, grads = draw("cpu", torch.float64, 20), [draw("cpu", torch.float64, 20, seed=i) for i in range(1, 11)]

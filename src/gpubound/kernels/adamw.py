@@ -259,8 +259,13 @@ def split_fp32(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Return the fp32 numbers that `split_fp32` divided."""
-    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+    """Return the fp32 numbers that `split_fp32` divided.
+
+    A zero never has a negative remainder, unless it was written since, as by pruning: the sum would be NaN, and it counts as 0.
+    """
+    high, remainder = weight.view(torch.int16).int() << 16, remainder.int()
+    remainder = torch.where(high & 0x7FFFFFFF == 0, remainder.clamp(min=0), remainder)
+    return (high + remainder).view(torch.float32)
 
 
 def _round_at_random(x: Tensor, start: int, update: Tensor, seed: int) -> Tensor:

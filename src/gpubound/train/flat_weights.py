@@ -261,15 +261,10 @@ class Weights:
     def _read_back(self) -> None:
         """Set the masters of 16-bit weights that were written: those that are not their master rounded.
 
-        A remainder stays: it is less than half of the weight's last place, and belongs to weights that are loaded. Only beside
-        a zero that was written a negative one would make NaN: that of a zero which an update rounded is never negative.
+        A remainder stays: it is at most half of the weight's last place, and belongs to weights that are loaded.
         """
-        for _, flat, master in self.rounded:
-            if self.split:
-                for weights, remainders in zip(flat.split(PART), master.split(PART)):
-                    remainders.masked_fill_((weights == 0) & (remainders < 0), 0)
-            else:
-                master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
+        for _, flat, master in () if self.split else self.rounded:
+            master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
 
     def of_norm(self, gradient: Tensor) -> Tensor:
         """Return a tensor with the norm of the whole gradient: of replicas the flat gradient itself."""

@@ -142,10 +142,14 @@ def _rounded_at_random(p, i, plan_ptr, seed):
 
 @triton.jit
 def _fp32_weight(weight_ptr, master_ptr, i, mask, MASTER: tl.constexpr, SPLIT: tl.constexpr):
-    """Load the fp32 weight: the master if there is one, or the bf16 weight and its remainder."""
+    """Load the fp32 weight: the master if there is one, or the bf16 weight and its remainder.
+
+    A negative remainder with a zero is that of a weight that the zero replaced; their sum would be NaN.
+    """
     if SPLIT:
         high = tl.load(weight_ptr + i, mask=mask, other=0.0).to(tl.int16, bitcast=True).to(tl.int32) << 16
         remainder = tl.load(master_ptr + i, mask=mask, other=0).to(tl.int32)
+        remainder = tl.where((high & 0x7FFFFFFF) == 0, tl.maximum(remainder, 0), remainder)
         p = (high + remainder).to(tl.float32, bitcast=True)
     else:
         p = tl.load((master_ptr if MASTER else weight_ptr) + i, mask=mask, other=0.0).to(tl.float32)
