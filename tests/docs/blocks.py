@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *ROOT.glob("examples/skills/*/SKILL.md"),
+)
 PYTHON, SHELL = ("python", "py"), ("sh", "bash", "console")
 MARKS = ("run", "run: slow", "run: install", "output")
 

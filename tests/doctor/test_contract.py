@@ -1,7 +1,8 @@
-"""docs/doctor-json.md names every field and every kind, and the examples of docs/skill.md are commands that parse."""
+"""The docstrings name every field and every kind of doctor.json, and the examples of the skill are commands that parse."""
 
 import re
 import shlex
+from inspect import cleandoc
 from pathlib import Path
 
 import pytest
@@ -9,35 +10,34 @@ import yaml
 
 from gpubound.cli import arguments
 from gpubound.cli.doctor import Doctor, check_command, split
-from gpubound.doctor.finding import KINDS
+from gpubound.doctor import finding
+from gpubound.doctor.finding import Finding, Verdict
 from tests.doctor.verdicts import judged, looped
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "doctor-json.md").read_text(encoding="utf-8")
+SKILL = Path(__file__).parents[2] / "examples/skills/gpubound-doctor/SKILL.md"
 
 
-def documented(heading: str) -> set[str]:
-    """The names in the first column of the table under this heading."""
-    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+def documented(docstring: str | None) -> dict[str, str]:
+    """The names at the beginning of a docstring's lines, each with the text that follows it."""
+    rows = re.findall(r"^(?!\s)([a-z_, ]+?)  +(\S.*(?:\n +.*)*)", cleandoc(docstring or ""), re.MULTILINE)
+    return {name: text for names, text in rows for name in names.split(", ")}
 
 
 def test_every_field_is_documented():
     verdict = judged(*looped()).as_dict()
-    assert documented("The verdict") == set(verdict)
-    assert documented("A finding") == set(verdict["findings"][0])
+    assert set(documented(Verdict.__doc__)) == set(verdict)
+    fields = documented(Finding.__doc__)
+    assert set(fields) == set(verdict["findings"][0])
     site = next(each["site"] for each in verdict["findings"] if each["site"])
-    row = next(line for line in PAGE.splitlines() if line.startswith("| `site`"))
-    assert {"file", "line", "end", "function", "code"} == set(site) <= set(re.findall(r"`(\w+)`", row))
+    assert {"file", "line", "end", "function", "code"} == set(site) == set(re.findall(r"`(\w+)`", fields["built"]))
 
 
 def test_every_kind_is_documented():
-    section = PAGE.partition("## Kinds\n")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`(\w+)`", section)) == set(KINDS)
+    section = (finding.__doc__ or "").partition("**Kinds.**")[2]
+    assert set(re.findall(r"`(\w+)`", section)) == set(finding.KINDS)
 
 
-BLOCKS = re.findall(r"^```yml\n(.*?)^```", (DOCS / "skill.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```yml\n(.*?)^```", SKILL.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=["action", "pre-commit"])

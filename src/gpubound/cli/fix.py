@@ -3,6 +3,16 @@
 gpubound fix                         shows the patches of .doctor/doctor.json as one diff
 gpubound fix --try                   runs the script unmodified and patched: step times and losses
 gpubound fix --try --apply           writes the patches if the losses are the same
+
+With --json one object is printed:
+
+version   1
+patched   `kind`, `file`, `line` and the name of the `patch` of each
+refused   `kind`, `file`, `line` and the `reason` of each
+diff      all patches as one diff
+proof     with --try: `holds` (the losses are the same), `faster` (the whole interval is above 1), `speedup`, `before_ms`,
+          `after_ms` and `difference`; else null
+applied   whether the files were written
 """
 
 import json

@@ -1,4 +1,14 @@
-"""Findings, and the verdict on a whole run. `Verdict.as_dict()` is the schema of doctor.json."""
+"""Findings, and the verdict on a whole run. `Verdict.as_dict()` is the schema of doctor.json.
+
+**The contract.** `version` is 1. Within a version, fields may be added and new kinds may appear; no field is removed, renamed
+or given another meaning. Ignore fields that you do not know. All times are milliseconds of one step, all counts are of one
+step. A number that was not measured is `null` or missing, and `absent` has the reason: never read it as 0. Files are relative
+to the folder in which the doctor ran, or to the parent of their package.
+
+**Kinds.** Waits and copies: `sync`, `h2d` (to the GPU), `d2h` (from it), `pageable`, `repeat`, `data`, `gc`, `checkpoint`,
+`compile`, `alloc`, `free`, `retry`, `pin`. Work: `launch`, `launch_bound` (its line is the loop's first), `host_work`,
+`cpu_op`, `clone`, `noop`, `optimizer`, `zero_grad`, `precision`, `attention`, `comm`, `profiler`, `fallback`.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +62,28 @@ GPU_TIME = frozenset({"precision", "attention", "zero_grad", "clone"})  # kinds 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A cause of lost time on a line. All numbers are of one step."""
+    """A cause of lost time on a line, and an entry of `findings` and `harmless` in doctor.json. All numbers are of one step.
 
-    kind: str  # one of KINDS
-    site: Site | None  # the user's line; None: of the whole script, or not known
-    via: Site | None  # a library's line on the way
-    node: str  # the autograd node that ran
-    built: Site | None  # the forward line that built it
+    kind              one of the kinds above
+    file, line        in doctor.json: the user's line; in backward the line that built the node; null if no line is known
+    site, via, built  that line, the library's line that was reached from it, and the forward line of a node, each with `file`,
+                      `line`, `end`, `function` and `code`, or null
+    node              the autograd node that ran, or empty
+    count             times a step; 1 for `host_work`
+    ms                how much shorter a step would be without it; null if it has no price
+    certainty         `measured`, `replayed`, `estimate` or `counted`, the surest first; `counted` has no price
+    evidence, fix     what was measured, and what to write instead
+    patch             a diff, or empty; `gpubound fix` makes it from the file
+    """
+
+    kind: str
+    site: Site | None
+    via: Site | None
+    node: str
+    built: Site | None
     count: float
-    ms: float | None  # what a step would save; None: not priced
-    certainty: str  # one of CERTAINTIES
+    ms: float | None
+    certainty: str
     evidence: str
     fix: str
     patch: str = ""
@@ -118,31 +140,57 @@ def _site_dict(site: Site | None) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result for a run. A value that could not be measured is None or missing, and `absent` has the reason."""
+    """Result for a run: the object that `gpubound doctor --json` prints, and that is written to `.doctor/doctor.json`.
+
+    version             of this contract
+    script, command     the script, and the command line, without values of secrets and folders of this machine
+    date                when it was measured
+    machine             `device` and versions
+    step_ms             mean of the timed steps; null without a GPU
+    plain_ms, timed_ms  medians of steps before any sensor was attached, and of the timed ones; more than 5 % apart, the timed
+                        steps are not the script's
+    ceiling_ms          a step whose host never stalls, but still launches each kernel
+    device_ms           a step whose host takes no time, as in a CUDA graph: the GPU's work back to back
+    together_ms         how much shorter a step would be without all findings
+    bar                 `shares` of the step in per cent (busy, host_late, device_side, comm, unlocated), and `late`: what the
+                        host did while late; empty without a recording
+    findings            causes of 0.5 % of a step or more, or without a price; the costliest first
+    harmless            causes of less
+    unlocated           a sentence for each wait without a line
+    counts              `syncs` and `pageable_bytes` of a step, where they could be counted
+    step                what a step is where no optimizer makes one, such as "a call of backward()"; else empty
+    period              steps after which the loop repeats itself; counts are means over whole periods
+    rare                long steps: `steps` and `time`, the fractions that they are and take, and `times` the median; or empty
+    phases              steps and seconds of each phase
+    absent              what was not measured, with the reason
+    distortion          how many times as long a recorded step took as a timed one
+    ranks               each rank's step and shares
+    lead_ms             how far the host was ahead of the device, from a training run's own log
+    """
 
     script: str
     machine: dict[str, Any]
     step_ms: float | None
-    bar: dict[str, dict[str, float]]  # "shares" and "late" of price.idle.Bar, in percent; {} without a tape
-    ceiling_ms: float | None  # a step whose host never stalls
-    findings: Sequence[Finding]  # the costliest first
-    together_ms: float | None  # what a step would save without all of them
+    bar: dict[str, dict[str, float]]
+    ceiling_ms: float | None
+    findings: Sequence[Finding]
+    together_ms: float | None
     harmless: Sequence[Finding]
-    unlocated: Sequence[str]  # a sentence each
+    unlocated: Sequence[str]
     phases: dict[str, Any]
     absent: dict[str, str]
-    distortion: float | None  # how much slower the recorded steps were than the timed ones
-    counts: dict[str, float] = field(default_factory=dict)  # a step's totals by their names in COUNTS
-    ranks: Sequence[dict[str, Any]] = field(default_factory=list)  # of a script on several: each one's step and shares
-    device_ms: float | None = None  # a step whose host takes no time: the device's works back to back
-    lead_ms: float | None = None  # how far the host is ahead of the device, which is its wait for a step's result
-    step: str = ""  # what a step is, in words, if no optimizer makes one
-    period: int = 1  # steps after which the loop repeats itself; every window is a multiple of it
-    plain_ms: float | None = None  # median of steps that were timed before any sensor was attached
-    timed_ms: float | None = None  # median of the timed steps
-    rare: dict[str, float] = field(default_factory=dict)  # long steps among the timed ones: fractions, and times the median
-    command: str = ""  # the command line, without folders of this machine
-    date: str = ""  # when it was measured
+    distortion: float | None
+    counts: dict[str, float] = field(default_factory=dict)
+    ranks: Sequence[dict[str, Any]] = field(default_factory=list)
+    device_ms: float | None = None
+    lead_ms: float | None = None
+    step: str = ""
+    period: int = 1
+    plain_ms: float | None = None
+    timed_ms: float | None = None
+    rare: dict[str, float] = field(default_factory=dict)
+    command: str = ""
+    date: str = ""
     version: int = VERSION
 
     def as_dict(self) -> dict[str, Any]:
