@@ -368,9 +368,12 @@ def multiply_by_records(model: nn.Module, everywhere: bool = False) -> Callable[
     for module in model.modules():
         if type(module) is not nn.Linear or id(module) in projections or format_of(module.weight) is DENSE:
             continue
-        if "forward" not in vars(module) or getattr(module.forward, "func", None) is _by_record:
+        own = vars(module).get("forward")
+        if own is not None and getattr(own, "func", None) is not _by_record:
+            continue
+        if own is None or own.args[0] is not module:  # a copied layer's; a forward that stays is no change to captured steps
             module.forward = partial(_by_record, module)  # type: ignore[method-assign]
-            changed.append(module)
+        changed.append(module)
 
     def undo() -> None:
         for module in changed:
