@@ -6,7 +6,7 @@ CUDA graph, a token chosen in each) and the batch that they work on; transformer
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -147,7 +147,7 @@ class FastDecoder(NotCopyable):
             with self.turn, self.plainly():
                 self.bound.follow()
         request = make_request(prompts, self.text, self.body, self.generation, **settings)
-        if inputs := image_inputs(prompts):
+        if inputs := image_inputs(prompts) if isinstance(prompts, Mapping) else None:
             check_images(inputs, self.model, self.body, request.prompts)
         if settings.get("sampling") == "model":
             explicit = {name: value for name, value in settings.items() if name in SAMPLING}
