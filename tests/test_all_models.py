@@ -14,11 +14,14 @@ kernels_path = of_decode.kernels_path  # a fixture: the way that a GPU takes
 
 FUSED = (
     "cwm",
+    "ernie4_5",
     "exaone4",
     "gemma",
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "glm",
+    "glm4",
     "granite",
     "llama",
     "ministral",

@@ -39,6 +39,7 @@ SPARSE = {
     "Olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
 }  # fmt: skip
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
+HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 OTHERS = {
     "Gemma": {},
     "Gemma2": LOCAL | {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
@@ -46,6 +47,9 @@ OTHERS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     }},
+    "Ernie4_5": {"use_bias": True},
+    "Glm": {"rope_parameters": HALF, "eos_token_id": []},
+    "Glm4": {"rope_parameters": HALF, "attention_bias": True, "eos_token_id": []},
     "Exaone4": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
     "Granite": {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
@@ -63,9 +67,7 @@ OTHERS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     }},
-    "Phi3": {"sliding_window": 13, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5
-    }},
+    "Phi3": {"sliding_window": 13, "rope_parameters": HALF},
 }  # fmt: skip
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
 ALL = [*HUGGING_FACE, "own"]

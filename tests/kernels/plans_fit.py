@@ -42,6 +42,7 @@ SHAPES: dict[str, list[tuple]] = {
         (4, 2, 256),
         (4, 2, 256, 128, False, 1.0, 50.0),
         (8, 1, 128, 48, True, 0.0, 0.0),
+        (2, 16, 128, 32, False, 0.0, 0.0, True),
     ],
     "divergence": [(8208, 1.0, beta, 1.0, True, True) for beta in (0.0, 0.5, 1.0)] + [(8208, 0.5, 0.5, 2.0, True, True)],
     "dynamic_tanh": NORMS,

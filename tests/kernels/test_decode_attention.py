@@ -174,41 +174,61 @@ def test_wrong_arguments_are_named(device):
 
 
 class Special(Case):
-    """Scores that are capped, a few pairs turned, norms over whole rows or with an offset."""
+    """Scores that are capped, a few pairs turned, or interleaved ones, norms over whole rows or with an offset."""
 
-    def __init__(self, device, dtype, positions, pairs, whole, offset, cap, **sizes):
+    def __init__(self, device, dtype, positions, pairs, whole, offset, cap, interleaved, **sizes):
         super().__init__(device, dtype, positions, normed=True, **sizes)
         angles = draw(device, torch.float32, L, pairs, seed=3)
         counts = [self.kv * self.group, self.kv] if whole else [1, 1]
         norms = [Norm(draw(device, dtype, n * self.width, seed=4 + i), 1e-6, offset) for i, n in enumerate(counts)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, self.width**-0.5, 0, cap)
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, self.width**-0.5, 0, cap, interleaved)
 
 
-SPECIAL = [(8, False, 0.0, 0.5), (3, False, 1.0, 0.0), (8, True, 0.0, 0.0), (6, True, 1.0, 0.5)]
+SPECIAL = [
+    (8, False, 0.0, 0.5, False),
+    (3, False, 1.0, 0.0, False),
+    (8, True, 0.0, 0.0, False),
+    (6, True, 1.0, 0.5, False),
+    (8, False, 0.0, 0.0, True),
+    (3, True, 0.0, 0.0, True),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pairs, whole, offset, cap", SPECIAL)
-def test_the_forms_of_other_families_agree_with_the_reference(device, dtype, pairs, whole, offset, cap):
-    case = Special(device, dtype, [0, 63, 64, 149], pairs, whole, offset, cap)
+@pytest.mark.parametrize("pairs, whole, offset, cap, interleaved", SPECIAL)
+def test_the_forms_of_other_families_agree_with_the_reference(device, dtype, pairs, whole, offset, cap, interleaved):
+    case = Special(device, dtype, [0, 63, 64, 149], pairs, whole, offset, cap, interleaved)
     for window in (0, 20):
         for name, got, want in zip(("out", "k cache", "v cache"), case("triton", window), case("reference", window)):
             assert torch.equal(got.isnan(), want.isnan()), name
             same(name, got.nan_to_num(), want.nan_to_num(), max(TOLERANCE[dtype], 1e-5))
 
 
-@pytest.mark.parametrize("pairs, whole, offset, cap", SPECIAL[1:])
-def test_several_tokens_in_the_forms_of_other_families(device, pairs, whole, offset, cap):
-    case = Special(device, torch.bfloat16, [0, 62, 147], pairs, whole, offset, cap, kv=1, splits=2)
+@pytest.mark.parametrize("pairs, whole, offset, cap, interleaved", SPECIAL[1:])
+def test_several_tokens_in_the_forms_of_other_families(device, pairs, whole, offset, cap, interleaved):
+    case = Special(device, torch.bfloat16, [0, 62, 147], pairs, whole, offset, cap, interleaved, kv=1, splits=2)
     for source in ("triton", "reference"):
         for name, got, want in zip(("out", "k cache", "v cache"), *several(case, 3, source)):
             assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
 
 
 @torch.no_grad()
+def test_the_definition_of_interleaved_pairs(device):
+    """The pair (2i, 2i + 1) is rotated, and the cache has its halves apart; scores do not depend on the order."""
+    case = Special(device, torch.float32, [0], 3, False, 0.0, 0.0, True, kv=1)
+    out, keys, _ = case("reference")
+    k, v = case.qkv[0, 32:48], case.qkv[0, 48:]
+    k = k * (k.square().mean() + 1e-6).rsqrt() * case.heads.k_norm.weight
+    angles = torch.complex(case.heads.cos[0], case.heads.sin[0])
+    rotated = torch.view_as_complex(k[:6].view(3, 2)) * angles
+    same("key", keys[0, 0, 0], torch.cat([rotated.real, rotated.imag, k[6:]]), 1e-6)
+    same("out", out[0], v.repeat(2), 1e-6)
+
+
+@torch.no_grad()
 def test_the_definition_of_capped_scores_and_of_pairs_that_stand_still(device):
     """One row, one kv head, in torch: the first 2 · 3 dimensions turned, q and k normed over all heads of a row."""
-    case = Special(device, torch.float32, [9], 3, True, 1.0, 0.5, kv=1)
+    case = Special(device, torch.float32, [9], 3, True, 1.0, 0.5, False, kv=1)
     out, keys, _ = case("reference")
     q, k, v = case.qkv[0].split([32, 16, 16])
 

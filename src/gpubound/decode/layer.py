@@ -183,7 +183,7 @@ class CachedAttention(Part):
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.workspace.shape, self.weights
-        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap)
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0)
         splits, tiles = _splits(rows)
         partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
         scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)

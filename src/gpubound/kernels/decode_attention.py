@@ -24,7 +24,7 @@ from torch import Tensor
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
-from .rope import draw_angles
+from .rope import apart, draw_angles
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -58,6 +58,7 @@ class Heads(NamedTuple):
     scale: float
     window: int = 0  # the nearest keys that a token sees, itself among them; 0: all
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: no cap
+    interleaved: bool = False  # rotate pairs (2i, 2i + 1); the cache holds keys with these pairs `apart`
 
 
 class Scratch(NamedTuple):
@@ -137,7 +138,10 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     packed = qkv.view(B, -1, D).to(heads.cos.dtype)
     q, k, v = packed.split([packed.shape[1] - 2 * K, K, K], 1)
     c, s = heads.cos[at][:, None], heads.sin[at][:, None]
-    q, k = turn(_normed(q, heads.q_norm), c, s), turn(_normed(k, heads.k_norm), c, s)
+    q, k = _normed(q, heads.q_norm), _normed(k, heads.k_norm)
+    if heads.interleaved:
+        q, k = apart(q, c.shape[-1]), apart(k, c.shape[-1])
+    q, k = turn(q, c, s), turn(k, c, s)
     parts = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
     for new, (codes, scales) in zip((k, v), parts):
         _write(new, at, known, codes, scales, pages)
@@ -302,19 +306,20 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
-    usual = pairs == size // 2 and not (full or offset or heads.cap)
-    return shape if usual else (*shape, pairs, full, offset, heads.cap)
+    usual = pairs == size // 2 and not (full or offset or heads.cap or heads.interleaved)
+    rare = pairs, full, offset, heads.cap
+    return shape if usual else (*shape, *rare, True) if heads.interleaved else (*shape, *rare)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
-    pairs, full, offset, cap = rare or (size // 2, False, 0.0, 0.0)
+    pairs, full, offset, cap, *interleaved = rare or (size // 2, False, 0.0, 0.0)
     cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap)
+    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, bool(interleaved))
     if full or offset:
         weights = (draw(generator, size * (count if full else 1)).detach() for count in (kv * group, kv))
         q_norm, k_norm = (Norm(weight, 1e-6, offset) for weight in weights)

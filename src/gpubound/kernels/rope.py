@@ -73,6 +73,21 @@ def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_hea
     return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
 
 
+def apart(x: Tensor, pairs: int) -> Tensor:
+    """Put the first elements of interleaved pairs (2i, 2i + 1) before the second ones, in each head of x (..., D).
+
+    Then the pairs are (i, i + P), as the kernels rotate them. Scores are the same where q and k both have this order.
+    """
+    rotated, rest = x.split([2 * pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([rotated[..., 0::2], rotated[..., 1::2], rest], -1)
+
+
+def together(x: Tensor, pairs: int) -> Tensor:
+    """Undo `apart`."""
+    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([torch.stack([first, second], -1).flatten(-2), rest], -1)
+
+
 def _turned(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     compute_dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
     cos = cos.detach().to(compute_dtype).unsqueeze(-2)  # one angle for all heads

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
+from ..kernels.rope import apart
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
 
@@ -77,14 +78,20 @@ class AttentionWeights(PartWeights):
     table: int | None = 0  # index of the model's angles; None: a layer without positions
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: not capped
     post_norm: Norm | None = None  # of the update, before it is added to the residual stream
+    interleaved: int = 0  # pairs (2i, 2i + 1) that are rotated; 0: pairs (i, i + P)
 
     def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
-        """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first."""
+        """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first.
+
+        Interleaved pairs of q and k are put apart, as the cache has them.
+        """
         split = []
         for x, norm in zip(rows, (self.q_norm, self.k_norm, None)):
             joint = norm is not None and len(norm.weight) > width
             heads = (normed(x, norm) if joint else x).unflatten(-1, (-1, width))
             split.append(heads if joint or norm is None else normed(heads, norm))
+        if self.interleaved:
+            split[:2] = (apart(x, self.interleaved) for x in split[:2])
         return split
 
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:

@@ -1,33 +1,23 @@
 """GLM, GLM-4 and ERNIE 4.5: rotation of pairs (2i, 2i + 1), which for GLM are a part of each head.
 
 The kernels rotate pairs (i, i + P). So each head's dimensions are put in that order first. Scores are the same where q and k
-have one order, and only keys for a cache get their own back. The steps of a decoder have no such rotation.
+have one order, and only keys for a cache of transformers get their own back.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..kernels import rope
+from ..kernels.rope import apart, together
 from ..layers.attention import Attention, Mask, Rope
 from ..layers.block import normed_for
 from ..layers.fused_weights import Kernels
+from .decoding import AttentionWeights, Linear, Reader, parts_of
 from .hf_modules import HFMLP, HFAttention, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
 from .phi3 import PackedMLP
 from .registry import Maker, Swap
-
-
-def apart(x: Tensor, pairs: int) -> Tensor:
-    """Put the first halves of the pairs before the second ones, in each head of x (..., D)."""
-    turned, rest = x.split([2 * pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([turned[..., 0::2], turned[..., 1::2], rest], -1)
-
-
-def together(x: Tensor, pairs: int) -> Tensor:
-    """Undo `apart`."""
-    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([torch.stack([first, second], -1).flatten(-2), rest], -1)
 
 
 class InterleavedAttention(HFAttention):
@@ -86,4 +76,19 @@ SWAPS: dict[str, Maker] = {
     "ForCausalLM": causal_lm,
 }
 
-DECODING: dict[str, Any] = {}
+
+class InterleavedReader(Reader):
+    NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    READS = frozenset({"partial_rotary_factor", "use_bias"})
+    image_positions = False  # the cache has keys in another order than the model
+
+    def attention(self, block: Any) -> AttentionWeights:
+        return replace(super().attention(block), interleaved=len(self.trunk.rotary_emb.inv_freq))
+
+    def gate_up(self, mlp: Any) -> list[Linear]:
+        if "gate_up_proj" not in mlp._modules:
+            return super().gate_up(mlp)
+        return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
+
+
+DECODING = {"ForCausalLM": InterleavedReader}

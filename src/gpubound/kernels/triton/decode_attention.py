@@ -12,7 +12,8 @@ applied to the scores, those of values to the weights. It may have pages, of whi
 is then looked up, and the bits are the same.
 
 Heads are handled as halves, because the rotation pairs dimensions i and i + D/2. If it rotates PAIRS pairs only, those of the
-first 2 PAIRS dimensions, the dimensions after them are paired likewise, and are not changed.
+first 2 PAIRS dimensions, the dimensions after them are paired likewise, and are not changed. A product's heads may have the
+pairs interleaved: they are taken apart where they are read, so that the cache has one order.
 """
 
 import torch
@@ -47,6 +48,16 @@ def _halves(ptr, i, HALF: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
+def _pairs(ptr, i, HALF: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Pointers as of `_halves`, to a head as the product has it, whose rotated pairs may be interleaved."""
+    if INTERLEAVED:
+        turned = i < PAIRS
+        return ptr + tl.where(turned, i, PAIRS), ptr + tl.where(turned, i + 1, HALF)
+    else:
+        return _halves(ptr, i, HALF, PAIRS)
+
+
+@triton.jit
 def _gain(norm_ptr, mask, OFFSET: tl.constexpr):
     gain = tl.load(norm_ptr, mask=mask, other=0.0).to(tl.float32)
     if OFFSET != 0.0:
@@ -67,24 +78,24 @@ def _factor(row_ptr, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-          OFFSET: tl.constexpr):  # fmt: skip
+          OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
     """The halves of each head, whose first dimensions lie `head` (heads, 1) behind row_ptr, normed if the model does so, and
     turned. NORM: 0, 1 for one norm of every head, or the width of a row that is normed as a whole.
 
     Where two products are added it says which one the fused multiply-add takes: left to the compiler, a new token's key had
     other bits in its own program than in those of later tokens.
     """
-    first, second = _halves(row_ptr + head + i[None], i[None], HALF, PAIRS)
+    first, second = _pairs(row_ptr + head + i[None], i[None], HALF, PAIRS, INTERLEAVED)
     a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(second, mask=mask, other=0.0).to(tl.float32)
     if NORM == 1:
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(a, a, b * b), 1) / (2 * HALF) + eps)[:, None]
-        first, second = _halves(norm_ptr + i, i, HALF, PAIRS)
+        first, second = _pairs(norm_ptr + i, i, HALF, PAIRS, INTERLEAVED)
         a = a * factor * _gain(first, i < HALF, OFFSET)[None]
         b = b * factor * _gain(second, i < HALF, OFFSET)[None]
     elif NORM > 1:
         factor = _factor(row_ptr, eps, NORM)
-        first, second = _halves(norm_ptr + head + i[None], i[None], HALF, PAIRS)
+        first, second = _pairs(norm_ptr + head + i[None], i[None], HALF, PAIRS, INTERLEAVED)
         a = a * factor * _gain(first, mask, OFFSET)
         b = b * factor * _gain(second, mask, OFFSET)
     return tl.fma(a, c, -(b * s)), tl.fma(b, c, a * s)
@@ -117,14 +128,15 @@ def _coded(a, b, MOST: tl.constexpr):
 
 @triton.jit
 def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+         MOST: tl.constexpr):  # fmt: skip
     """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half, and their scales."""
     D: tl.constexpr = 2 * HALF
     kind = k_ptr.dtype.element_ty
     one = (i < HALF)[None]
     keys = row + GROUP * KV * D
     new_v = keys + kv * D + i[None] + KV * D
-    ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET)
+    ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
     va = tl.load(new_v, mask=one, other=0.0)
     vb = tl.load(new_v + HALF, mask=one, other=0.0)
     if MOST is None:
@@ -188,12 +200,14 @@ def _angle(cos_ptr, sin_ptr, position, i, PAIRS: tl.constexpr):
 @triton.jit
 def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr, k_norm, cos_ptr, sin_ptr, length, eps, kv, i,
               KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-              OFFSET: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+              KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
     # a position beyond the table has no page: no key there is live
     c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, PAIRS)
     new_row = qkv_ptr + (row * TOKENS + t) * (GROUP + 2) * KV * (2 * HALF)
-    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, MOST)
+    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, INTERLEAVED,
+                                  MOST)  # fmt: skip
     here = live & (place == first + t)
     if MOST is not None:
         ks, vs = tl.where(here, ns, ks), tl.where(here, us, vs)
@@ -264,9 +278,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                              eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-                             K_NORM: tl.constexpr, OFFSET: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
-                             TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
-                             TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+                             K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, CAP: tl.constexpr,
+                             WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
+                             KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
                              DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
     that a part has at least. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
@@ -313,9 +327,11 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
         row = qkv_ptr + b * (GROUP + 2) * KV * D
-        qa, qb = _head(row, (kv * GROUP + g)[:, None] * D, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET)
+        qa, qb = _head(row, (kv * GROUP + g)[:, None] * D, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET,
+                       INTERLEAVED)  # fmt: skip
         if AHEAD and TOKENS == 1:  # asked for with q, by all parts: who needs them would otherwise wait once more, at its end
-            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST)
+            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET,
+                                          INTERLEAVED, MOST)  # fmt: skip
         qa *= scale
         qb *= scale
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
@@ -338,12 +354,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
-                                                       HALF, PAIRS, K_NORM, OFFSET, TOKENS, MOST, KIND)  # fmt: skip
+                                                       HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, TOKENS, MOST,
+                                                       KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if split == parts - 1:
             if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
                 na, nb, ua, ub, ns, us = _new(
-                    row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, MOST
+                    row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, MOST
                 )
             at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
             one = inside[None] & in_range
@@ -398,7 +415,7 @@ def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
-    cos, sin, q_norm, k_norm, scale, window, cap = heads
+    cos, sin, q_norm, k_norm, scale, window, cap, interleaved = heads
     partial, finished, tiles = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
@@ -413,9 +430,9 @@ def decode_attention(
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, partial, finished, out, len(cos), len(cache.k), KV,
-            group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, cap, interpreted(), tokens,
-            page if cache.pages is not None else None, most, kind, tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY,
-            num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
+            group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, cap, interpreted(),
+            tokens, page if cache.pages is not None else None, most, kind, tiles, TOGETHER if tokens == 1 else 1,
+            dependent == EARLY, num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
     launch(job_of("decode_attention", "", (group, D // 2, KV, wide_dtype), cache.k), run)
