@@ -44,6 +44,17 @@ def test_the_placed_run_may_be_twice_as_far_off(off, right):
     assert verdict.where.endswith(", from fp32,")
 
 
+@pytest.mark.parametrize("size, right", [(1e-3, True), (0.1, False)])
+def test_a_gradient_below_the_rounding_of_the_largest_is_measured_against_that(size, right):
+    """In bf16, a thousandth of the largest may be rounding alone; a tenth may not, nor a thousandth in fp32."""
+    exact = sketch(0, 0)
+    exact["gradient of b"] *= size
+    off = exact | {"gradient of b": exact["gradient of b"] * 1.45}
+    assert verify.compare(off, exact, BF16).ok == right
+    assert verify.compare_in_fp32(nn.Linear(4, 4, dtype=BF16), lambda: exact, off, exact, BF16).ok == right
+    assert not verify.compare(off, exact, torch.float32).ok
+
+
 def test_only_what_rounding_may_explain_is_judged_again():
     apart = lambda off: verify.compare(sketch(off, 1, sketch(0, 0)), sketch(0, 0), BF16)  # noqa: E731
     assert not apart(0.1).ok and verify.may_be_rounding(apart(0.1), BF16)

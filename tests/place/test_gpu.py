@@ -27,12 +27,13 @@ def on_gpu(**options):
 
 
 def error_of(run, truth):
-    """(relative error of all gradients as one vector, relative error of each tensor)."""
+    """(relative error of all gradients as one vector, relative error of each tensor, small ones as placing measures them)."""
     wrong = {name: (run[name].float() - t).norm().item() for name, t in truth.items()}
     right = {name: t.norm().item() for name, t in truth.items()}
     names = [name for name in truth if name != "loss"]
     whole = math.hypot(*(wrong[name] for name in names)) / math.hypot(*(right[name] for name in names))
-    return whole, {name: wrong[name] / right[name] for name in truth}
+    least = verify.smallest(torch.bfloat16) * max(right[name] for name in names)
+    return whole, {name: wrong[name] / (max(right[name], least) if name in names else right[name]) for name in truth}
 
 
 # The bound on what is proved is the one on all gradients together: bf16 rounding averages out over them (on a CPU a placed
