@@ -10,6 +10,7 @@ from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch import watch
+from gpubound.watch.events import NUMBER
 from gpubound.watch.pretend import simgpu
 
 from .evidences import at, row, seen
@@ -47,6 +48,17 @@ def test_a_transformer_s_mask():
     (fix,) = named(lambda: encoder(x, mask)).values()
     assert fix == remedies.LIBRARIES["torch/nn/modules/transformer.py"]
     assert not named(lambda: encoder(x, mask, is_causal=True)), "the advice leaves no wait"
+
+
+def test_a_number_that_is_written_at_indices():
+    x, index = torch.zeros(4, 3, device=simgpu()), torch.tensor([0, 2]).to(simgpu())
+
+    def step():
+        x[index] = -1.0
+        x[0, 1] = 2.0
+
+    assert set(named(step).values()) == {NUMBER.remedy}
+    assert not named(lambda: (x.index_fill_(0, index, -1.0), x[0, 1:2].fill_(2.0))), "the advice leaves no wait"
 
 
 def test_a_value_that_is_shown(capsys):

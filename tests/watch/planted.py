@@ -138,6 +138,31 @@ def set_one_element(kit):
 
 
 @plant
+def number_at_indices(kit):
+    kit.x[kit.counts[:2]] = 5.0  # here
+
+
+@plant
+def host_mask(kit):
+    kit.x[kit.host > 0] = kit.scalar  # here
+
+
+@plant
+def device_fill_value(kit):
+    return kit.x.masked_fill(kit.mask, kit.scalar)  # here
+
+
+@plant
+def drawn(kit):
+    return torch.normal(kit.x, kit.y)  # here
+
+
+@plant
+def host_choice(kit):
+    return torch.where(kit.mask, kit.x, torch.tensor(0.0))  # here
+
+
+@plant
 def stacked_scalars(kit):
     return torch.tensor([kit.scalar])  # here
 

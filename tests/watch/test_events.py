@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound.errors import StallError
-from gpubound.watch import events, no_stall, ops
+from gpubound.watch import events, no_stall, ops, watch
 from gpubound.watch.ledger import TOTALS
 from tests.messages import message
 
@@ -61,3 +61,28 @@ def test_a_cpu_can_stand_for_the_device_whose_waits_count():
     repeat = torch.ops.aten.repeat_interleave.Tensor
     assert not ops.moves(repeat, (torch.tensor([1]),), {"output_size": 1}, home=cpu)
     assert len(ops.moves(repeat, (torch.tensor([1]),), {}, home=cpu)) == 1
+
+
+def test_the_backward_of_a_masked_scatter_waits(sim):
+    source, mask = torch.ones(4, device=sim).requires_grad_(), (torch.arange(4) % 2 == 0).to(sim)
+    with watch() as ledger:
+        torch.zeros(4, device=sim).masked_scatter(mask, source).sum().backward()
+    (row,) = [row for row in ledger.rows if row.kind == "sync"]
+    assert events.cause_of(row.kind, row.what) == events.WAITING_OPS["masked_scatter_backward"][1]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda x, index: x.masked_fill(x > 0, torch.tensor(1.0)),
+        lambda x, index: x.fill_(torch.tensor(1.0)),
+        lambda x, index: torch.normal(x, 1.0),
+        lambda x, index: torch.where(x > 0, x, 0.0),
+        lambda x, index: x.index_fill_(0, index, 1.0),
+        lambda x, index: x.__setitem__(x > 0, 1.0),
+    ],
+)
+def test_a_number_that_becomes_an_argument_of_the_kernel_does_not_wait(sim, line):
+    x, index = torch.ones(4, device=sim), torch.tensor([1, 2]).to(sim)
+    with no_stall():
+        line(x, index)

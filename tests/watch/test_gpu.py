@@ -79,6 +79,17 @@ TABLED = {
     "set_slice": lambda x, n: x.__setitem__(slice(2, 4), 1.0),
     "index_by_tensor": lambda x, n: x[n],
     "isin": lambda x, n: torch.isin(n, n[:2]),
+    "number_at_a_host_mask": lambda x, n: x.__setitem__(torch.arange(8) > 3, 1.0),
+    "added_number": lambda x, n: x.index_put_((n,), torch.tensor(1.0), accumulate=True),
+    "fill_by_a_host_scalar": lambda x, n: (x.fill_(torch.tensor(1.0)), x.masked_fill(n > 3, torch.tensor(1.0))),
+    "index_fill_by_a_device_scalar": lambda x, n: x.index_fill(0, n[:2], x[0]),
+    "number_of_where": lambda x, n: torch.where(n > 3, x, 0.0),
+    "normal_of_a_number": lambda x, n: torch.normal(x, 1.0),
+    "linalg_eigh": lambda x, n: torch.linalg.eigh(torch.eye(3, device=x.device)),
+    "linalg_svd": lambda x, n: torch.linalg.svd(torch.eye(3, device=x.device)),
+    "masked_scatter_backward": lambda x, n: (
+        torch.zeros_like(x).masked_scatter(n > 3, x.clone().requires_grad_()).sum().backward()
+    ),
 }
 
 

@@ -38,6 +38,14 @@ HOST_DATA = Cause(
     "builds a tensor from host data", "make it once before the step, or from sizes alone (torch.full, torch.arange)"
 )
 NUMBER = Cause("copies a Python number from the host into one place", "write x[i : i + 1] = number, or use index_fill_")
+FILL_VALUE = Cause("reads the value to fill with from the device", "pass a Python number, or use torch.where(mask, value, x)")
+DEVIATION = Cause(
+    "checks from the host that no standard deviation is negative",
+    "write mean + std * torch.randn_like(mean), which checks nothing",
+)
+FACTORISED = Cause(
+    "waits for a factorisation and its error code", "factorise every n steps, or iterate on the device by products"
+)
 MASK = shape("use torch.where or multiply by the mask instead of indexing with it")
 MASK_PUT = shape("use torch.where(mask, values, x) instead of assigning through the mask")
 PRINT = Cause("prints a tensor, which reads the device from the host", "print it a step later, or a copy of it")
@@ -51,6 +59,10 @@ WAITING_OPS: dict[str, tuple[str, Cause]] = {
     "allclose": ("allclose", READ),
     "nonzero": ("nonzero", shape("use torch.where(condition, a, b), or torch.nonzero_static with a fixed size")),
     "masked_select": ("masked_select", shape("use torch.where, or multiply by the mask")),
+    "masked_scatter_backward": (
+        "masked_scatter's backward",
+        shape("gather by mask.cumsum(-1) - 1 and choose by torch.where instead of masked_scatter"),
+    ),
     "_unique2": ("unique", _COUNT),
     "unique_dim": ("unique", _COUNT),
     "unique_consecutive": ("unique_consecutive", _COUNT),
@@ -61,6 +73,8 @@ WAITING_OPS: dict[str, tuple[str, Cause]] = {
         "linalg error check",
         Cause("checks a factorisation from the host", "use the _ex form (torch.linalg.inv_ex, solve_ex, cholesky_ex)"),
     ),
+    "_linalg_eigh": ("linalg.eigh", FACTORISED),
+    "_linalg_svd": ("linalg.svd", FACTORISED),
 }
 
 # Python calls that read or wait without a dispatched op, named as in ops.py.
@@ -98,8 +112,9 @@ KINDS: dict[str, Cause] = {
 }
 
 MASKING = "boolean mask"  # name of the wait of an op with a boolean mask
+FILLING, DRAWING = "fill value", "torch.normal"
 EMPTIED = "empty_cache"  # frees memory
-_BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK}
+_BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK, FILLING: FILL_VALUE, DRAWING: DEVIATION}
 
 
 def cause_of(kind: str, what: str = "", through: str = "") -> Cause:

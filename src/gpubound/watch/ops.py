@@ -20,7 +20,22 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import accelerator
-from .events import DOWNLOAD, HOST_DATA, MASK, MASK_PUT, MASKING, SCALARS, UPLOAD, WAITING_OPS, Cause
+from .events import (
+    DEVIATION,
+    DOWNLOAD,
+    DRAWING,
+    FILL_VALUE,
+    FILLING,
+    HOST_DATA,
+    MASK,
+    MASK_PUT,
+    MASKING,
+    NUMBER,
+    SCALARS,
+    UPLOAD,
+    WAITING_OPS,
+    Cause,
+)
 
 UP, DOWN = "copy to device", "copy to host"
 
@@ -168,20 +183,49 @@ def _repeats(func, args, kwargs, home) -> tuple[Move, ...]:
 
 
 def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
-    """Return the wait of a boolean mask for nonzero, and the uploads of index tensors on the host."""
-    target, indices = args[0], args[1]
+    """Return the wait of a boolean mask for nonzero, and the uploads of index tensors and of a number on the host."""
+    target, indices, *rest = args
     if not _counts(target.device, home):
         return ()
+
+    def elsewhere(t: torch.Tensor) -> bool:
+        return on_host(t) and not _counts(t.device, home)
+
     index_tensors = [i for i in indices if isinstance(i, torch.Tensor)]
-    masks = [i for i in index_tensors if i.dtype in (torch.bool, torch.uint8)]
-    if len(args) > 2 and len(index_tensors) == len(masks) == 1:
-        value = args[2]
-        if on_host(value) and value.device != target.device and value.numel() == 1:
-            return ()  # x[mask] = number: torch turns it into masked_fill
-    uploaded = [i for i in index_tensors if on_host(i) and not _counts(i.device, home) and i.numel()]
-    moves = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in uploaded]
-    why = MASK_PUT if len(args) > 2 else MASK
-    return (*moves, *(Move("sync", MASKING, target.device, why) for _ in masks[:1]))
+    masks = [i for i in index_tensors if i.dtype in (torch.bool, torch.uint8) and not elsewhere(i)]
+    numbers = [value for value in rest[:1] if elsewhere(value) and value.dim() == 0]
+    adds = bool(rest[1] if len(rest) > 1 else kwargs.get("accumulate"))
+    if numbers and not adds and len(index_tensors) == len(masks) == 1:
+        return ()  # x[mask] = number: torch turns it into masked_fill
+    moves = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in index_tensors if elsewhere(i) and i.numel()]
+    moves += [Move("h2d", UP, target.device, NUMBER, number.nbytes) for number in numbers]
+    moves += [Move("sync", MASKING, target.device, MASK_PUT if rest else MASK) for _ in masks[:1]]
+    return tuple(moves)
+
+
+def _filled(func, args, kwargs, home) -> tuple[Move, ...]:
+    """Return the read of a fill value that is a tensor on the device: the kernel wants it as a number."""
+    target, value = args[0], args[-1]
+    if not isinstance(value, torch.Tensor) or not _counts(target.device, home) or not _counts(value.device, home):
+        return ()
+    return (Move("sync", FILLING, target.device, FILL_VALUE),)
+
+
+def _drawn(func, args, kwargs, home) -> tuple[Move, ...]:
+    """Return the read of torch.normal, which checks that no standard deviation is negative."""
+    std = args[1] if len(args) > 1 else kwargs.get("std")
+    if not isinstance(std, torch.Tensor) or not _counts(std.device, home) or not std.numel():
+        return ()
+    return (Move("sync", DRAWING, std.device, DEVIATION),)
+
+
+def _chosen(func, args, kwargs, home) -> tuple[Move, ...]:
+    """Return the uploads of CPU scalars that torch.where chooses from. A Python number becomes a tensor on the device."""
+    device = device_of(args, kwargs)
+    if device is None or not _counts(device, home):
+        return ()
+    scalars = [t for t in args if isinstance(t, torch.Tensor) and on_host(t) and not _counts(t.device, home)]
+    return tuple(Move("h2d", UP, device, UPLOAD, t.nbytes, source=t) for t in scalars)
 
 
 def _converted(func, args, kwargs, home) -> tuple[Move, ...]:
@@ -247,6 +291,10 @@ _LOOKS: dict[str, Callable[..., tuple[Move, ...]]] = {
     "copy": _copied,
     "_foreach_copy": _copied,
     "lift_fresh": _lifted,
+    "masked_fill": _filled,
+    "index_fill": _filled,
+    "normal": _drawn,
+    "where": _chosen,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ...watch.events import SCALARS, cause_of
+from ...watch.events import NUMBER, SCALARS, cause_of
 from ...watch.ledger import LedgerRow
 
 # Files in which a library reads or copies, and what its caller can do about it.
@@ -31,6 +31,8 @@ LATER = "give the meter loss.detach(), and read its sum when it is shown"
 VALUES = frozenset({"item", "print", SCALARS})  # reads of a value, not of a size and not of a mask
 INDEX = "copy the index to the device once: index = torch.as_tensor(index, device=x.device)"
 INDEXED = re.compile(r"[\w)]\[([A-Za-z_]\w*)\](?!\s*=[^=])")
+WRITTEN = re.compile(r"\]\s*=[^=]")  # x[i] = number
+SCALAR = 16  # bytes
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)
 
 
@@ -53,6 +55,8 @@ def of_copy(row: LedgerRow) -> str:
     code = row.place.site.code if row.place.site else ""
     if row.kind == "d2h" and SHOWN.search(code):
         return RARELY
+    if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
+        return NUMBER.remedy
     return INDEX if index_of(row) else ""
 
 
