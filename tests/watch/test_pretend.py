@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from gpubound.errors import DeviceError
 from gpubound.watch import pretend, watch
@@ -28,7 +29,14 @@ def test_it_is_a_device_of_its_own(sim):
         torch.eye(2),
     ):
         assert torch.equal(made.to(sim).cpu(), made)
-    assert torch.arange(3, device=sim).tolist() == [0, 1, 2]
+    for make in (
+        lambda device: torch.arange(3, device=device),
+        lambda device: torch.arange(1.0, 8.0, 2.0, device=device),
+        lambda device: torch.eye(2, 3, device=device),
+        lambda device: torch.triu_indices(3, 3, device=device),
+    ):
+        made, wanted = make(sim), make("cpu")
+        assert made.shape == wanted.shape and made.dtype == wanted.dtype and made.tolist() == wanted.tolist()
     assert torch.tensor([1.5, 2.5], device=sim).tolist() == [1.5, 2.5]
 
 
@@ -233,3 +241,25 @@ def test_importing_registers_nothing():
         "import torch, gpubound.watch.pretend, gpubound.watch.guard, gpubound.watch.ledger\n"
         "print(torch._C._get_privateuse1_backend_name(), torch.accelerator.current_accelerator())"
     ).startswith("privateuseone")
+
+
+def test_packed_sequences(sim):
+    """Their lengths stay on the host, as on CUDA; reading the lengths from the device is a wait."""
+    made = {}
+    for device in (torch.device("cpu"), sim):
+        torch.manual_seed(0)
+        rnn = torch.nn.GRU(3, 4, batch_first=True, bidirectional=True)
+        x, lengths = torch.rand(3, 5, 3), torch.tensor([5, 2, 3])
+        rnn, x = rnn.to(device), x.to(device).requires_grad_()
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        assert packed.data.device == device and packed.batch_sizes.device.type == "cpu"
+        out, _ = pad_packed_sequence(rnn(packed)[0], batch_first=True)
+        out.sum().backward()
+        made[device.type] = [t.detach().cpu() for t in (out, x.grad, rnn.weight_ih_l0.grad)]
+    for ours, wanted in zip(made["simgpu"], made["cpu"]):
+        torch.testing.assert_close(ours, wanted)
+
+
+def test_resizing_in_place_is_refused(sim):
+    with pytest.raises(NotImplementedError, match="resizing"):
+        torch.add(torch.ones(3, device=sim), 1, out=torch.empty(0, device=sim))

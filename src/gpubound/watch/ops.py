@@ -45,6 +45,9 @@ LAUNCHLESS = {
     "is_same_size", "new_empty", "new_empty_strided", "record_stream", "resize_", "set_",
 }  # fmt: skip
 
+# Ops that take CPU tensors with dimensions beside those of the device: memory to view, and the lengths of sequences.
+MIXED = {"set_", "_pack_padded_sequence", "_pack_padded_sequence_backward"}
+
 
 @dataclass(slots=True)
 class Move:
@@ -163,7 +166,7 @@ def decides(func) -> bool:
 @cache
 def mixes(func) -> bool:
     """Return whether a CPU tensor with dimensions may be mixed with device tensors in an op; CUDA refuses it in any other."""
-    return _look(func) in (_indexes, _converted, _copied) or func._opname == "set_"
+    return _look(func) in (_indexes, _converted, _copied) or func._opname in MIXED
 
 
 def _counts(device: torch.device, home: torch.device | None) -> bool:

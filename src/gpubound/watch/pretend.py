@@ -170,8 +170,12 @@ def _run(func, args, kwargs):
     out = compute(*map(_unwrap, args), **{name: _unwrap(value) for name, value in inner.items()})
     if target is not None and torch.device(target).type != NAME:
         return out
+    if (given := kwargs.get("out")) is not None and given.shape != given.elem.shape:
+        raise NotImplementedError(f"the pretend device has no resizing in place, as {func._opname} into a tensor wants")
     if func._opname == "copy_" and not isinstance(args[0], SimTensor):
         return args[0]
+    if func._opname == "_pack_padded_sequence":  # the lengths stay on the host, as on CUDA
+        return _wrap(out[0]), out[1]
     return return_and_correct_aliasing(func, args, kwargs, _wrap(out))
 
 
@@ -210,11 +214,33 @@ def _dispatched(op) -> Callable:
     return lambda *args: SimTensor.__torch_dispatch__(op, (), args)
 
 
-KERNELS = {
+def _factory(op) -> Callable:
+    """Return the kernel of a factory whose result torch resizes, which the pretend device cannot do in place."""
+
+    def factory(*args, device=None, pin_memory=None, **kwargs):
+        made = SimTensor(op(*args, device="cpu", **kwargs))
+        for observe in tuple(observers):
+            observe(op, args, {**kwargs, "device": made.device})
+        return made
+
+    return factory
+
+
+_aten = torch.ops.aten
+FACTORIES = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
-    "copy_": _dispatched(torch.ops.aten.copy_.default),
-    "_local_scalar_dense": _dispatched(torch.ops.aten._local_scalar_dense.default),
+    "arange": _factory(_aten.arange.default),
+    "arange.start": _factory(_aten.arange.start),
+    "arange.start_step": _factory(_aten.arange.start_step),
+    "eye": _factory(_aten.eye.default),
+    "eye.m": _factory(_aten.eye.m),
+    "tril_indices": _factory(_aten.tril_indices.default),
+    "triu_indices": _factory(_aten.triu_indices.default),
+}
+KERNELS = FACTORIES | {
+    "copy_": _dispatched(_aten.copy_.default),
+    "_local_scalar_dense": _dispatched(_aten._local_scalar_dense.default),
 }
 
 _pinned: dict[int, StorageWeakRef] = {}  # CPU storages that count as pinned

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from .. import trace
 from ..device import constant, pretending
 from .ops import replaced
-from .pretend import KERNELS, NAME, SimEvent, SimStream, SimTensor, own_device, simgpu
+from .pretend import FACTORIES, NAME, SimEvent, SimStream, SimTensor, own_device, simgpu
 
 CUDA = torch.device("cuda", 0)
 MEMORY = 80 << 30  # bytes
@@ -233,11 +233,9 @@ def _factories() -> Library:
     asks for an open block."""
     getattr(torch._C, "_ensureCUDADeviceGuardSet", _returns(None))()
     library = Library("aten", "IMPL")
-    kernels = {name: KERNELS[name] for name in ("empty.memory_format", "empty_strided")}
-    kernels |= {name: _indices(getattr(torch, name)) for name in ("tril_indices", "triu_indices")}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # a CUDA build has kernels for these
-        for name, kernel in kernels.items():
+        for name, kernel in FACTORIES.items():
             library.impl(name, _within(kernel), "CUDA", allow_override=True)
     return library
 
@@ -248,13 +246,6 @@ def _within(kernel: Any) -> Callable:
         if not _blocks:
             raise RuntimeError("No CUDA GPUs are available")
         return kernel(*args, **kwargs)
-
-    return factory
-
-
-def _indices(of_cpu: Callable) -> Callable:
-    def factory(row: int, col: int, offset: int = 0, *, dtype=None, layout=None, device=None, pin_memory=None) -> torch.Tensor:
-        return SimTensor(of_cpu(row, col, offset, dtype=dtype or torch.int64, device="cpu"))
 
     return factory
 
