@@ -98,7 +98,7 @@ def main(job: dict[str, Any]) -> None:
     step = outlined(
         Decoder(config, device=META), recipe.numbers, "bf16" if recipe.precision == "auto" else recipe.precision, recipe.seq,
         recipe.micro_batch, recipe.accumulate, recompute=recipe.recompute, in_backward=recipe.update_in_backward,
-        lora=recipe.adapters,
+        offload=recipe.offload_optimizer, lora=recipe.adapters,
     )  # fmt: skip
     predicted = phases(step, stored=2)
     memory, state = measured(recipe, config, device)

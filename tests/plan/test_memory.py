@@ -13,8 +13,10 @@ from gpubound.device import CONTEXT, memory_size
 from gpubound.layers.linear_product import LEAST_BYTES
 from gpubound.models.llama.checkpoint import hf_config
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
-from gpubound.plan.memory import memory, phases, saved, total
+from gpubound.plan.gpus import GPUS, LINK
+from gpubound.plan.memory import in_host_memory, memory, phases, saved, total
 from gpubound.plan.step import META, StepConfig, outlined, step_of
+from gpubound.plan.time import seconds
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
 from gpubound.train.lora_options import Lora
 from gpubound.train.objectives.word_loss import NextToken
@@ -157,6 +159,20 @@ def test_more_rows_take_more_memory_and_recomputing_and_sharding_take_less():
     assert size(recompute="blocks") < size(recompute="12") < size(recompute="cheap") < size(recompute="none")
     assert size(sharded=True) < size(sharded=True, world=2) < size(world=8)
     assert size() < size(average=True) and size(optimizer=AdamW8bit()) < size()
+
+
+def test_offloaded_state_is_counted_in_host_memory():
+    """And two buffers of a part on the GPU, here all of it. Few bytes between parameters are not counted."""
+    optimizer, options = AdamW8bit(), {"precision": "bf16-split"}
+    step = TrainStep(Decoder(PLAIN), "next_token", optimizer, **options, graph="off", offload_optimizer=True)
+    planned = predicted(PLAIN, "bf16-split", optimizer, offload=True)
+    found = memory(planned)
+    assert in_host_memory(planned) == pytest.approx(sum(step.host_memory.values()), rel=1e-2)
+    for part in ("weights", "gradient", "buffers of offloaded state"):
+        assert found[part] == pytest.approx(step.memory[part], rel=2e-2), part
+    assert not {"masters", "moments"} & (found.keys() | step.memory.keys())
+    there, here = (seconds(replace(planned, offload=flag), GPUS["h200"]) for flag in (True, False))
+    assert there["host link"] == pytest.approx(in_host_memory(planned) / LINK) and "host link" not in here
 
 
 SHAPES = {

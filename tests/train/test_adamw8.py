@@ -8,7 +8,7 @@ from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
-from gpubound.train.adamw8 import QuantisedMoment
+from gpubound.train.adamw8 import QuantisedMoment, quantised_bytes
 from gpubound.train.flat_weights import matrices
 from tests.messages import message
 
@@ -74,7 +74,7 @@ def test_captured_skipped_and_resumed(precision):
 
 def test_a_certificate_compares_numbers_not_codes():
     """Just either side of zero, codes lie 2 of 127 apart and what they stand for 4e-6 of the block's largest."""
-    moment = QuantisedMoment(300, torch.int8, torch.device("cpu"))
+    moment = QuantisedMoment(torch.zeros(quantised_bytes(300), dtype=torch.uint8), 300, torch.int8)
     moment.codes[:2], moment.codes[2:], moment.scales[:] = torch.tensor([127, 1]), 9, torch.tensor([2.0, 0.5])
     kept = StorageCopy(moment.codes, "m", CopyBudget(torch.device("cpu")))
     moment.codes[1] = -1

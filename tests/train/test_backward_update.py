@@ -180,6 +180,9 @@ def test_models_without_blocks_and_moments_that_share_a_scale_are_refused():
     odd = Decoder(DecoderConfig(40, 88, 2, 4, 2, 256))
     with pytest.raises(ValueError, match=r"update_in_backward.*scale"):
         TrainStep(odd, "next_token", AdamW8bit(), precision="fp32", update_in_backward=True)
+    small_blocks = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)) for _ in range(2)))
+    with pytest.raises(ValueError, match=r"update_in_backward.*0\.0\.weight and 0\.1\.weight.*one after the other"):
+        TrainStep(small_blocks, summed, AdamW8bit(), precision="fp32", update_in_backward=True)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ ATTENTION = {64: (463 * TERA, 838.0), 128: (618 * TERA, 793.0)}
 of bench_blocks on an H200 at four lengths, from 1,024 to 8,192."""
 REACHED = 0.91  # of the rate of square products, in a whole step of 350m on an H200: 724 of 796 TFLOP/s
 NVLINK = 370 * GIGA  # assumption: bytes a second that a GPU sends within its node
+LINK = 50 * GIGA  # assumption: bytes a second between pinned host memory and a GPU, each way (PCIe 5, 16 lanes)
 HOP_US = 3.0  # assumption: of one hop around a ring, or along a tree
 MOST_GPUS = 8  # of one node; no run on several nodes was measured
 

@@ -11,6 +11,7 @@ from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
 from ..place.verify import GROUP
 from ..train.objectives.chunked_head import CHUNK
+from ..train.offload import PART
 from .gpus import GIB
 from .step import StepConfig
 
@@ -48,6 +49,9 @@ def _state(step: StepConfig) -> dict[str, int]:
     layout, numbers, layers = step.layout, step.numbers, step.config.layers
     masters = numbers.masters if not step.sharded or step.adapters is not None else None
     parts = layout.bytes(masters) | {"moments": step.optimizer.moment_bytes(layout)}
+    if step.offload:
+        passing = in_host_memory(step) * min(PART, layout.size) // layout.size
+        parts |= {"masters": 0, "moments": 0, "buffers of offloaded state": 2 * passing}
     if step.in_backward and step.adapters is None:
         parts["gradient"] = FP32 * (step.block_parameters + step.config.vocabulary * step.config.hidden)
     parts["average of the weights"] = 4 * layout.size if step.average else 0
@@ -60,6 +64,13 @@ def _state(step: StepConfig) -> dict[str, int]:
         "scales of quantised weights": layers * step.adapters.scale_bytes,
         "adapters": parts.pop("weights"), **parts, "fragmentation of frozen weights": int(fragments),
     }  # fmt: skip
+
+
+def in_host_memory(step: StepConfig) -> int:
+    """Return the bytes of moments and masters that the step holds in host memory."""
+    if not step.offload:
+        return 0
+    return step.layout.bytes(step.numbers.masters)["masters"] + step.optimizer.moment_bytes(step.layout)
 
 
 def _frozen(step: StepConfig) -> int:
@@ -144,9 +155,9 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
         weights, trained = _frozen(step), step.itemsize * step.other_parameters
         largest = max(largest, QUANTISING + stored * h * f)
     state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
-    moving = (
-        weights + sum(_state(step).get(name, 0) for name in ("weights", "masters", "gradient")) if step.adapters is None else 0
-    )
+    moved = 0 if step.adapters is not None else sum(_state(step).get(n, 0) for n in ("weights", "masters", "gradient"))
+    # Offloaded, the weights have left for host memory before, and return one by one.
+    moving = moved + (stored * c.vocabulary * h if step.offload else weights) if moved else 0
     steps = reserved(memory(step))
     before = {
         "place": weights + max(largest, min(trained, GROUP)) + PLACING,

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from ..formatting import in_words, quantity, readable
@@ -17,8 +18,8 @@ from ..train.muon import Muon
 from ..train.recipe import Recipe
 from ..train.recipe_checks import MOST_ACCUMULATE
 from ..train.sharding import FULL
-from .gpus import GIB, HOP_US, NVLINK, GpuRates
-from .memory import FRAGMENTS, memory, total
+from .gpus import GIB, HOP_US, LINK, NVLINK, GpuRates
+from .memory import FRAGMENTS, in_host_memory, memory, total
 from .step import StepConfig, step_of
 from .time import EAGER, Collective, bound_by, collectives, seconds
 
@@ -91,7 +92,8 @@ class Proposal:
         return {
             "options": self.options, "fits": self.fits, "parallel": self.parallel, "micro_batch": step.rows,
             "accumulate": step.accumulate * step.world, "recompute": step.recompute, "bytes_per_gpu": self.bytes,
-            "memory": self.memory, "sent_bytes_per_gpu": self.sent, "step_s": self.step_s, "seconds": self.seconds,
+            "memory": self.memory, "host_bytes": in_host_memory(step), "sent_bytes_per_gpu": self.sent,
+            "step_s": self.step_s, "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s, "mfu": self.mfu, "bottleneck": bound_by(self.seconds),
         }  # fmt: skip
 
@@ -107,6 +109,8 @@ class Proposal:
         """Return memory, collectives and time by part."""
         lines = [f"memory of a GPU, {self.bytes / GIB:.1f} GiB:"]
         lines += [f"  {name:36}{size / GIB:>8.2f} GiB" for name, size in self.memory.items()]
+        if host := in_host_memory(self.step):
+            lines.append(f"in host memory, moments and masters: {host / GIB:.1f} GiB")
         lines += ["sent by a GPU in a step:"] if self.collectives else []
         for call in self.collectives:
             sent = readable(call.sent(self.step.world))
@@ -132,17 +136,21 @@ def proposals(recipe: Recipe, world: int, gpu: GpuRates, bytes_per_gpu: int) -> 
 
 def first_that_fits(recipe: Recipe, world: int, bytes_per_gpu: int) -> str | None:
     """Return the options of the first change with which the recipe's step fits, or None: fewer rows in a micro-batch (and more
-    micro-batches, so that losses do not depend on it), then recomputed blocks, then moments in 8 bits."""
+    micro-batches, so that losses do not depend on it), then recomputed blocks, then moments in 8 bits, then offloaded state."""
     rows, limit = recipe.micro_batch * recipe.accumulate, int(bytes_per_gpu * (1 - FREE))
     sizes = [n for n in range(recipe.micro_batch, 0, -1) if rows % n == 0 and rows // n % world == 0]
-    eight_bits = () if recipe.optimizer == "muon" else ("adamw8bit",)
-    for optimizer in dict.fromkeys((recipe.optimizer, *eight_bits)):
-        for recompute in dict.fromkeys((recipe.recompute, "blocks")):
-            for size in sizes:
-                changes = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute, "optimizer": optimizer}
-                changed = {name: value for name, value in changes.items() if value != getattr(recipe, name)}
-                if changed and total(step_of(dataclasses.replace(recipe, **changed), world)) <= limit:
-                    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+    choices = {
+        "offload_optimizer": (True,) if world == 1 and recipe.optimizer != "muon" and not recipe.ema else (),
+        "optimizer": () if recipe.optimizer == "muon" else ("adamw8bit",),
+        "recompute": ("blocks",),
+    }
+    kept = [dict.fromkeys((getattr(recipe, name), *others)) for name, others in choices.items()]
+    for offload, optimizer, recompute, size in product(*kept, sizes):
+        changes = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute, "optimizer": optimizer}
+        changes["offload_optimizer"] = offload
+        changed = {name: value for name, value in changes.items() if value != getattr(recipe, name)}
+        if changed and total(step_of(dataclasses.replace(recipe, **changed), world)) <= limit:
+            return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
     return None
 
 
@@ -200,6 +208,8 @@ def assumptions(unchanged: Proposal) -> list[str]:
             f"assumed: a GPU sends {NVLINK / 1e9:.0f} GB/s to the others of its node, {HOP_US:.0f} us a hop; no rank is slower",
             f"assumed: fsdp's steps are not captured, and cost the host {EAGER} bare launches a kernel",
         ]
+    if unchanged.step.offload:
+        lines.append(f"assumed: {LINK / 1e9:.0f} GB/s each way between host memory and a GPU")
     if unchanged.step.adapters is not None:
         lines.append(f"assumed: {FRAGMENTS:.0%} of the frozen weights' memory is lost between them")
     checked = "checked: within 20 % of measurements on one, two and four GPUs (benchmarks/check_plan.py)"

@@ -76,6 +76,8 @@ class StepConfig:
     adapters: AdapterSizes | None = None
     in_backward: bool = False
     """True when each block is updated within backward: gradients of one block, and of one matrix outside of blocks."""
+    offload: bool = False
+    """True when moments and masters are in host memory."""
 
     @cached_property
     def numbers(self) -> Precision:
@@ -166,7 +168,7 @@ def step_of(recipe: Recipe, world: int = 1) -> StepConfig:
         model, recipe.numbers, precision, recipe.seq, micro, per_rank // micro,
         recompute=recipe.recompute, captured=recipe.graph != "off", average=bool(recipe.ema),
         world=world, sharded=recipe.parallel == "fsdp" and world > 1, lora=recipe.adapters,
-        in_backward=recipe.update_in_backward,
+        in_backward=recipe.update_in_backward, offload=recipe.offload_optimizer,
     )  # fmt: skip
 
 

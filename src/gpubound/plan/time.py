@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ..layers.linear_product import LEAST_BYTES
 from ..train.adamw8 import AdamW8bit
 from ..train.muon import Muon
-from .gpus import HOP_US, NVLINK, GpuRates
-from .memory import FP32
+from .gpus import HOP_US, LINK, NVLINK, GpuRates
+from .memory import FP32, in_host_memory
 from .step import PRODUCTS, StepConfig, layer_shapes
 
 KERNELS = 33  # of a block, forward and backward: 1,004 nodes in the graph of 30 blocks
@@ -106,13 +106,14 @@ def seconds(step: StepConfig, gpu: GpuRates) -> dict[str, float]:
     parts["launches"] = n * kernels * (gpu.node_us + RAMP_US) * 1e-6
     if not step.captured or step.sharded:  # what fully_shard does between blocks is not captured
         parts["launches"] = max(parts["launches"], n * host - working)
-    parts["communication"] = _exposed(step, (sum(parts.values()) - parts["update"]) / n)
+    parts["host link"] = _exposed_link(step, working)
+    parts["communication"] = _exposed(step, (sum(parts.values()) - parts["update"] - parts["host link"]) / n)
     return {name: value for name, value in parts.items() if value}
 
 
 def bound_by(parts: dict[str, float]) -> str:
-    """Return what takes most of a step: arithmetic, memory traffic, launches or communication."""
-    groups = dict.fromkeys(("arithmetic", TRAFFIC, "launches", "communication"), 0.0)
+    """Return what takes most of a step: arithmetic, memory traffic, launches, the host link or communication."""
+    groups = dict.fromkeys(("arithmetic", TRAFFIC, "launches", "host link", "communication"), 0.0)
     for name, value in parts.items():
         groups["arithmetic" if name in ARITHMETIC else name if name in groups else TRAFFIC] += value
     return max(groups, key=lambda group: groups[group])
@@ -198,6 +199,13 @@ def _muon_seconds(step: StepConfig, gpu: GpuRates) -> float:
     sides = [(min(shape), max(shape)) for shape in layer_shapes(step.config).values()]
     operations = sum(4 * rows * rows * columns + 2 * rows**3 for rows, columns in sides)
     return step.config.layers * step.optimizer.iterations * operations / gpu.product_rate("bf16")
+
+
+def _exposed_link(step: StepConfig, working: float) -> float:
+    """Return the seconds of a step in which the GPU waits for offloaded state. It passes both ways at once; within backward,
+    where that updates the weights, else after it."""
+    passing = in_host_memory(step) / LINK
+    return max(passing - BACKWARD * working, 0.0) if step.in_backward else passing
 
 
 def _exposed(step: StepConfig, micro_batch: float) -> float:

@@ -16,6 +16,7 @@ from ..kernels import adamw, plan_update
 from ..kernels.adamw import plan_shape
 from ..kernels.dispatch import hasten
 from .flat_weights import ADAMW, FlatLayout, Group, Weights, lay_out, matrices
+from .offload import PART, State
 from .precision import Precision
 from .schedule import Schedule, is_rate
 
@@ -33,6 +34,7 @@ class AdamW:
     weight_decay: float = 0.01
     decays: Callable[[str, Parameter], bool] = matrices
     whole: ClassVar[str | None] = None  # the reason why it needs whole matrices
+    by_element: ClassVar[bool] = True  # the update of an element reads no other one, so that some can be updated alone
 
     def __post_init__(self):
         if not all(map(is_rate, (self.lr, self.eps, self.weight_decay))):
@@ -59,6 +61,7 @@ class FlatAdamW:
     """The optimizer's state, its moments and four scalars, and the update."""
 
     loads: tuple[str, ...] = ()  # prefixes of names of a state that `load` loads; the others are copied in place
+    kernel: Callable[..., None] = staticmethod(adamw)
 
     def __init__(
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int
@@ -66,15 +69,19 @@ class FlatAdamW:
         self.config, self.lr, self.weights, self.clip, self.schedule = config, config.lr, weights, clip, schedule
         self._seed = seed if precision.at_random else None  # all weights are bf16 without masters then
         self.growth_interval = GROWTH_INTERVAL if precision.loss_scale else 0
+        self.memory = weights.memory
         self._begin_moments(weights.layout)
+        if self.memory.offloads:
+            parts = (slice(0, min(PART, group.stop - group.start)) for group in weights.layout.groups)
+            self.memory.reserve([self._state_of(group, part) for group, part in zip(weights.layout.groups, parts)])
         # updates, skipped, loss scale, good steps: written by the device alone
         start = START_SCALE if precision.loss_scale else 1.0
         self.state = torch.tensor([0, 0, start, 0], dtype=torch.float64, device="cpu").to(weights.layout.device)
         self.rates = schedule.table(config.lr, weights.layout.device)
 
     def _begin_moments(self, layout: FlatLayout) -> None:
-        self.m = torch.zeros(layout.size, dtype=torch.float32, device=layout.device)
-        self.v = torch.zeros(layout.adamw_size, dtype=torch.float32, device=layout.device)
+        self.m = self.memory.zeros(layout.size, torch.float32)
+        self.v = self.memory.zeros(layout.adamw_size, torch.float32)
 
     def hasten(self) -> None:
         """Start the self-tests of the kernels that an update calls."""
@@ -116,7 +123,8 @@ class FlatAdamW:
         return report
 
     def plan(self, gradient: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the plan and the report of kernels.plan_update."""
+        """Return the plan and the report of kernels.plan_update. It begins an update."""
+        self.memory.begin()
         return plan_update(self.weights.of_norm(gradient), totals, self.state, self.rates, *self._constants())
 
     def carry_out(self, gradient: Tensor, plan: Tensor, report: Tensor) -> None:
@@ -125,18 +133,28 @@ class FlatAdamW:
                 self.advance(group, group.start, group.stop, gradient[group.start : group.stop], plan)
 
     def advance(self, group: Group, start: int, stop: int, gradient: Tensor, plan: Tensor) -> None:
-        """Update the elements start to stop, all of one group, by their gradient."""
-        index, config = self.weights.layout.groups.index(group), self.config
-        inside = slice(start - group.start, stop - group.start)
-        weight, master = self.weights.flat[index][inside], self.weights.masters[index]
-        decay_until = min(max(group.decay_stop - start, 0), stop - start)
-        seed = None if self._seed is None else self._seed + inside.start  # the noise is drawn by position
-        rest = plan, None if master is None else master[inside], config.betas, config.eps, decay_until, seed
-        self._advance(group, inside, weight, gradient, *rest)
+        """Update the elements start to stop, all of one group, by their gradient: in parts where the state is offloaded."""
+        size = PART if self.memory.offloads else max(1, stop - start)
+        for begin in range(start, stop, size):
+            part = gradient[begin - start : begin - start + size]
+            self._advance(group, slice(begin - group.start, begin - group.start + len(part)), part, plan)
 
-    def _advance(self, group: Group, inside: slice, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+    def _advance(self, group: Group, inside: slice, gradient: Tensor, plan: Tensor) -> None:
+        """Update some elements of a group, counted from its first one."""
+        weight, config = self.weights.flat[self.weights.layout.groups.index(group)][inside], self.config
+        decay_until = min(max(group.decay_stop - group.start - inside.start, 0), len(weight))
+        seed = None if self._seed is None else self._seed + inside.start  # the noise is drawn by position
+        with self.memory.on_device(self._state_of(group, inside)) as (*moments, master):
+            self.kernel(weight, gradient, *moments, plan, master, config.betas, config.eps, decay_until, seed)
+
+    def _state_of(self, group: Group, inside: slice) -> State:
+        """Return moments and master, or None, of some elements of a group, as the kernel takes them."""
+        master = self.weights.masters[self.weights.layout.groups.index(group)]
+        return [*self._moments_of(group, inside), None if master is None else master[inside]]
+
+    def _moments_of(self, group: Group, inside: slice) -> list[Tensor]:
         here = slice(group.start + inside.start, group.start + inside.stop)
-        adamw(weight, gradient, self.m[here], self.v[here], *rest)
+        return [self.m[here], self.v[here]]
 
     def check(self) -> None:
         """Raise ValueError if its settings were changed from outside since the last step: ours have none that could be."""

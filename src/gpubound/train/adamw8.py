@@ -36,8 +36,8 @@ class AdamW8bit(AdamW):
 class QuantisedMoment:
     """A moment in 8 bits: the quantised elements, followed in the same memory by the scale of each block of 256."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device):
-        raw = torch.zeros(quantised_bytes(size), dtype=torch.uint8, device=device)
+    def __init__(self, raw: Tensor, size: int, dtype: torch.dtype):
+        """Take the memory `raw`, zeros of quantised_bytes(size)."""
         self.codes, self.scales = _codes_and_scales(raw, size, dtype)
         # The certificate of a captured step compares the dequantised numbers, not the bytes.
         made_record(self.codes).numbers = partial(_numbers, size=size, dtype=dtype)
@@ -72,14 +72,19 @@ class FlatAdamW8bit(FlatAdamW):
     """FlatAdamW with quantised moments, a pair for each group: its blocks begin with the group."""
 
     loads = "scale.", PLACES
+    kernel = staticmethod(adamw8)
 
     def hasten(self) -> None:
         """Do nothing: its kernels are the same for every shape, and are tested at their first use."""
 
     def _begin_moments(self, layout: FlatLayout) -> None:
-        sizes = {group: group.stop - group.start for group in layout.groups}
-        self.m8 = {group: QuantisedMoment(size, torch.int8, layout.device) for group, size in sizes.items()}
-        self.v8 = {group: QuantisedMoment(size, torch.uint8, layout.device) for group, size in sizes.items()}
+        self.m8, self.v8 = (
+            {group: self._quantised(group.stop - group.start, dtype) for group in layout.groups}
+            for dtype in (torch.int8, torch.uint8)
+        )
+
+    def _quantised(self, size: int, dtype: torch.dtype) -> QuantisedMoment:
+        return QuantisedMoment(self.memory.zeros(quantised_bytes(size), torch.uint8), size, dtype)
 
     @property
     def moments(self) -> list[Tensor]:
@@ -152,6 +157,6 @@ class FlatAdamW8bit(FlatAdamW):
             elements, its_scales = slice(begin, begin + PART), slice(begin // BLOCK, (begin + PART) // BLOCK)
             coded.codes[elements], coded.scales[its_scales] = encode(numbers[elements], coded.codes.dtype)
 
-    def _advance(self, group: Group, inside: slice, weight: Tensor, gradient: Tensor, *rest: Any) -> None:
+    def _moments_of(self, group: Group, inside: slice) -> list[Tensor]:
         m, v, blocks = self.m8[group], self.v8[group], slice(inside.start // BLOCK, -(-inside.stop // BLOCK))
-        adamw8(weight, gradient, m.codes[inside], v.codes[inside], m.scales[blocks], v.scales[blocks], *rest)
+        return [m.codes[inside], v.codes[inside], m.scales[blocks], v.scales[blocks]]

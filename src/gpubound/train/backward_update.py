@@ -220,14 +220,14 @@ def place_ranges(layout: FlatLayout, units: list[UpdateUnit]) -> tuple[int, dict
 
 
 def _check_moments(layout: FlatLayout, units: list[UpdateUnit]) -> None:
-    """Raise ValueError if two units have moments in one block of 8 bits, whose scale is common."""
-    owners: dict[tuple[int, int], UpdateUnit] = {}
-    for unit in units:
-        for r in unit.ranges:
-            for element in (r.start, r.stop - 1):
-                owner = owners.setdefault((r.group.start, (element - r.group.start) // BLOCK), unit)
-                if owner is not unit:
-                    raise ValueError(
-                        f"TrainStep: {WHERE}: AdamW8bit has a scale for {BLOCK} moments, and {owner.slots[-1].name} and "
-                        f"{unit.slots[0].name}, which are updated at different times, share one; take AdamW."
-                    )
+    """Raise ValueError if two ranges have moments in one block of 8 bits, whose scale is common."""
+    owners: dict[tuple[int, int], Range] = {}
+    for r in (r for unit in units for r in unit.ranges):
+        for element in (r.start, r.stop - 1):
+            owner = owners.setdefault((r.group.start, (element - r.group.start) // BLOCK), r)
+            if owner is not r:
+                names = [next(slot.name for slot in layout.slots if slot.start == start) for start in (owner.start, r.start)]
+                raise ValueError(
+                    f"TrainStep: {WHERE}: AdamW8bit has a scale for {BLOCK} moments, and {' and '.join(names)}, which are "
+                    f"updated one after the other, share one; take AdamW."
+                )

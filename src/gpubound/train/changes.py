@@ -16,7 +16,8 @@ from .stages import Stage
 
 FREE = (
     "out", "keep", "keep_every", "save_every", "saves_per_epoch", "eval_every", "evals_per_epoch", "patience", "device",
-    "graph", "recompute", "overlap", "update_in_backward", "parallel",
+    "graph", "recompute", "overlap", "update_in_backward", "offload_optimizer",
+    "parallel",
 )  # fmt: skip
 """Keys that may change during a run: no weight of a step depends on them."""
 ALLOWED = {

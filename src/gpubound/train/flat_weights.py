@@ -19,6 +19,7 @@ from ..kernels.adamw import join_fp32, split_fp32
 from ..kernels.tensor_state import made_record
 from ..layers.fused_weights import overlapping
 from ..watch.pretend import PARAMETERS
+from .offload import StateMemory
 
 VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
@@ -202,29 +203,33 @@ class Weights:
     """The parameters in flat buffers, one a group, perhaps with masters. The Parameter objects stay the same.
 
     masters  dtype of the masters of 16-bit weights: fp32, or int16 for the remainders of bf16 weights; None for none
+    memory   where masters and moments are; None: on the weights' device
     """
 
     part = 0  # the rank whose rows of every parameter these are
 
-    def __init__(self, layout: FlatLayout, masters: torch.dtype | None):
-        self.layout = layout
+    def __init__(self, layout: FlatLayout, masters: torch.dtype | None, memory: StateMemory | None = None):
+        self.layout, self.memory = layout, memory or StateMemory(layout.device)
         self.flat: list[Tensor] = []
         self.masters: list[Tensor | None] = []
         for group in layout.groups:
             flat = torch.zeros(group.stop - group.start, dtype=group.dtype, device=layout.device)
-            master = torch.zeros_like(flat, dtype=masters) if masters and group.dtype != torch.float32 else None
+            master = self.memory.zeros(len(flat), masters) if masters and group.dtype != torch.float32 else None
             if masters == torch.int16 and master is not None:
                 made_record(master).numbers = partial(_joined_parts, flat)
             for slot in layout.slots_of(group):
                 view, parameter = slot.view(flat, group.start), slot.parameter
-                view.copy_(parameter.detach())
+                original = parameter.detach().to(layout.device)  # of offloaded state it is in host memory now
+                view.copy_(original)
                 if master is not None:  # from the original: an fp32 one is not rounded
-                    original, stored = parameter.detach(), slot.view(master, group.start)
+                    stored = slot.view(master, group.start)
                     if masters != torch.int16:
                         stored.copy_(original)
                     elif original.dtype != group.dtype:
-                        for target, part in zip((view, stored), split_fp32(original.float())):
-                            target.copy_(part)
+                        rows = max(1, PART * len(original) // original.numel()) if original.dim() else 1
+                        for some in zip(*(t.split(rows) if t.dim() else [t] for t in (view, stored, original))):
+                            for target, part in zip(some, split_fp32(some[2].float())):
+                                target.copy_(part)
                 parameter.grad = None  # it may have another dtype
                 parameter.data = view
             self.flat.append(flat)
@@ -263,8 +268,11 @@ class Weights:
 
         A remainder stays: it is at most half of the weight's last place, and belongs to weights that are loaded.
         """
+        self.memory.wait()
         for _, flat, master in () if self.split else self.rounded:
-            master.copy_(torch.where(flat == master.to(flat.dtype), master, flat.to(torch.float32)))
+            for weights, masters in zip(flat.split(PART), master.split(PART)):
+                before = masters.to(weights.device)
+                masters.copy_(torch.where(weights == before.to(weights.dtype), before, weights.float()))
 
     def of_norm(self, gradient: Tensor) -> Tensor:
         """Return a tensor with the norm of the whole gradient: of replicas the flat gradient itself."""
@@ -284,6 +292,7 @@ class Weights:
 
     def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (weight, its master or itself) by the parameter's name."""
+        self.memory.wait()
         groups = zip(self.layout.groups, self.finest())
         return {
             slot.name: (slot.parameter.detach(), slot.view(finest, group.start))

@@ -9,6 +9,9 @@ A step of one micro-batch is two graphs, too, for its certificate: attention's b
 replay and eager are compared in copies of all that they write. That is the gradient alone, while the update, which writes
 weights, masters and moments, makes the same bits and is compared by fingerprints. One graph of both would have all of them
 copied, 7.7 instead of 1.7 GB at 350m. A step that updates inside backward is such a graph, for want of another place to cut.
+
+The update of offloaded state is never a graph: its certificate would copy all of the state in host memory, twice, and it takes
+as long as its bytes take over the link, of which the launches are a hundredth.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,6 +134,8 @@ class GraphCache:
         move. It calls no module, but its references lead to the model, so another mode of the model needs another graph.
         """
         step, update_key, apply_key = self.step, (UPDATE, model), (APPLY, model)
+        if step.optimizer.memory.offloads:
+            return step.update()
 
         def update() -> Tensor:
             with step.reduction.completed():
@@ -207,6 +212,11 @@ class GraphCache:
     ) -> Captured:
         """Capture a part of the step, which writes `state`: by default all that a step writes."""
         step = self.step
+        if step.early is not None and step.optimizer.memory.offloads:
+            raise GraphError(
+                "train step: its state in host memory passes through the GPU within backward, and a certificate would copy all "
+                "of it; leave update_in_backward or offload_optimizer out, or take graph='off'."
+            )
         if step.early is not None and step.device.type == "cuda":
             _check_host_memory(2 * sum(tensor.nbytes for tensor in step.state()))
         if batch is not None and sum(kind in (STEP, PART) for kind, _ in self._known) >= MOST:
@@ -227,9 +237,8 @@ class GraphCache:
         if not has_graphs(self.step.device):
             return 0.0
         optimizer = self.step.optimizer
-        bounds = (
-            extreme for weight in optimizer.weights.finest() for extreme in weight.aminmax()
-        )  # abs() would be a copy of all
+        # abs() would be a copy of all of a buffer
+        bounds = (extreme for weight in optimizer.weights.flat for extreme in weight.aminmax())
         largest = max(abs(extreme.item()) for extreme in bounds)
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)

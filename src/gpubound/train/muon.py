@@ -38,6 +38,7 @@ class Muon:
     takes: Callable[[str, Parameter], bool] | None = None
     rest: AdamW = field(default_factory=AdamW)
     whole: ClassVar[str | None] = "Muon makes whole matrices orthogonal"
+    by_element: ClassVar[bool] = False
 
     def __post_init__(self):
         rates = is_rate(self.lr) and is_rate(self.weight_decay)

@@ -140,6 +140,9 @@ class Recipe:
     """Compute weight gradients on a second stream; small models gain (135m, one row at a time: 3 %)."""
     update_in_backward: bool = False
     """Move each block's weights within backward, and hold no gradient of the whole model: for accumulate 1 and clip 0."""
+    offload_optimizer: bool = False
+    """Hold moments and masters in pinned host memory, from which they pass through the GPU as they are updated: with adamw or
+    adamw8bit on one GPU. The less of them there is (bf16-split, adamw8bit), the shorter a step."""
     ema: float = 0.0
     """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
@@ -279,6 +282,7 @@ class Recipe:
             ranks=ranks,
             overlap=self.overlap,
             update_in_backward=self.update_in_backward,
+            offload_optimizer=self.offload_optimizer,
             seed=self.seed,
         )
 

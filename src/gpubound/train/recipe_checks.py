@@ -10,6 +10,7 @@ from .backward_update import check as check_update_in_backward
 from .field_types import check_type
 from .graph_cache import MODES as GRAPH_MODES, MOST as MOST_SHAPES
 from .lora_options import LORA, Lora
+from .offload import check as check_offload
 from .precision import precision
 from .recompute import parse as parse_recompute
 from .schedule import MOST_STEPS
@@ -68,6 +69,14 @@ def check(recipe: "Recipe") -> None:
     if recipe.update_in_backward:
         for _, own in recipe.stages():
             check_update_in_backward(own.accumulate, own.clip, numbers or precision("bf16"), own.numbers, overlap=own.overlap)
+    if recipe.offload_optimizer:
+        for _, own in recipe.stages():
+            check_offload(own.numbers, alone=own.parallel != "fsdp")
+        if recipe.ema:
+            raise ValueError(
+                f"recipe: ema: got {recipe.ema} with offload_optimizer, whose masters the average would read at every step; "
+                f"leave one of them out."
+            )
     if recipe.lora:
         _check_lora(recipe)
     # Each refuses what it cannot make.

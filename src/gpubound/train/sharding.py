@@ -33,6 +33,7 @@ from .accumulate import Accumulators
 from .adamw import AdamW
 from .flat_weights import FlatLayout, Weights
 from .muon import Muon
+from .offload import StateMemory
 from .precision import Precision
 from .torch_optimizer import TorchOptimizer
 
@@ -75,8 +76,8 @@ class Replicated:
         side = Side(layout.device) if overlap and layout.device.type == "cuda" else None
         return Accumulators(layout, side, symmetric_sums(self.ranks, layout.size))
 
-    def weights(self, layout: FlatLayout, masters: torch.dtype | None) -> Weights:
-        return Weights(layout, masters)
+    def weights(self, layout: FlatLayout, masters: torch.dtype | None, memory: StateMemory | None = None) -> Weights:
+        return Weights(layout, masters, memory)
 
     def broadcast_start(self) -> None:
         broadcast_start([*self.named_parameters(), *self.named_buffers()], self.ranks)
@@ -195,7 +196,7 @@ class FullySharded(Sharded):
         self.take(overlap)
         return ShardedGradients(layout, self)
 
-    def weights(self, layout: FlatLayout, masters: torch.dtype | None) -> Weights:
+    def weights(self, layout: FlatLayout, masters: torch.dtype | None, memory: StateMemory | None = None) -> Weights:
         return ShardedWeights(layout, self)
 
     def broadcast_start(self) -> None:

@@ -44,6 +44,7 @@ from .flat_weights import Weights
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
+from .offload import HostMemory, check as check_offload, move_to_host
 from .precision import (
     Fp8Weights,
     Precision,
@@ -87,6 +88,8 @@ class TrainStep(NotCopyable):
     overlap    compute weight gradients on a second stream during backward: for models too small to fill the GPU
     update_in_backward  each block's weights move as soon as backward has its gradient, whose memory the next block takes:
                bit for bit the same numbers (backward_update.py). For accumulate=1, clip=None and AdamW on one GPU
+    offload_optimizer  moments and masters are in pinned host memory, and pass through the GPU in parts as they are updated:
+               bit for bit the same numbers, of "bf16-pure" rounded by other random numbers (offload.py). For AdamW on one GPU
     ranks      the processes that share each step, from gpubound.distributed.join: each has all weights, which begin as those
                of the first rank, and its own micro-batches; `accumulate` counts these. Gradients are summed before the update.
                A model in DistributedDataParallel is unwrapped, and its ranks are used
@@ -110,6 +113,7 @@ class TrainStep(NotCopyable):
         ranks: Ranks = ALONE,
         overlap: bool = False,
         update_in_backward: bool = False,
+        offload_optimizer: bool = False,
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
@@ -135,8 +139,12 @@ class TrainStep(NotCopyable):
         self.memory = layout.bytes(stored.masters) | {"moments": config.moment_bytes(layout)}
         if update_in_backward:
             self.memory["gradient"] = gradient_bytes(layout, model)
-        parts = ", ".join(f"{name} {readable(size)}" for name, size in self.memory.items() if size)
-        notice(f"train: {precision}, {readable(sum(self.memory.values()))} besides activations: {parts}.")
+        self.host_memory: dict[str, int] = {}
+        if offload_optimizer:
+            self.host_memory = {name: self.memory.pop(name) for name in ("masters", "moments")}
+            check_offload(config, sharding.ranks.alone, sum(self.host_memory.values()))
+        held = f"{readable(sum(self.memory.values()))} besides activations: {_listed(self.memory)}"
+        notice(f"train: {precision}, {held}{_listed(self.host_memory, '; in host memory ')}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._guard = ModelGuard(model)
         self._closed, self._running, self._ranks = False, Lock(), ranks
@@ -162,9 +170,16 @@ class TrainStep(NotCopyable):
                 undo.callback(self._fp8.release)
             sharding.broadcast_start()
             give_own_storages(model)
-            self._weights = sharding.weights(layout, stored.masters)  # after all that may be refused: it casts the parameters
+            host = HostMemory(layout.device) if offload_optimizer else None
+            if host is not None:  # what does not fit twice is moved by way of the host
+                undo.callback(move_to_host([slot.parameter for slot in layout.slots]))
+                release_stacks(model)
+            # After all that may be refused: it casts the parameters.
+            self._weights = sharding.weights(layout, stored.masters, host)
             release_stacks(model)  # before the moments are made
             self._optimizer = config.flat(self._weights, stored, clip, schedule or Schedule(), seed)
+            if host is not None:
+                self.memory["buffers of offloaded state"] = host.buffer_bytes
             self._optimizer.agree(sharding.ranks)
             self._optimizer.hasten()
             self._undo = undo.pop_all()
@@ -339,6 +354,7 @@ class TrainStep(NotCopyable):
         The tensors are live, not copies. `precision` is its name as character codes, because every value is a tensor.
         """
         layout, optimizer = self._weights.layout, self._optimizer
+        self._weights.memory.wait()
         state = {"precision": spelled(self._precision), "state": optimizer.state, **dict(optimizer.named_moments())}
         kind = "remainder" if self._weights.split else "master"
         for group, _, master in self._weights.rounded:
@@ -449,6 +465,11 @@ def _calls(model: nn.Module, precision: Precision, loss: Loss | Objective) -> It
     yield from fp8.CALLS if precision.fp8 else ()
     yield from early.calls(model)
     yield from loss.calls(model) if isinstance(loss, Objective) else ()
+
+
+def _listed(sizes: dict[str, int], begin: str = "") -> str:
+    parts = ", ".join(f"{name} {readable(size)}" for name, size in sizes.items() if size)
+    return f"{begin}{parts}" if parts else ""
 
 
 def _check(model: Any, accumulate: Any, clip: Any, graph: Any, schedule: Any) -> None:

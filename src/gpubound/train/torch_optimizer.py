@@ -69,6 +69,8 @@ class TorchOptimizer:
         name = type(self.optimizer).__name__
         return f"{name} runs call by call, after a wait for the report of the step, and no graph holds its update"
 
+    by_element = False  # its state is its own
+
     @property
     def whole(self) -> str | None:
         """The reason why it needs whole matrices, if it is known to."""
