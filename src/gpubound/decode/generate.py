@@ -26,6 +26,7 @@ from ..models.llama.checkpoint import as_transformers
 from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
 from .certificate import Accuracy, DecoderCertificate, accuracy, certify
+from .exact import ExactRunner, ExactStepper
 from .images import check_images, image_inputs, image_prefill
 from .kv_cache import CacheLayout
 from .model_watch import ModelWatch
@@ -265,6 +266,7 @@ def decoder(
     pages: int | None = None,
     devices: Sequence[str | torch.device] | None = None,
     split: str = "layers",
+    exact: bool = False,
 ) -> FastDecoder:
     """Build a decoder that reads `model`'s weights in place: after a training step it generates with the new ones.
 
@@ -287,6 +289,8 @@ def decoder(
     devices     None: the model's own. A list of GPUs: they share the model
     split       what of it: 'layers' are moved to the devices in stages, as their free memory allows, and groups of rows keep
                 all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
+    exact       True: the model's own modules by batch-invariant kernels. Tokens do not depend on the batch, and log-probabilities
+                are those of a TrainStep with exact=True, bit for bit. For dense models that are placed, and gb.Decoder
     """
     for name, value in (("model", model), ("speculate: its model", getattr(speculate, "model", model))):
         if not isinstance(value, nn.Module):
@@ -315,6 +319,8 @@ def decoder(
             f"decoder: dtype: got {dtype}, but the weights are {first.dtype} and are read as they are; cast the model with "
             f".to() first."
         )
+    if exact:
+        check_exact(fused, speculate, weights, cache, devices)
     width = 1 if speculate is None else tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages))
@@ -325,17 +331,27 @@ def decoder(
     for draft in drafts:
         check_kind(draft)
     with plainly(first.device if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):
-        if gpus is None:
+        runner: ModelRunner
+        if exact:
+            runner = ExactRunner(model, config)
+        elif gpus is None:
             runner = runner_for(model, config, fused)
         else:
             runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
         drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
         state = BatchState(runner.max_batch, runner.vocab, max(ladder) * width, runner.device)
         if speculate is None:
-            stepper = Stepper(runner, state)
+            stepper = (ExactStepper if exact else Stepper)(runner, state)
         else:
             stepper = TextDraft(runner, state, width) if drafting is None else ModelDraft(runner, state, width, drafting)
         return FastDecoder(model, stepper, ladder, text, verify)
+
+
+def check_exact(fused: bool, speculate: Any, weights: Any, cache: Any, devices: Any) -> None:
+    """Refuse what the batch-invariant kernels do not compute."""
+    options = {"fused": not fused, "speculate": speculate, "weights": weights, "cache": cache, "devices": devices}
+    if given := [name for name, value in options.items() if value]:
+        raise ValueError(f"decoder: exact: got {given[0]}, too, for which there are no batch-invariant kernels; leave one of them out.")
 
 
 def check_kind(model: nn.Module) -> None:

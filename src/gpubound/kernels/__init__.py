@@ -28,6 +28,11 @@ from .experts import (
 from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .grouped_linear import grouped_linear as grouped_linear
+from .invariant import (
+    invariant_attention as invariant_attention,
+    invariant_cached_attention as invariant_cached_attention,
+    invariant_linear as invariant_linear,
+)
 from .lora import (
     lora_down as lora_down,
     lora_gradients as lora_gradients,

@@ -1,0 +1,166 @@
+"""Batch-invariant products and attention (kernels/invariant.py): one tile for every number of rows, and one order of its sums.
+
+A product's tile of fewer rows than it has is padded. Its weights are read once, so a decoding step of few rows stays bound by
+memory.
+
+A program of attention has as many tokens of a sequence as fill a tile together with the query heads of one key head, in a step
+one token. It reads keys from the sequence's first on, in blocks. A block of which a row sees nothing leaves the row's bits: its
+maximum stays, and it adds zeros.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..invariant import BLOCK
+from ..plans.types import cdiv, power_of_two
+
+ROWS = 64  # of a tile: those of one product of a warp group of Hopper's
+GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _dot(a, b, total, WIDE: tl.constexpr):
+    """total + a b."""
+    if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["N"])
+def _invariant_linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, N, O, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                             DEPTH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    tall, wide, tile = tl.cdiv(N, ROWS), tl.cdiv(O, COLUMNS), tl.program_id(0)
+    band = tile // (GROUP * wide)
+    height = min(tall - band * GROUP, GROUP)
+    row = (band * GROUP + tile % (GROUP * wide) % height) * ROWS + tl.arange(0, ROWS)
+    column = tile % (GROUP * wide) // height * COLUMNS + tl.arange(0, COLUMNS)
+    x_at, w_at = x_ptr + row.to(tl.int64)[:, None] * K, w_ptr + column.to(tl.int64)[None] * K
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, K, DEPTH):
+        k = start + tl.arange(0, DEPTH)
+        if K % DEPTH == 0:
+            x = tl.load(x_at + k[None], mask=(row < N)[:, None], other=0.0)
+            w = tl.load(w_at + k[:, None], mask=(column < O)[None], other=0.0)
+        else:
+            x = tl.load(x_at + k[None], mask=(row < N)[:, None] & (k < K)[None], other=0.0)
+            w = tl.load(w_at + k[:, None], mask=(column < O)[None] & (k < K)[:, None], other=0.0)
+        total = _dot(x, w, total, WIDE)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < O, other=0.0).to(tl.float32)[None]
+    at = y_ptr + row.to(tl.int64)[:, None] * O + column[None]
+    tl.store(at, total.to(y_ptr.dtype.element_ty), mask=(row < N)[:, None] & (column < O)[None])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_ptr, first_ptr, bounds_ptr, position_ptr,
+                                blocks_ptr, scale, k_block, k_head, k_token, v_block, v_head, v_token, tokens,
+                                H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+                                PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Without BLOCKS, sequences follow each other, and program i has the tokens of sequence_ptr[i] from first_ptr[i] on. With
+    BLOCKS, a sequence has `tokens` tokens, and its keys are in that many blocks of a cache, which are PAGES or one row."""
+    EACH: tl.constexpr = ROWS // GROUP
+    kv = tl.program_id(1)
+    if BLOCKS == 0:
+        sequence, first = tl.load(sequence_ptr + tl.program_id(0)), tl.load(first_ptr + tl.program_id(0))
+        begin = tl.load(bounds_ptr + sequence)
+        limit = tl.load(bounds_ptr + sequence + 1) - begin  # keys of the sequence
+        count, begin_token = tl.minimum(limit - first, EACH), begin + first
+    else:
+        tiles = tl.cdiv(tokens, EACH)
+        sequence, offset = tl.program_id(0) // tiles, tl.program_id(0) % tiles * EACH
+        first = tl.load(position_ptr + sequence) + offset
+        count, begin_token = tl.minimum(tokens - offset, EACH), sequence * tokens + offset
+        limit = first + count
+    if count > 0:
+        line, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+        token, head = line // GROUP, kv * GROUP + line % GROUP
+        here = token < count
+        q_at = ((begin_token + token).to(tl.int64) * H + head)[:, None] * D + d[None]
+        q = tl.load(q_ptr + q_at, mask=here[:, None] & (d < D)[None], other=0.0)
+        place = first + tl.minimum(token, count - 1)
+        top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+        y = tl.zeros([ROWS, WIDTH], tl.float32)
+        for start in range(0, first + count, BLOCK):
+            key = start + tl.arange(0, BLOCK)
+            if BLOCKS == 0:
+                at = (begin + key).to(tl.int64)
+                k_at, v_at = at * k_token, at * v_token
+            elif PAGES:
+                page = tl.load(blocks_ptr + sequence * BLOCKS + start // BLOCK).to(tl.int64)
+                k_at, v_at = page * k_block + (key - start) * k_token, page * v_block + (key - start) * v_token
+            else:
+                row = tl.load(blocks_ptr + sequence).to(tl.int64)
+                k_at, v_at = row * k_block + key.to(tl.int64) * k_token, row * v_block + key.to(tl.int64) * v_token
+            there = key < limit
+            k = tl.load(k_ptr + kv * k_head + k_at[None] + d[:, None], mask=there[None] & (d < D)[:, None], other=0.0)
+            scores = _dot(q, k, tl.zeros([ROWS, BLOCK], tl.float32), WIDE) * scale
+            scores = tl.where(key[None] <= place[:, None], scores, -float("inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            keep, weights = tl.exp2(top - higher), tl.exp2(scores - higher[:, None])
+            total = total * keep + tl.sum(weights, 1)
+            v = tl.load(v_ptr + kv * v_head + v_at[:, None] + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
+            y = _dot(weights.to(v.dtype), v, y * keep[:, None], WIDE)
+            top = higher
+        y /= total[:, None]
+        tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=here[:, None] & (d < D)[None])
+        if lse_ptr is not None:
+            at = lse_ptr + head.to(tl.int64) * tokens + begin_token + token
+            tl.store(at, (top + tl.log2(total)) * 0.6931471805599453, mask=here)
+
+
+@torch.no_grad()
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    (rows, inputs), outputs = x.shape, len(weight)
+    y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
+    columns, depth = (64, 64) if x.element_size() == 2 else (64, 32)
+    _invariant_linear_kernel[(cdiv(rows, ROWS) * cdiv(outputs, columns),)](
+        x, weight, bias, y, rows, outputs, inputs, ROWS, columns, depth, GROUP, interpreted(), num_warps=4, num_stages=4
+    )
+    return y
+
+
+@torch.no_grad()
+def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = q.shape
+    out, lse = torch.empty_like(q), torch.empty(heads, tokens, device=q.device, dtype=torch.float32)
+    sequence, first = _tiles(bounds, tokens, ROWS // (heads // k.shape[1]))
+    strides = [(0, t.stride(1), t.stride(0)) for t in (k, v)]
+    _attend(len(sequence), q, k, v, out, lse, (sequence, first, bounds, None, None), scale, strides, tokens)
+    return out, lse
+
+
+@torch.no_grad()
+def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float) -> Tensor:
+    (batch, tokens, heads, _), out = q.shape, torch.empty_like(q)
+    programs = batch * cdiv(tokens, ROWS // (heads // k.shape[1]))
+    strides = [t.stride()[:3] for t in (k, v)]
+    _attend(programs, q, k, v, out, None, (None, None, None, position, blocks), scale, strides, tokens)
+    return out
+
+
+def _attend(
+    programs: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, places: tuple[Tensor | None, ...],
+    scale: float, strides: list[tuple[int, ...]], tokens: int,
+) -> None:  # fmt: skip
+    """places: where the queries and keys of a program are. strides: of k and v, from one block, head and token to the next."""
+    (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if places[-1] is None else places[-1].shape[1]
+    _invariant_attention_kernel[(programs, kv_heads)](
+        q, k, v, out, lse, *places, scale * LOG2_E, *strides[0], *strides[1], tokens, heads, width,
+        max(16, power_of_two(width)), heads // kv_heads, blocks, blocks > 1, ROWS, BLOCK, interpreted(), num_warps=4,
+        num_stages=2 if q.element_size() == 2 else 1,
+    )  # fmt: skip
+
+
+def _tiles(bounds: Tensor, tokens: int, each: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence and the first token of as many programs as any bounds need; those that have none begin at its end."""
+    lengths = bounds.diff()
+    tiles = (lengths + each - 1) // each
+    ends = tiles.cumsum(0)
+    number = torch.arange(cdiv(tokens, each) + len(lengths), device=bounds.device)
+    sequence = torch.searchsorted(ends, number, right=True).clamp_(max=len(lengths) - 1)
+    first = torch.where(number < ends[-1], (number - ends[sequence] + tiles[sequence]) * each, lengths[sequence])
+    return sequence.int(), first.int()

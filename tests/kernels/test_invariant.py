@@ -1,0 +1,97 @@
+"""Batch-invariant products and attention: parity with the reference, and bits that the other rows do not change."""
+
+import pytest
+import torch
+
+from gpubound import kernels
+from gpubound.kernels.invariant import BLOCK
+from gpubound.kernels.registry import load
+
+from .cases import TOLERANCE, draw, pairwise, same
+
+DTYPES = [torch.float32, torch.bfloat16]
+SOURCES = ["triton", "reference"]
+SEQUENCES = [0, 70, 70, 75, 205, 206]  # bounds
+
+
+@pairwise
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows", [1, 65])
+@pytest.mark.parametrize("inputs, outputs", [(64, 96), (40, 7)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_agrees_with_the_reference(device, dtype, rows, inputs, outputs, biased):
+    x, weight = draw(device, dtype, rows, inputs), draw(device, dtype, outputs, inputs, seed=1)
+    bias = draw(device, dtype, outputs, seed=2) if biased else None
+    got, want = (load(source, "invariant_linear")(x, weight, bias) for source in SOURCES)
+    same("y", got, want, max(TOLERANCE[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_row_of_a_product_does_not_depend_on_the_others(device, dtype, source):
+    product = load(source, "invariant_linear")
+    x, weight = draw(device, dtype, 150, 192), draw(device, dtype, 96, 192, seed=1)
+    y = product(x, weight)
+    for first, last in ((0, 1), (63, 65), (7, 140)):
+        assert torch.equal(product(x[first:last].contiguous(), weight), y[first:last])
+
+
+def packed(device, dtype, heads=4, kv_heads=2, width=32):
+    q, k, v = (draw(device, dtype, SEQUENCES[-1], n, width, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    return q, k, v, torch.tensor(SEQUENCES, device=device, dtype=torch.int32), width**-0.5
+
+
+def cached(k, v, begin, end, pages):
+    """The keys and values of a sequence in a cache that is NaN elsewhere, and its blocks."""
+    size = BLOCK if pages else 192
+    blocks = torch.tensor([[5, 2, 3]] if pages else [[1]], device=k.device, dtype=torch.int32)
+    caches = [torch.full((6, k.shape[1], size, k.shape[2]), float("nan"), device=k.device, dtype=k.dtype) for _ in range(2)]
+    for cache, t in zip(caches, (k, v)):
+        for number, part in enumerate(t[begin:end].split(size)):
+            cache[blocks[0, number], :, : len(part)] = part.transpose(0, 1)
+    return *caches, blocks
+
+
+@pairwise
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (3, 1)])
+@pytest.mark.parametrize("width", [24, 64])
+def test_attention_agrees_with_the_reference(device, dtype, heads, kv_heads, width):
+    arguments = packed(device, dtype, heads, kv_heads, width)
+    (y, lse), (want, want_lse) = (load(source, "invariant_attention")(*arguments) for source in SOURCES)
+    same("y", y, want, max(2 * TOLERANCE[dtype], 1e-5))
+    same("lse", lse, want_lse, max(TOLERANCE[dtype], 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_step_of_attention_has_the_bits_of_the_packed_rows(device, dtype, pages, source):
+    """Of one token, and of several that follow: queries at places 60 to 129 of the sequence that begins at 75."""
+    q, k, v, bounds, scale = packed(device, dtype)
+    want, _ = load(source, "invariant_attention")(q, k, v, bounds, scale)
+    step = load(source, "invariant_cached_attention")
+    for place, tokens in ((0, 1), (63, 1), (64, 1), (129, 1), (60, 70)):
+        cache = cached(k, v, 75, 75 + place + tokens, pages)
+        mine = slice(75 + place, 75 + place + tokens)
+        position = torch.tensor([place], device=device, dtype=torch.int32)
+        assert torch.equal(step(q[None, mine], *cache, position, scale)[0], want[mine]), place
+
+
+@pytest.mark.parametrize(
+    "call, got",
+    [
+        (lambda: kernels.invariant_linear(torch.randn(2, 8), torch.randn(4, 6)), "(2, 8)"),
+        (lambda: kernels.invariant_linear(torch.randn(2, 8).double(), torch.randn(4, 8)), "torch.float64"),
+        (lambda: kernels.invariant_attention(*packed("cpu", torch.float32, 3, 2)), "(206, 3, 32)"),
+        (lambda: kernels.invariant_attention(*packed("cpu", torch.float32)[:3], torch.zeros(2), 1.0), "torch.float32 (2,)"),
+    ],
+)
+def test_wrong_arguments(call, got):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert got in str(error.value)
+
+
+def test_no_rows():
+    assert kernels.invariant_linear(torch.randn(0, 8), torch.randn(4, 8)).shape == (0, 4)
