@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .device import limit as limit
     from .doctor import doctor as doctor
     from .graph import Captured as Captured, Certificate as Certificate, capture as capture
+    from .layers import BatchInvariant as BatchInvariant
     from .models import (
         Decoder as Decoder,
         DecoderConfig as DecoderConfig,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("Corpus", "Feed", "feed"), "data"),
     **dict.fromkeys(("Draft", "FastDecoder", "decoder"), "decode"),
+    "BatchInvariant": "layers",
     "limit": "device",
     "doctor": "doctor",
     **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),

@@ -1,8 +1,8 @@
 """Exact decoding: tokens and log-probabilities of the model's own forward, bit for bit.
 
-A step and a prefill call the model's own modules in a `BatchInvariant` context, as the trainer's forward does (layers/invariant.py),
-and read keys from the cache. So the log-probability of a token is the one that a forward over the whole sequence gives it, in any
-batch, at any place of a row, and with any pages.
+A step and a prefill call the model's own modules in a `BatchInvariant` context (layers/invariant.py), as the trainer's forward
+does, and read keys from the cache. So the log-probability of a token is the one that a forward over the full sequence gives,
+in any batch, at any place of a row, and with any pages.
 
 Legend: B rows, C copies of a prompt, T tokens, P blocks of a row, H query heads, G key heads, D width of a head.
 """
@@ -42,8 +42,8 @@ class CachedKeys:
 
     def __init__(self, cache: Cache, blocks: Tensor, start: Tensor, tokens: int) -> None:
         self.cache, self.start, self.blocks = cache, start, blocks[:, 0].contiguous()
-        self.places = start[:, None].long() + torch.arange(tokens, device=start.device)  # (B, T)
-        at = self.places[:, None].expand(-1, blocks.shape[1], -1)
+        self.positions = start[:, None].long() + torch.arange(tokens, device=start.device)  # (B, T)
+        at = self.positions[:, None].expand(-1, blocks.shape[1], -1)
         if cache.pages is None:
             self.target = blocks.long().expand(-1, -1, tokens), slice(None), at
         else:
@@ -105,7 +105,7 @@ class ExactRunner(ModelRunner):
         row = torch.arange(B + 1, device=device, dtype=torch.int32)
         packed = {"segment_ids": row[:B, None].expand(B, T), "cu_seqlens": row * T}
         with mode(self.model, training=False), BatchInvariant(keys):
-            return hidden_of(self.model, {"input_ids": ids.long(), "position_ids": keys.places, **packed})
+            return hidden_of(self.model, {"input_ids": ids.long(), "position_ids": keys.positions, **packed})
 
     def _head(self, hidden: Tensor) -> Tensor:
         head = head_of(self.model)
@@ -151,20 +151,21 @@ class ExactRunner(ModelRunner):
     def _try(self) -> None:
         """Compare steps after a prefill with the forward of the whole sequence."""
         tokens = min(TRIED, self.max_length)
-        ids = torch.randint(self.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(self.device)
+        ids = torch.randint(self.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
+            self.device
+        )
         self.reserve(torch.full((1,), tokens, device=self.device, dtype=torch.int32))
         with torch.no_grad(), mode(self.model, training=False), BatchInvariant():
-            whole = hidden_of(self.model, {"input_ids": ids[None]})[0]
+            full = hidden_of(self.model, {"input_ids": ids[None]})[0]
         filled = tokens // 2
         self.prefill(ids[None, :filled], self.rows[0])
         for place in range(filled, tokens):
             self.step(ids[place : place + 1], torch.full((1,), place, device=self.device, dtype=torch.int32))
-            if place % 8 == 0 or place == tokens - 1:
-                if not torch.equal(self.output, self._head(whole[place : place + 1])):
-                    raise GenerateError(
-                        f"decoder: exact: {type(self.model).__name__}: the logits of a step at position {place} are not those of "
-                        f"the forward of the whole sequence, bit for bit; please report it with the model's config."
-                    )
+            if place % 8 in (0, 7) and not torch.equal(self.output, self._head(full[place : place + 1])):
+                raise GenerateError(
+                    f"decoder: exact: {type(self.model).__name__}: the logits of a step at position {place} are not those of "
+                    f"the forward of the whole sequence, bit for bit; please report it with the model's config."
+                )
 
     def same_kernels(self, rows: int) -> bool:
         return True

@@ -289,7 +289,7 @@ def decoder(
     devices     None: the model's own. A list of GPUs: they share the model
     split       what of it: 'layers' are moved to the devices in stages, as their free memory allows, and groups of rows keep
                 all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
-    exact       True: the model's own modules by batch-invariant kernels. Tokens do not depend on the batch, and log-probabilities
+    exact       True: the model's own modules by batch-invariant kernels. Tokens do not depend on the batch, log-probabilities
                 are those of a TrainStep with exact=True, bit for bit. For dense models that are placed, and gb.Decoder
     """
     for name, value in (("model", model), ("speculate: its model", getattr(speculate, "model", model))):
@@ -350,8 +350,10 @@ def decoder(
 def check_exact(fused: bool, speculate: Any, weights: Any, cache: Any, devices: Any) -> None:
     """Refuse what the batch-invariant kernels do not compute."""
     options = {"fused": not fused, "speculate": speculate, "weights": weights, "cache": cache, "devices": devices}
-    if given := [name for name, value in options.items() if value]:
-        raise ValueError(f"decoder: exact: got {given[0]}, too, for which there are no batch-invariant kernels; leave one of them out.")
+    if conflicts := [name for name, value in options.items() if value]:
+        raise ValueError(
+            f"decoder: exact: got {conflicts[0]}, too, for which there are no batch-invariant kernels; leave one of them out."
+        )
 
 
 def check_kind(model: nn.Module) -> None:

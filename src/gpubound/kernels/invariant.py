@@ -1,13 +1,15 @@
 """Batch-invariant products and attention: a row's result has the same bits, however many rows are computed with it.
 
-Any two paths through a model round differently, so a sampler's log-probabilities are near the trainer's and not equal to them. Two
-paths that consist of these ops and of row-wise ones are equal. Every sum has one order: over K in steps of one tile, with one
-accumulator; over keys in blocks that begin at the sequence's first, by one program. Neither is split among programs.
+Any two paths through a model round differently, so a sampler's log-probabilities are near the trainer's and not equal to them.
+Two paths that consist of these ops and of row-wise ones are equal. Every sum has one order: over K in steps of one tile, with
+one accumulator; over keys in blocks that begin at the sequence's first, by one program. Neither is split among programs.
 
 The definitions compute row by row, by equal calls.
 
 Legend: N rows, B sequences, T tokens of each, H query heads, G key and value heads, D width of a head.
 """
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +35,17 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 @definition(lambda g: (frozen(draw(g, 70, 80)), frozen(draw(g, 72, 80)), frozen(draw(g, 72))))
 @torch.no_grad()
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    w, b = weight.to(wide), None if bias is None else bias.to(wide)
+    compute = torch.promote_types(x.dtype, torch.float32)
+    w, b = weight.to(compute), None if bias is None else bias.to(compute)
     y = x.new_empty(len(x), len(weight))
     for row, out in zip(x, y):
-        out.copy_(F.linear(row.to(wide, copy=True)[None], w, b)[0])
+        out.copy_(F.linear(row.to(compute, copy=True)[None], w, b)[0])
     return y
 
 
 def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention within sequences that follow each other: q (N, H, D), k and v (N, G, D) -> (N, H, D), and the log-sum-exp
-    (H, N, fp32) of each token's scaled scores.
+    """Causal attention within sequences that follow each other: q (N, H, D), k and v (N, G, D) -> (N, H, D), and the
+    log-sum-exp (H, N, fp32) of each token's scaled scores.
 
     bounds (S + 1), int32: where sequences begin, ascending from 0 to N. A sequence may be empty. Others are not checked.
     """
@@ -59,19 +61,17 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
 def invariant_attention_reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     edges = bounds.tolist()
-    for begin, end in zip(edges[:-1], edges[1:]):
+    for begin, end in pairwise(edges):
         for at in range(begin, end):
             out[at], lse[:, at] = _attend(q[at], k[begin : at + 1], v[begin : at + 1], scale)
     return out, lse
 
 
-def invariant_cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float
-) -> Tensor:
+def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float) -> Tensor:
     """`invariant_attention` of T tokens of each sequence, at positions from `position` (B, int32) on, which the cache holds.
 
-    q (B, T, H, D) -> (B, T, H, D). k and v (blocks, G, L, D): the cache. blocks (B, P, int32): the blocks of each sequence, a row
-    of L positions or pages of BLOCK. Positions after a sequence's last token are not read.
+    q (B, T, H, D) -> (B, T, H, D). k and v (blocks, G, L, D): the cache. blocks (B, P, int32): the blocks of each sequence, a
+    row of L positions or pages of BLOCK. Positions after a sequence's last token are not read.
     """
     _check("invariant_cached_attention", q.flatten(0, 1), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1))
     require("invariant_cached_attention", "blocks", blocks, torch.int32, (len(q), "P"), q.device, "the kernel reads it")
@@ -105,9 +105,9 @@ def invariant_cached_attention_reference(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the attention of one token q (H, D) to keys (S, G, D), and its log-sum-exp (H)."""
-    group, wide = q.shape[0] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    keys, values = (t.transpose(0, 1).to(wide).contiguous() for t in (k, v))
-    scores = torch.bmm(q.to(wide).view(-1, group, q.shape[1]), keys.transpose(1, 2)) * scale
+    group, compute = q.shape[0] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    keys, values = (t.transpose(0, 1).to(compute).contiguous() for t in (k, v))
+    scores = torch.bmm(q.to(compute).view(-1, group, q.shape[1]), keys.transpose(1, 2)) * scale
     y = torch.bmm(scores.softmax(-1), values)
     return y.reshape(q.shape).to(q.dtype), scores.logsumexp(-1).flatten()
 

@@ -1,7 +1,7 @@
 """Forward passes in which no token depends on what it is computed with: `with BatchInvariant(): model(...)`.
 
-A sampler multiplies a few rows at a time and reads keys from a cache, a trainer takes thousands of packed tokens. Where both run
-the model's own modules in this context, their results are equal bit for bit: linear products and attention are those of
+A sampler multiplies a few rows at a time and reads keys from a cache, a trainer takes thousands of packed tokens. Where both
+run the model's own modules in this context, their results are equal bit for bit: linear products and attention are those of
 kernels/invariant.py, and all else in such a model is computed row by row. Gradients are the usual ones.
 
 The context replaces F.linear, products by a matrix, and attention. What it cannot replace raises a ValueError.
@@ -20,7 +20,17 @@ from ..kernels import invariant_attention, invariant_linear
 from .packed_attention import HALVES, WIDEST, Segments
 
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-OTHERS = {torch.bmm, Tensor.bmm, torch.baddbmm, torch.einsum, F.conv1d, F.conv2d, F.conv3d, F.bilinear, F.multi_head_attention_forward}
+OTHERS = {
+    torch.bmm,
+    Tensor.bmm,
+    torch.baddbmm,
+    torch.einsum,
+    F.conv1d,
+    F.conv2d,
+    F.conv3d,
+    F.bilinear,
+    F.multi_head_attention_forward,
+}
 ROWS = "exact: a row's result would depend on the other rows: "
 _context = threading.local()
 
@@ -145,8 +155,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """Backward is that of torch's variable-length flash attention, which takes our result and log-sum-exp; where it cannot, that
-    of SDPA, computed again."""
+    """Backward is that of torch's variable-length flash attention, which takes our result and log-sum-exp; where it cannot,
+    that of SDPA, computed again."""
 
     @staticmethod
     def forward(ctx, q, k, v, bounds, scale, segments, length):

@@ -22,7 +22,9 @@ def why_not_invariant(model: Any) -> str | None:
     name = type(model).__name__
     reader = reader_of(model)
     if reader is None or (why := reader.refusal(1)):
-        return f"{name} is {why if reader is not None else 'none of the families with fused kernels, which docs/models.md lists'}"
+        return (
+            f"{name} is {why if reader is not None else 'none of the families with fused kernels, which docs/models.md lists'}"
+        )
     if adapted := next((key for key, layer in adapted_layers(model) if active_in(layer)), None):
         return f"{adapted}: its low-rank adapter has no batch-invariant kernel; merge it or switch it off"
     shape = reader.shape()
@@ -53,4 +55,6 @@ def _unable(module: Any) -> str | None:
         return f"it is a {kind} of transformers; {PLACE}" if alone else None
     device = next(weight.device for weight in weights if weight is not None)
     # torch sums a row of a GPU by as many threads as few rows leave idle
-    return f"the sums of a {kind} depend on the number of rows; {PLACE}" if can_launch(device) or device.type == "cuda" else None
+    return (
+        f"the sums of a {kind} depend on the number of rows; {PLACE}" if can_launch(device) or device.type == "cuda" else None
+    )

@@ -23,6 +23,7 @@ from ..device import products
 from ..distributed import ALONE
 from ..distributed.watchdog import FOR_GPU
 from ..kernels.dispatch import hasten
+from ..layers.invariant import BatchInvariant
 from ..lora import early
 from ..models.registry import put_back
 from .accumulate import Accumulators
@@ -47,6 +48,7 @@ class DeviceStep:
     single: bool  # a step has one micro-batch
     sharding: Replicated
     fp8: Fp8Weights | None
+    exact: bool = False  # whether forward is batch-invariant
 
     def __post_init__(self) -> None:
         self.device = self.accumulators.layout.device
@@ -162,6 +164,10 @@ class DeviceStep:
         return [*self.sums(), optimizer.state, *optimizer.moments, *optimizer.weights.flat, *masters]
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
+        with BatchInvariant() if self.exact else nullcontext():
+            return self._computed(batch)
+
+    def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale
         if isinstance(self.loss, Objective):  # it may compute gradients in forward, and needs the scale for that
             return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)

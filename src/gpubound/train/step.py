@@ -33,6 +33,7 @@ from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
 from ..lora import early
 from ..lora.adapter import pack_adapters
+from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
 from .accumulate import Accumulators
@@ -90,6 +91,8 @@ class TrainStep(NotCopyable):
                bit for bit the same numbers (backward_update.py). For accumulate=1, clip=None and AdamW on one GPU
     offload_optimizer  moments and masters are in pinned host memory, and pass through the GPU in parts as they are updated:
                bit for bit the same numbers, of "bf16-pure" rounded by other random numbers (offload.py). For AdamW on one GPU
+    exact      forward computes products and attention by batch-invariant kernels, so that the log-probabilities of tokens are
+               those of gpubound.decoder(model, exact=True), bit for bit. Gradients are the usual ones
     ranks      the processes that share each step, from gpubound.distributed.join: each has all weights, which begin as those
                of the first rank, and its own micro-batches; `accumulate` counts these. Gradients are summed before the update.
                A model in DistributedDataParallel is unwrapped, and its ranks are used
@@ -114,6 +117,7 @@ class TrainStep(NotCopyable):
         overlap: bool = False,
         update_in_backward: bool = False,
         offload_optimizer: bool = False,
+        exact: bool = False,
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
@@ -123,6 +127,8 @@ class TrainStep(NotCopyable):
             loss_fn.check_model(model)
             loss_fn.load(model)
         thaw = freeze_image_parts(model) if isinstance(loss_fn, Objective) else None
+        if exact and (why := "fp8 products round by batch" if dtypes.fp8 else why_not_invariant(model)):
+            raise ValueError(f"TrainStep: exact: {why}; leave exact out.")
         sharding = self._sharding = make_sharding(model, ranks)
         self._sharded = sharding if isinstance(sharding, Sharded) else None
         tell_if_alone(sharding.ranks)
@@ -184,7 +190,9 @@ class TrainStep(NotCopyable):
             self._optimizer.hasten()
             self._undo = undo.pop_all()
             finalize(self, self._undo.close).atexit = False  # a step that is dropped releases the model
-        device_step = DeviceStep(model, loss_fn, accumulators, self._optimizer, dtypes, accumulate == 1, sharding, self._fp8)
+        device_step = DeviceStep(
+            model, loss_fn, accumulators, self._optimizer, dtypes, accumulate == 1, sharding, self._fp8, exact
+        )
         self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, loss_fn, model)
         self._counts = MicroBatchCounts(sharding.ranks, accumulate, self._sharded is not None)

@@ -8,6 +8,8 @@ one token. It reads keys from the sequence's first on, in blocks. A block of whi
 maximum stays, and it adds zeros.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -33,11 +35,11 @@ def _dot(a, b, total, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _invariant_linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, N, O, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                              DEPTH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
-    tall, wide, tile = tl.cdiv(N, ROWS), tl.cdiv(O, COLUMNS), tl.program_id(0)
-    band = tile // (GROUP * wide)
-    height = min(tall - band * GROUP, GROUP)
-    row = (band * GROUP + tile % (GROUP * wide) % height) * ROWS + tl.arange(0, ROWS)
-    column = tile % (GROUP * wide) // height * COLUMNS + tl.arange(0, COLUMNS)
+    rows_of_tiles, across, tile = tl.cdiv(N, ROWS), tl.cdiv(O, COLUMNS), tl.program_id(0)
+    band = tile // (GROUP * across)
+    height = min(rows_of_tiles - band * GROUP, GROUP)
+    row = (band * GROUP + tile % (GROUP * across) % height) * ROWS + tl.arange(0, ROWS)
+    column = tile % (GROUP * across) // height * COLUMNS + tl.arange(0, COLUMNS)
     x_at, w_at = x_ptr + row.to(tl.int64)[:, None] * K, w_ptr + column.to(tl.int64)[None] * K
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, DEPTH):
@@ -58,8 +60,9 @@ def _invariant_linear_kernel(x_ptr, w_ptr, bias_ptr, y_ptr, N, O, K: tl.constexp
 @triton.jit(do_not_specialize=["tokens"])
 def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_ptr, first_ptr, bounds_ptr, position_ptr,
                                 blocks_ptr, scale, k_block, k_head, k_token, v_block, v_head, v_token, tokens,
-                                H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-                                PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+                                H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+                                BLOCKS: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+                                WIDE: tl.constexpr):  # fmt: skip
     """Without BLOCKS, sequences follow each other, and program i has the tokens of sequence_ptr[i] from first_ptr[i] on. With
     BLOCKS, a sequence has `tokens` tokens, and its keys are in that many blocks of a cache, which are PAGES or one row."""
     EACH: tl.constexpr = ROWS // GROUP
@@ -81,7 +84,7 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         here = token < count
         q_at = ((begin_token + token).to(tl.int64) * H + head)[:, None] * D + d[None]
         q = tl.load(q_ptr + q_at, mask=here[:, None] & (d < D)[None], other=0.0)
-        place = first + tl.minimum(token, count - 1)
+        position = first + tl.minimum(token, count - 1)
         top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         y = tl.zeros([ROWS, WIDTH], tl.float32)
         for start in range(0, first + count, BLOCK):
@@ -95,14 +98,14 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
             else:
                 row = tl.load(blocks_ptr + sequence).to(tl.int64)
                 k_at, v_at = row * k_block + key.to(tl.int64) * k_token, row * v_block + key.to(tl.int64) * v_token
-            there = key < limit
-            k = tl.load(k_ptr + kv * k_head + k_at[None] + d[:, None], mask=there[None] & (d < D)[:, None], other=0.0)
+            valid = key < limit
+            k = tl.load(k_ptr + kv * k_head + k_at[None] + d[:, None], mask=valid[None] & (d < D)[:, None], other=0.0)
             scores = _dot(q, k, tl.zeros([ROWS, BLOCK], tl.float32), WIDE) * scale
-            scores = tl.where(key[None] <= place[:, None], scores, -float("inf"))
+            scores = tl.where(key[None] <= position[:, None], scores, -float("inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             keep, weights = tl.exp2(top - higher), tl.exp2(scores - higher[:, None])
             total = total * keep + tl.sum(weights, 1)
-            v = tl.load(v_ptr + kv * v_head + v_at[:, None] + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
+            v = tl.load(v_ptr + kv * v_head + v_at[:, None] + d[None], mask=valid[:, None] & (d < D)[None], other=0.0)
             y = _dot(weights.to(v.dtype), v, y * keep[:, None], WIDE)
             top = higher
         y /= total[:, None]
@@ -143,13 +146,13 @@ def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, 
 
 
 def _attend(
-    programs: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, places: tuple[Tensor | None, ...],
-    scale: float, strides: list[tuple[int, ...]], tokens: int,
+    programs: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, indices: tuple[Tensor | None, ...],
+    scale: float, strides: Sequence[tuple[int, ...]], tokens: int,
 ) -> None:  # fmt: skip
-    """places: where the queries and keys of a program are. strides: of k and v, from one block, head and token to the next."""
-    (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if places[-1] is None else places[-1].shape[1]
+    """indices: of a program's queries and keys. strides: of k and v, from one block, head and token to the next."""
+    (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if indices[-1] is None else indices[-1].shape[1]
     _invariant_attention_kernel[(programs, kv_heads)](
-        q, k, v, out, lse, *places, scale * LOG2_E, *strides[0], *strides[1], tokens, heads, width,
+        q, k, v, out, lse, *indices, scale * LOG2_E, *strides[0], *strides[1], tokens, heads, width,
         max(16, power_of_two(width)), heads // kv_heads, blocks, blocks > 1, ROWS, BLOCK, interpreted(), num_warps=4,
         num_stages=2 if q.element_size() == 2 else 1,
     )  # fmt: skip

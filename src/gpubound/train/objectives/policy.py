@@ -201,7 +201,7 @@ class Policy(WordLoss):
         return loss if extra is None else loss + extra * items * factor, items
 
     def _tempered(self, values: Tensor) -> Tensor:
-        return values if self.temperature == 1 else values / self.temperature
+        return values if self.temperature == 1 else values * (1 / self.temperature)  # as a rollout does
 
     def _shares(self, answers: Examples, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's share of the sum of losses (B, T), and the number by which the step divides it."""
