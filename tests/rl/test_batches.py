@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpubound.rl.batches import MOST, RowShape, advantages, micro_batches
+from gpubound.data.answers import MOST
+from gpubound.rl.batches import RowShape, advantages, micro_batches
 from gpubound.rl.prompts import PromptOrder, RLPrompt
 from gpubound.rl.rewards import AnswerGroup
 
@@ -22,7 +23,9 @@ def groups(count: int, samples: int, seq: int, seed: int = 0) -> list[AnswerGrou
         group = AnswerGroup(RLPrompt(None, prompt))
         for _ in range(samples):
             tokens = [draw.randrange(1, 50) for _ in range(draw.randint(1, seq - len(prompt)))]
-            group.answers.append(SimpleNamespace(tokens=tokens, logprobs=[-draw.random() for _ in tokens]))
+            group.answers.append(
+                SimpleNamespace(tokens=tokens, logprobs=[-draw.random() for _ in tokens], learnt=[True] * len(tokens))
+            )
             group.rewards.append(draw.random())
         made.append(group)
     return made

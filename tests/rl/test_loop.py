@@ -10,7 +10,9 @@ import torch
 
 import gpubound as gb
 from gpubound.errors import DataError, RewardError
-from gpubound.rl.rewards import AnswerGroup, Scoring
+from gpubound.rl.episodes import Episode
+from gpubound.rl.prompts import RLPrompt
+from gpubound.rl.rewards import AnswerGroup, Scoring, read_rewards
 
 from .policies import NEW, PROMPTS, WANTED, policy, sevens, train
 
@@ -181,14 +183,9 @@ def test_answers_are_scored_while_others_are_sampled():
         started.append(len(completion_ids))
         return [0.0] * len(completion_ids)
 
-    class Answer:
-        tokens, finish, sample = [1], "stop", 0
-
-    from gpubound.rl.prompts import RLPrompt
-    from gpubound.rl.rewards import read_rewards
-
+    prompt = RLPrompt(None, [1])
     with Scoring(read_rewards(noting)) as scoring:
-        group = AnswerGroup(RLPrompt(None, [1]), [Answer(), Answer()])
+        group = AnswerGroup(prompt, [Episode(prompt, 0, sample, ids=[1], finish="stop") for sample in range(2)])
         scoring.submit(group)
         deadline = time.monotonic() + 5
         while not started and time.monotonic() < deadline:

@@ -35,13 +35,13 @@ def test_unit_tests_run_the_last_block_of_code():
     ids=["computes", "sleeps", "memory", "disk", "exit"],
 )
 def test_code_meets_its_limits(code, words):
-    passed, why = run_code(code, seconds=0.5)
+    passed, why, _ = run_code(code, seconds=0.5)
     assert not passed and words in why
 
 
 def test_code_that_ends_passes_without_the_environment(monkeypatch):
     monkeypatch.setenv("SECRET", "x")
-    assert run_code("import os; assert 'SECRET' not in os.environ") == (True, "")
+    assert run_code("import os; assert 'SECRET' not in os.environ; print(7)") == (True, "", "7")
 
 
 def test_functions_are_named_and_weighted():

@@ -234,7 +234,7 @@ def best_fit(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     Rows are in the order of their first piece in the corpus, and so are the pieces of a row.
     """
     starts, lengths, _ = pieces
-    row_of, rooms = _rows(lengths, seq, max_pieces)
+    row_of, rooms = fit_rows(lengths, seq, max_pieces)
     _, leading = np.unique(row_of, return_index=True)  # the first piece of each row
     rank = np.empty_like(leading)
     rank[np.argsort(leading)] = np.arange(len(leading))
@@ -263,8 +263,8 @@ def best_fit_of_pairs(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     return first + before[first], begins, shift
 
 
-def _rows(lengths: np.ndarray, seq: int, max_pieces: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row of each piece, and the free positions of each row."""
+def fit_rows(lengths: np.ndarray, seq: int, max_pieces: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row of each piece, where it leaves the least room, and the free positions of each row."""
     of_length, row_of, rooms, held = lengths.tolist(), [0] * len(lengths), list[int](), list[int]()
     open_rows: list[list[int]] = [[] for _ in range(seq + 1)]  # by free positions
     open_rooms = 0  # bit r is set if rows with r free positions are open; the lowest bit from `length` up is the best fit

@@ -6,9 +6,8 @@ streamed from disk, and as the reference of tests) and inside a captured CUDA gr
 B rows a batch, T positions a row, M pieces in the fullest row.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,46 +142,3 @@ def token_ids(stored: Tensor) -> Tensor:
     """Return token ids in int64. Ids from 32,768 are negative as int16, so the sign bits are cleared; no id reaches 2³¹."""
     ids = stored.to(torch.int64)
     return ids.bitwise_and_(0xFFFF) if stored.dtype is torch.int16 else ids
-
-
-class AnswerInRow(NamedTuple):
-    """A prompt and its answer, for `answer_rows`."""
-
-    prompt: list[int]
-    answer: list[int]
-    labels: Any  # of the answer's tokens
-    fields: Mapping[str, Any]  # other fields' values: one for each of the answer's tokens, or one for all
-
-
-def answer_rows(
-    rows: Sequence[Sequence[AnswerInRow]], count: int, tokens: int, most: int, names: Iterable[str]
-) -> dict[str, np.ndarray]:
-    """Return the fields of `count` rows of `tokens` positions that hold up to `most` answers each, one after another.
-
-    The rows after those given are padding. names: of the fields in fp32, besides those of all rows
-    """
-    batch: dict[str, np.ndarray] = {
-        name: np.full((count, tokens), fill, kind)
-        for name, fill, kind in (
-            ("input_ids", 0, np.int64), ("labels", IGNORED, np.int64), ("position_ids", 0, np.int64),
-            ("segment_ids", -1, np.int64), *((name, 0, np.float32) for name in names),
-        )
-    }  # fmt: skip
-    bounds = np.full((count, most + 1), tokens, np.int32)  # where each answer of a row begins, then its padding
-    bounds[len(rows) :, 0] = 0
-    for row, answers in enumerate(rows):
-        begin = 0
-        for segment, one in enumerate(answers):
-            first = begin + len(one.prompt) - 1
-            end = first + len(one.answer)  # the last token is only a label
-            batch["input_ids"][row, begin:end] = [*one.prompt, *one.answer][:-1]
-            batch["labels"][row, first:end] = one.labels
-            batch["position_ids"][row, begin:end] = np.arange(end - begin)
-            batch["segment_ids"][row, begin:end] = segment
-            for name, values in one.fields.items():
-                batch[name][row, first:end] = values
-            bounds[row, segment] = begin
-            begin = end
-        bounds[row, len(answers)] = begin
-    bounds += np.arange(count, dtype=np.int32)[:, None] * tokens
-    return batch | {"cu_seqlens": np.append(bounds.flatten(), np.int32(count * tokens))}

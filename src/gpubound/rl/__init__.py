@@ -3,6 +3,7 @@
     gpubound.rl.train(policy, prompts, rewards, **keys) trains as the command `gpubound rl` does        loop.py
     RLRecipe       every option of a run                                                             recipe.py
     ExactMatch, Regex, UnitTests    rewards of verifiable answers                                    rewards.py
+    Episode, PythonTool, RetryTests    answers of several turns, with an environment    episodes.py, environments.py
     run_code       Python code that a model wrote, in a process with limits                          sandbox.py
     rollout_func   sampling for TRL's GRPOTrainer                                                    trl.py
 
@@ -13,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .environments import PythonTool as PythonTool, RetryTests as RetryTests
+    from .episodes import Episode as Episode
     from .loop import train as train
     from .recipe import RLRecipe as RLRecipe
     from .rewards import ExactMatch as ExactMatch, Regex as Regex, UnitTests as UnitTests
@@ -20,9 +23,12 @@ if TYPE_CHECKING:
 
 # Imported when first used: the command reads its options before it imports torch.
 _MODULES = {
+    "Episode": "episodes",
     "ExactMatch": "rewards",
+    "PythonTool": "environments",
     "RLRecipe": "recipe",
     "Regex": "rewards",
+    "RetryTests": "environments",
     "UnitTests": "rewards",
     "run_code": "sandbox",
     "train": "loop",

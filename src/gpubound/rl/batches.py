@@ -2,18 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.packing import PADDING, Pieces, best_fit
-from ..data.rows import AnswerInRow, answer_rows
+from ..data.answers import MOST, AnswerInRow, pack_answers
+from ..data.rows import IGNORED
 from .rewards import AnswerGroup
 
-MOST = 64  # answers in a row
 OF_PACKED = ("position_ids", "segment_ids", "cu_seqlens")  # fields of rows with several answers
 TINY = 1e-4  # added to the standard deviation, as usual
 
@@ -66,30 +64,16 @@ def micro_batches(
     pack  False: one a row, without the fields that keep several apart
     """
     answers = [
-        (group.prompt.ids, answer, score)
+        AnswerInRow(
+            group.prompt.ids, answer.tokens, np.where(answer.learnt, answer.tokens, IGNORED),
+            {"advantages": score, "sampler_logprobs": answer.logprobs},
+        )
         for group, own in zip(groups, scores)
         for answer, score in zip(group.answers, own)
         if answer.tokens
-    ]
-    lengths = np.array([len(prompt) + len(answer.tokens) - 1 for prompt, answer, _ in answers])
-    starts = np.concatenate([[0], np.cumsum(lengths)])[:-1]
-    first, begins, shift = best_fit(Pieces(starts, lengths, np.arange(len(answers))), shape.tokens, MOST if pack else 1)
-    places = [
-        [int(begins[piece] + shift[piece]) for piece in range(*pair) if shift[piece] > PADDING // 2] for pair in pairwise(first)
-    ]
-    held = [[answers[int(np.searchsorted(starts, place))] for place in row] for row in places]
-    packed = [
-        [
-            AnswerInRow(prompt, one.tokens, one.tokens, {"advantages": score, "sampler_logprobs": one.logprobs})
-            for prompt, one, score in row
-        ]
-        for row in held
-    ]
-    batches = []
-    for at in range(0, len(packed), shape.rows):
-        batch = answer_rows(packed[at : at + shape.rows], shape.rows, shape.tokens, MOST, ("advantages", "sampler_logprobs"))
-        batches.append({name: _on(values, device) for name, values in batch.items() if pack or name not in OF_PACKED})
-    return batches
+    ]  # fmt: skip
+    packed, _ = pack_answers(answers, shape.rows, shape.tokens, ("advantages", "sampler_logprobs"), most=MOST if pack else 1)
+    return [{name: _on(values, device) for name, values in batch.items() if pack or name not in OF_PACKED} for batch in packed]
 
 
 def _on(values: np.ndarray, device: torch.device) -> Any:

@@ -4,7 +4,7 @@ import logging
 import time
 from contextlib import closing
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,9 +14,10 @@ from ..formatting import hint
 from ..trace import say
 from ..train.loop import Stop
 from .batches import advantages, micro_batches
+from .prepare import prepare
 from .recipe import RLRecipe
 from .rewards import AnswerGroup, Scoring
-from .run import RLRun, figures_of, prepare
+from .run import RLRun, figures_of
 
 
 def train(
@@ -24,6 +25,7 @@ def train(
     prompts: Any = None,
     rewards: Any = None,
     *,
+    environment: Any = None,
     tokenizer: Any = None,
     eval_prompts: Any = None,
     resume: bool = False,
@@ -35,6 +37,8 @@ def train(
     policy     a Hugging Face folder; or a causal language model, placed or not, with adapters or not
     prompts    a .jsonl file, or a list: texts, messages, token ids, or dicts with one of these as `prompt` and other keys
     rewards    a function, a list of functions, or a dict with their weights (rewards.py)
+    environment
+               what replies to the policy's turns, for answers of several (episodes.py): a function, or the name of one
     tokenizer  of a policy that is a module: a folder, or a fast tokenizer of transformers; None: prompts are token ids
     resume     go on from the newest checkpoint in `out`
     log        also write the records to tensorboard, wandb or trackio
@@ -47,7 +51,7 @@ def train(
     recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
     with explain_disk_full(recipe.out, advice), locked(recipe.out):
-        run = prepare(recipe, module, prompts, eval_prompts, rewards, tokenizer, resume)
+        run = prepare(recipe, module, prompts, eval_prompts, rewards, environment, tokenizer, resume)
         try:
             take_steps(run, log)
         finally:
@@ -59,53 +63,22 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
     """Take the steps of `run` to the end, or until Ctrl-C; save and report either way."""
     recipe, step, objective = run.recipe, run.step, run.objective
     scoring, stop = Scoring(run.rewards, recipe.processes, recipe.timeout), Stop()
-    with run.recording(log) as write, scoring, stop:
+    with run.recording(log) as write, run.episodes, scoring, stop:
         if run.eval_prompts and not run.done:
             write({"step": 0} | run.evaluate(scoring), [])
         while not run.finished and not stop.asked:
-            began, position, complete = time.perf_counter(), run.order.position, True
-            groups, every = list[AnswerGroup](), list[AnswerGroup]()  # that are learnt, that were sampled
-            try:
-                # Sample. The answers to a prompt are scored while others are still being sampled.
-                for attempt in range(recipe.rounds if recipe.dynamic else 1):
-                    new = [AnswerGroup(run.prompts[i]) for i in run.order.take(recipe.prompts_per_step - len(groups))]
-                    asked, seed = [group.prompt for group in new], run.seed_of(attempt)
-                    with closing(run.rollout(asked, recipe.samples, recipe.temperature, seed)) as answers:
-                        for answer in answers:
-                            group = new[answer.prompt]
-                            group.answers.append(answer)
-                            if len(group.answers) == recipe.samples:
-                                group.answers.sort(key=lambda each: each.sample)
-                                group.texts = run.texts(group)
-                                scoring.submit(group)
-                            if stop.asked:
-                                break
-                    sampled = time.perf_counter()
-                    complete = all(len(group.answers) == recipe.samples for group in new)
-                    if not complete:
-                        break
-                    # Score.
-                    scoring.collect()
-                    every += new
-                    groups += [group for group in new if group.has_signal or not recipe.dynamic]
-                    if len(groups) == recipe.prompts_per_step:
-                        break
-            except (RewardError, GenerateError) as error:
-                run.order.position = position
-                run.save(wait=True)
-                raise type(error)(
-                    f"{error} Step {run.done + 1:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
-                    f"cause, and go on with --resume."
-                ) from error
-            if not complete:  # the rollout is repeated from its seed when the run goes on
-                run.order.position = position
+            began = time.perf_counter()
+            sampled = sample(run, scoring, stop)
+            if sampled is None:
                 break
             scored = time.perf_counter()
 
             # Learn: one update a pass. Of answers that are all worth the same nothing is learnt.
             record: dict[str, Any] = {"step": run.done + 1}
+            groups, batches = sampled.groups, list[Any]()
             if any(group.has_signal for group in groups) or ((recipe.kl or recipe.entropy) and groups):
                 batches = micro_batches(groups, advantages(groups, recipe.scaled), run.shape, run.device, recipe.pack)
+            if batches:
                 for batch in batches:
                     batch |= run.reference_of(batch)
                     if recipe.passes > 1:
@@ -131,9 +104,10 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
 
             # Record.
             run.done += 1
-            record |= figures_of(every) | {"seconds": learnt - began}
-            record["sampled_per_s"] = record["tokens"] / (sampled - began)
-            for phase, seconds in (("sample", sampled - began), ("reward", scored - sampled), ("learn", learnt - scored)):
+            record |= figures_of(sampled.every) | {"seconds": learnt - began}
+            record["sampled_per_s"] = record["tokens"] / sampled.seconds
+            waited = scored - began - sampled.seconds
+            for phase, seconds in (("sample", sampled.seconds), ("reward", waited), ("learn", learnt - scored)):
                 record[f"{phase}_share"] = seconds / record["seconds"]
             failed: RewardError | None = None
             if run.eval_prompts and (run.finished or (recipe.eval_every and run.done % recipe.eval_every == 0)):
@@ -141,7 +115,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                     record |= run.evaluate(scoring)
                 except RewardError as error:
                     failed = error
-            write(record, every)
+            write(record, sampled.every)
             if failed is not None:  # the step itself is taken, and kept
                 run.save(wait=True)
                 raise RewardError(
@@ -153,3 +127,51 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
         run.stopped = stop.asked
         run.save(wait=True)
     say(f"{run.folder.resolve().name}: {run.conclude()}")
+
+
+class Sampled(NamedTuple):
+    """The scored answers of a step: `groups`, which are learnt, and all that were sampled for them."""
+
+    groups: list[AnswerGroup]
+    every: list[AnswerGroup]
+    seconds: float  # of sampling
+
+
+def sample(run: RLRun, scoring: Scoring, stop: Stop) -> Sampled | None:
+    """Sample the answers of the next step, and score those to a prompt while others are still being sampled.
+
+    None if Ctrl-C comes before all are there: the rollout is repeated from its seed when the run goes on.
+    """
+    recipe, position = run.recipe, run.order.position
+    groups, every, seconds = list[AnswerGroup](), list[AnswerGroup](), 0.0
+    try:
+        for attempt in range(recipe.rounds if recipe.dynamic else 1):
+            began = time.perf_counter()
+            new = [AnswerGroup(run.prompts[i]) for i in run.order.take(recipe.prompts_per_step - len(groups))]
+            asked, seed = [group.prompt for group in new], run.seed_of(attempt)
+            with closing(run.answers(asked, recipe.samples, recipe.temperature, seed, lambda: stop.asked)) as answers:
+                for answer in answers:
+                    group = new[answer.number]
+                    group.answers.append(answer)
+                    if len(group.answers) == recipe.samples:
+                        group.answers.sort(key=lambda each: each.sample)
+                        scoring.submit(group)
+                    if stop.asked:
+                        break
+            seconds += time.perf_counter() - began
+            if any(len(group.answers) < recipe.samples for group in new):
+                run.order.position = position
+                return None
+            scoring.collect()
+            every += new
+            groups += [group for group in new if group.has_signal or not recipe.dynamic]
+            if len(groups) == recipe.prompts_per_step:
+                break
+    except (RewardError, GenerateError) as error:
+        run.order.position = position
+        run.save(wait=True)
+        raise type(error)(
+            f"{error} Step {run.done + 1:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
+            f"cause, and go on with --resume."
+        ) from error
+    return Sampled(groups, every, seconds)

@@ -15,7 +15,7 @@ TRAINING = (
 """Keys that mean what they mean in a Recipe."""
 LEAST = {
     "steps": 1, "prompts_per_step": 1, "samples": 1, "max_new_tokens": 1, "passes": 1, "rounds": 1, "rollout_rows": 1,
-    "eval_every": 0, "save_every": 0, "micro_batch": 1, "row_tokens": 1, "seq": 2,
+    "turns": 1,    "eval_every": 0, "save_every": 0, "micro_batch": 1, "row_tokens": 1, "seq": 2,
 }  # fmt: skip
 LR, LR_ADAPTERS = 1e-6, 2e-5
 
@@ -36,10 +36,14 @@ class RLRecipe:
     """Held-out prompts, in the same form."""
     rewards: dict[str, Any] = field(default_factory=dict)
     """Reward functions with their weights: exact_match, regex, unit_tests, or file.py:function. Only in a config file."""
+    environment: str | None = None
+    """What replies to the policy, in conversations of several turns: python_tool, retry_tests, or file.py:function."""
+    turns: int = 1
+    """With an environment: the most turns of the policy in a conversation."""
     processes: bool = False
     """Compute rewards in processes instead of threads: functions that compute in Python do not hold the sampling up."""
     timeout: float = 60.0
-    """Seconds that a reward function may take for the answers to one prompt."""
+    """Seconds that a reward function may take for the answers to one prompt, and an environment for a reply."""
     tokenizer: str | None = None
     """A tokenizer.json or a folder with one; without it the model folder's own."""
     chat_template: str | None = None
@@ -53,11 +57,12 @@ class RLRecipe:
     samples: int = 8
     """Answers to each prompt; their rewards are compared with each other."""
     max_new_tokens: int = 128
-    """The most tokens of an answer."""
+    """The most tokens of an answer, in conversations of a turn."""
     temperature: float = 1.0
     """Of the sampling, and of the distribution that is learnt."""
     seq: int | None = None
-    """Tokens of a prompt with its answer; longer prompts are left out. By default as many as the longest prompt needs."""
+    """Tokens of a prompt with its answer, or with all of a conversation; longer prompts are left out. By default as many as the
+    longest prompt needs; with an environment there is no default."""
     rollout_rows: int = 256
     """Answers that are sampled at once; the keys and values of so many stay in memory."""
     dynamic: bool = False
@@ -141,8 +146,8 @@ class RLRecipe:
         from ..train.objectives.policy import Policy
 
         return Policy(
-            self.variant, None, self.ratio_clip, self.ratio_clip_high, self.max_new_tokens, self.kl, self.entropy,
-            self.truncate, self.temperature,
+            self.variant, None, self.ratio_clip, self.ratio_clip_high, self.max_new_tokens * self.turns, self.kl,
+            self.entropy, self.truncate, self.temperature,
         )  # fmt: skip
 
     def training(self, accumulate: int = 1) -> Recipe:

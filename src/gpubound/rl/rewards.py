@@ -1,8 +1,9 @@
 """Rewards: Python functions from answers to numbers, run while other answers are still being sampled.
 
 A reward function is called with keywords, for the answers to one prompt: `completions` (texts), `completion_ids`, `prompts`,
-`finish` ("stop" or "length"), and each other key of the prompt's row, all of them lists of one length. It takes those that it
-names, or all as **kwargs, and returns a number for each answer.
+`finish` ("stop" or "length"), `turns` and `states` of conversations (episodes.py; the others are then of their last turns),
+and each other key of the prompt's row, all of them lists of one length. It takes those that it names, or all as **kwargs, and
+returns a number for each answer.
 """
 
 import importlib.util
@@ -78,7 +79,7 @@ class UnitTests:
         return [float(run_code(f"{code}\n\n{test}\n", self.seconds, self.memory).passed) for code, test in zip(codes, tests)]
 
 
-GIVEN = ("completions", "completion_ids", "prompts", "finish")  # what every function may take
+GIVEN = ("completions", "completion_ids", "prompts", "finish", "turns", "states")  # what every function may take
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 KNOWN: dict[str, type] = {"exact_match": ExactMatch, "regex": Regex, "unit_tests": UnitTests}
 
@@ -148,6 +149,7 @@ class FromFile:
 
     path: str
     name: str
+    what: str = "rewards"
 
     def __post_init__(self) -> None:
         assert self.function is not None  # reads the file
@@ -157,17 +159,17 @@ class FromFile:
         key = str(Path(self.path).resolve()), self.name
         if key not in _LOADED:
             if not Path(self.path).is_file():
-                raise ValueError(f"rewards: {self.path} does not exist; give file.py:function.")
+                raise ValueError(f"{self.what}: {self.path} does not exist; give file.py:function.")
             spec = importlib.util.spec_from_file_location(Path(self.path).stem, key[0])
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
             except Exception as error:
-                raise ValueError(f"rewards: {self.path} raised {type(error).__name__}: {error}.") from error
+                raise ValueError(f"{self.what}: {self.path} raised {type(error).__name__}: {error}.") from error
             function = getattr(module, self.name, None)
             if not callable(function):
-                raise ValueError(f"rewards: {self.path} has no function {self.name!r}.")
+                raise ValueError(f"{self.what}: {self.path} has no function {self.name!r}.")
             _LOADED[key] = function
         return _LOADED[key]
 
@@ -183,8 +185,7 @@ class AnswerGroup:
     """The answers to one prompt, and once they are scored, their rewards: in all, and by function."""
 
     prompt: RLPrompt
-    answers: list[Any] = field(default_factory=list)  # of a rollout
-    texts: list[str] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)  # Conversations
     rewards: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=dict)
 
@@ -221,9 +222,10 @@ class Scoring:
         count, prompt = len(group.answers), group.prompt
         keywords = {name: [value] * count for name, value in prompt.columns.items()}
         keywords |= {"prompts": [prompt.ids if prompt.text is None else prompt.text] * count}
-        keywords |= {"completion_ids": [answer.tokens for answer in group.answers]}
-        keywords |= {"completions": group.texts or keywords["completion_ids"]}
+        keywords |= {"completion_ids": [answer.ids for answer in group.answers]}
+        keywords |= {"completions": [answer.ids if answer.text is None else answer.text for answer in group.answers]}
         keywords |= {"finish": [answer.finish for answer in group.answers]}
+        keywords |= {"turns": [answer.turns for answer in group.answers], "states": [answer.state for answer in group.answers]}
         results = [self._pool.apply_async(_call, (function.call, keywords)) for function in self.functions]
         self._pending.append((group, results))
 
@@ -244,11 +246,12 @@ class Scoring:
             # Those before it are done, so this one runs by now, and has all of the time from here on.
             values = result.get(self.timeout)
         except multiprocessing.TimeoutError as error:
+            ended = ", or its process has ended" if self.processes else ""
             raise RewardError(
-                f"{what}: gave nothing within {self.timeout:g} seconds {where}; give it a larger timeout."
+                f"{what}: gave nothing within {self.timeout:g} seconds {where}{ended}; give it a larger timeout."
             ) from error
         except Exception as error:
-            raise RewardError(f"{what}: raised {type(error).__name__}: {error} {where}.") from error
+            raise RewardError(f"{what}: raised {one_line(error)} {where}.") from error
         if not isinstance(values, list):
             raise RewardError(f"{what}: returned {values} {where}, wanted a list with a number for each of them.")
         if len(values) != len(group.answers):
@@ -259,9 +262,18 @@ class Scoring:
         return values
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's class and text on one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+
+
 def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
     """Return the function's values as a list of floats, or what it returned in words."""
-    values = _accepted(function, keywords)
+    try:
+        values = _accepted(function, keywords)
+    except (SystemExit, KeyboardInterrupt) as error:  # which would end the worker, and its result would never come
+        raise RuntimeError(f"it ended its thread or process by {one_line(error)}") from None
     if hasattr(values, "tolist"):
         values = values.tolist()
     if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):

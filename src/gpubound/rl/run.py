@@ -1,6 +1,5 @@
 """A run: the policy with its step and its decoder, the prompts, the rewards, and what a checkpoint keeps of them."""
 
-import copy
 import dataclasses
 import json
 import logging
@@ -8,7 +7,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,38 +17,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import decode, lora, trace
+from .. import lora, trace
 from ..data import Tokenizer
-from ..data.tokenizer import ends_of_turn
-from ..device import label, resolve
+from ..device import label
 from ..distributed import ALONE
 from ..errors import DataError
 from ..files import reading, write_atomic
-from ..formatting import counted, quantity, shown
+from ..formatting import counted, shown
 from ..models.registry import family_of, put_back
 from ..monitor import LiveLine, RunTape, write_report
 from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
-from ..trace import fallbacks, notice
+from ..trace import fallbacks
 from ..train import export_metadata
-from ..train.adapters import base_of, check_base, load_trained_state, merge as merge_adapters, trained_state
-from ..train.changes import newest_checkpoint
+from ..train.adapters import check_base, load_trained_state, merge as merge_adapters, trained_state
 from ..train.checkpoint import Checkpoint, Checkpoints, joined
 from ..train.checkpoint.checkpoints import WHERE
 from ..train.checkpoint.resume import restore_rng, rng_states
 from ..train.objectives.policy import Policy
-from ..train.prepare import place_model
 from ..train.step import TrainStep
 from ..version import __version__
 from .batches import RowShape
-from .prompts import PromptOrder, RLPrompt, fitting, read_prompts
+from .episodes import Episode, Episodes
+from .prompts import PromptOrder, RLPrompt
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, RewardFunction, Scoring, check_columns, read_rewards
+from .rewards import AnswerGroup, RewardFunction, Scoring
 
 LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
-    "lora", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "dynamic", "rounds", "passes", "variant",
-    "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy", "truncate", "optimizer", "lr", "schedule", "warmup",
-    "final", "weight_decay", "betas", "clip", "precision", "seed",
+    "lora", "environment", "turns", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "dynamic", "rounds",
+    "passes", "variant", "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy", "truncate", "optimizer", "lr",
+    "schedule", "warmup", "final", "weight_decay", "betas", "clip", "precision", "seed",
 )  # fmt: skip
 SHOWN = 4  # answers of a step that are kept to be read
 SAMPLES = "samples.jsonl"
@@ -72,6 +69,7 @@ class RLRun:
     reference: nn.Module | None  # a frozen copy, where kl counts and more than adapters train
     shape: RowShape
     stop_tokens: list[int]
+    episodes: Episodes
     checkpoints: Checkpoints
     tape: RunTape
     base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
@@ -100,22 +98,22 @@ class RLRun:
         rewards = {step: reward for step, reward in self.evaluations.items() if step}
         return max(rewards, key=lambda step: (rewards[step], -step), default=None)
 
-    def rollout(self, prompts: list[RLPrompt], samples: int, temperature: float, seed: int) -> Any:
-        """Return an iterator over the answers to `prompts` as they end, sampled from the weights as they are now."""
-        return self.decoder.rollout(
+    def answers(
+        self, prompts: list[RLPrompt], samples: int, temperature: float, seed: int, stopping: Callable[[], Any] = lambda: None
+    ) -> Generator[Episode, None, None]:
+        """Return an iterator over the answers to `prompts` as they end, sampled from the weights as they are now.
+
+        stopping  returns True where it is not to wait for an environment any more
+        """
+        rollout = self.decoder.rollout(
             [prompt.ids for prompt in prompts], n=samples, max_new_tokens=self.recipe.max_new_tokens, temperature=temperature,
             logprobs=True, seed=seed, stop=self.stop_tokens,
         )  # fmt: skip
+        return self.episodes.play(rollout, prompts, stopping)
 
     def seed_of(self, attempt: int = 0) -> int:
         """Return the seed of the next step's rollout: a resumed run repeats it."""
         return (self.recipe.seed * 1_000_003 + self.done * 64 + attempt) & ((1 << 63) - 1)
-
-    def texts(self, group: AnswerGroup) -> list[str]:
-        """Return the answers as texts, without the tokens that end them; none without a tokenizer."""
-        if self.tokenizer is None:
-            return []
-        return [self.tokenizer.decode(answer.tokens, skip_special=True) for answer in group.answers]
 
     def reference_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the log-probabilities of the reference for a batch, where the step does not compute them itself."""
@@ -126,11 +124,9 @@ class RLRun:
     def evaluate(self, scoring: Scoring) -> dict[str, float]:
         """Return the mean reward of an answer to each held-out prompt, in all and by function."""
         groups = [AnswerGroup(prompt) for prompt in self.eval_prompts]
-        for answer in self.rollout(self.eval_prompts, 1, self.recipe.eval_temperature, seed=0):
-            group = groups[answer.prompt]
-            group.answers.append(answer)
-            group.texts = self.texts(group)
-            scoring.submit(group)
+        for answer in self.answers(self.eval_prompts, 1, self.recipe.eval_temperature, seed=0):
+            groups[answer.number].answers.append(answer)
+            scoring.submit(groups[answer.number])
         scoring.collect()
         reward = sum(group.rewards[0] for group in groups) / len(groups)
         self.evaluations[self.done] = reward
@@ -252,10 +248,9 @@ class RLRun:
         """Add some answers of a step to samples.jsonl; return them as text, for the report."""
         group = next((each for each in groups if each.has_signal), groups[0])
         prompt = group.prompt.ids if group.prompt.text is None else group.prompt.text
-        answers = group.texts or [answer.tokens for answer in group.answers]
         rows = [
-            {"step": step, "prompt": prompt, "answer": answer, "reward": reward, "finish": sampled.finish}
-            for answer, reward, sampled in zip(answers, group.rewards, group.answers)
+            {"step": step, "prompt": prompt, "answer": _shown_answer(answer), "reward": reward, "finish": answer.finish}
+            for answer, reward in zip(group.answers, group.rewards)
         ][:SHOWN]
         with open(self.folder / SAMPLES, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -295,110 +290,20 @@ class RLRun:
         return verdict
 
 
+def _shown_answer(answer: Episode) -> Any:
+    """Return an answer to be read: a text, without a tokenizer token ids; of several turns, all messages."""
+    return answer.turns if len(answer.turns) > 1 else answer.turns[0]["content"]
+
+
 def figures_of(groups: list[AnswerGroup]) -> dict[str, float]:
     """Return the figures of a step's answers."""
     answers = [answer for group in groups for answer in group.answers]
     figures = {"reward": fmean(reward for group in groups for reward in group.rewards)}
     figures |= {f"reward/{name}": fmean(v for group in groups for v in group.parts[name]) for name in groups[0].parts}
-    figures |= {"tokens": (tokens := sum(len(answer.tokens) for answer in answers)), "length": tokens / len(answers)}
+    figures |= {"tokens": (tokens := sum(sum(answer.learnt) for answer in answers)), "length": tokens / len(answers)}
     figures |= {"ended": fmean(answer.finish == "stop" for answer in answers)}
+    figures |= {"turns": fmean(answer.spoken for answer in answers)}
     return figures | {"no_signal": fmean(not group.has_signal for group in groups)}
-
-
-def prepare(
-    recipe: RLRecipe,
-    policy: nn.Module | None,
-    prompts: Any,
-    eval_prompts: Any,
-    rewards: Any,
-    tokenizer: Any,
-    resume: bool,
-) -> RLRun:
-    """Return the run of a recipe: everything is checked and built, and its checkpoint restored."""
-    functions = read_rewards(recipe.rewards if rewards is None else rewards)
-    device, folder = resolve(recipe.device), Path(recipe.out)
-    if policy is None and (recipe.model is None or not Path(recipe.model).is_dir()):
-        raise ValueError(f"rl: model: got {recipe.model!r}, wanted a Hugging Face folder with the policy's weights.")
-    known = _tokenizer(recipe, tokenizer)
-    asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
-    held_out = recipe.eval_prompts if eval_prompts is None else eval_prompts
-    eval_list = [] if held_out is None else read_prompts(held_out, known)
-    check_columns(functions, asked, "prompts")
-    check_columns(functions, eval_list, "eval_prompts")
-    new = recipe.max_new_tokens
-    seq = recipe.seq or max(len(prompt.ids) for prompt in (*asked, *eval_list)) + new
-    asked, eval_list = fitting(asked, seq, new, "prompts"), fitting(eval_list, seq, new, "eval_prompts") if eval_list else []
-    checkpoints = Checkpoints(folder / "checkpoints", recipe.keep)
-    checkpoint = newest_checkpoint(checkpoints, resume)
-    shape = RowShape.of(recipe.prompts_per_step * recipe.samples, seq, recipe.row_tokens, recipe.micro_batch, recipe.pack)
-    training, objective = recipe.training(shape.most), recipe.objective()
-    torch.manual_seed(recipe.seed)
-    if policy is None:
-        assert known is not None
-        model, _ = place_model(training, known, device, ALONE)
-    else:
-        model = policy
-        device = next(model.parameters()).device
-    copied = recipe.kl and any(p.requires_grad for p in model.parameters()) and not _only_adapters(model)
-    reference = copy.deepcopy(model).eval().requires_grad_(False) if copied else None
-    step = training.make_step(model.train(), objective, device)
-    if reference is not None:
-        reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
-    rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
-    decoder = decode.decoder(model, max_batch=rows, max_length=seq, verify="quick")
-    run = RLRun(
-        recipe, model, known, device, asked, eval_list, functions, objective, step, decoder, reference, shape,
-        _ends(recipe, decoder, known), checkpoints, RunTape.create(folder),
-        base_of(recipe.model) if recipe.adapters and recipe.model else {},
-    )  # fmt: skip
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    notice(
-        f"rl: {quantity(trained)} parameters train on {len(asked):,} prompts: {recipe.prompts_per_step} a step, "
-        f"{recipe.samples} answers each, learnt in rows of {shape.tokens:,} tokens, {shape.rows} at once."
-    )
-    if checkpoint is not None:
-        run.restore(checkpoint)
-    return run
-
-
-def _only_adapters(model: nn.Module) -> bool:
-    adapters = {id(p) for p in lora.parameters(model)}
-    return bool(adapters) and all(id(p) in adapters for p in model.parameters() if p.requires_grad)
-
-
-def _tokenizer(recipe: RLRecipe, tokenizer: Any) -> Tokenizer | None:
-    """Return the run's tokenizer: the one that is given, the recipe's, or that of the model's folder."""
-    if isinstance(tokenizer, str | Path):
-        known = Tokenizer.load(tokenizer)
-    elif isinstance(tokenizer, Tokenizer):
-        known = tokenizer
-    elif tokenizer is not None:
-        inner = getattr(tokenizer, "backend_tokenizer", None)
-        if inner is None:
-            raise ValueError(
-                f"rl: tokenizer: got a {type(tokenizer).__name__}, wanted a folder, or a fast tokenizer of transformers."
-            )
-        known = Tokenizer(inner, tokenizer.eos_token, tokenizer.chat_template, bos_token=tokenizer.bos_token)
-    elif recipe.tokenizer is not None or recipe.model is not None:
-        known = Tokenizer.load(recipe.tokenizer or recipe.model or "")
-    else:
-        return None
-    return known if recipe.chat_template is None else known.with_template(recipe.chat_template)
-
-
-def _ends(recipe: RLRecipe, decoder: Any, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the tokens that end an answer."""
-    ends = set(decoder.ends)
-    if tokenizer is not None:
-        ends |= {*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of_turn(tokenizer)}
-    for text in recipe.stop:
-        token = None if tokenizer is None else tokenizer.inner.token_to_id(text)
-        if token is None and text.isdecimal():
-            token = int(text)
-        if token is None:
-            raise ValueError(f"rl: stop: {text!r} is no single token of the tokenizer; give one that is, or its number.")
-        ends.add(token)
-    return sorted(ends)
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

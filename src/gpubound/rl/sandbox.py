@@ -11,7 +11,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 FILE_BYTES = 1 << 20  # that the code may write to a file
 SHOWN = 2000  # characters of the output that are kept
@@ -29,7 +29,8 @@ exec(compile(open(path).read(), path, "exec"), {"__name__": "__main__"})
 
 class SandboxResult(NamedTuple):
     passed: bool  # the code ended by itself, without an error
-    why: str  # "", or the end of its output, or the limit that it met
+    why: str  # "", or the end of its errors, or the limit that it met
+    output: str = ""  # the end of what it printed
 
 
 def run_code(code: str, seconds: float = 5.0, memory: int = 512 << 20) -> SandboxResult:
@@ -38,20 +39,27 @@ def run_code(code: str, seconds: float = 5.0, memory: int = 512 << 20) -> Sandbo
         path = Path(folder, "answer.py")
         path.write_text(code, encoding="utf-8", errors="replace")
         limits = [str(max(1, int(seconds + 1))), str(memory), str(FILE_BYTES)]
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", CHILD, *limits, str(path)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=folder, start_new_session=True,
-            env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        try:
-            _, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return SandboxResult(False, f"it took more than {seconds:g} seconds")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
-    text = errors.decode(errors="replace")[-SHOWN:].strip()
-    return SandboxResult(process.returncode == 0, "" if process.returncode == 0 else text or f"exit code {process.returncode}")
+        # Into files, whose size is limited: a pipe would take as much memory as the code prints.
+        with open(Path(folder, "output"), "w+b") as output, open(Path(folder, "errors"), "w+b") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-c", CHILD, *limits, str(path)],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=folder, start_new_session=True,
+                env={"PATH": os.defpath, "HOME": folder, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            try:
+                process.wait(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                why = f"it took more than {seconds:g} seconds"
+            else:
+                why = "" if process.returncode == 0 else _end(errors) or f"exit code {process.returncode}"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            return SandboxResult(not why, why, _end(output))
+
+
+def _end(file: BinaryIO) -> str:
+    """Return the last SHOWN characters of a file."""
+    file.seek(max(0, os.fstat(file.fileno()).st_size - 4 * SHOWN))
+    return file.read().decode(errors="replace")[-SHOWN:].strip()

@@ -2,16 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.rows import IGNORED, AnswerInRow, answer_rows
+from ..data.answers import AnswerInRow, AnswerPlace, pack_answers
+from ..data.rows import IGNORED
 from ..formatting import hint, shown
 
-MOST = 64  # examples in a row
 LARGEST = float(np.finfo(np.float32).max)
 LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs")
 FIELDS = {"logprobs": "sampler_logprobs", "old_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}
@@ -32,9 +32,9 @@ class Example:
     learnt: list[bool]
     logprobs: dict[str, list[float]]
 
-    def __len__(self) -> int:
-        """Return the number of positions: the last token is only a label."""
-        return len(self.prompt) + len(self.answer) - 1
+    def in_row(self) -> AnswerInRow:
+        labels = np.where(self.learnt, self.answer, IGNORED)
+        return AnswerInRow(self.prompt, self.answer, labels, {"advantages": self.advantages, **self.logprobs})
 
 
 def read_examples(examples: Any, encode: Any, longest: int, vocab: int) -> list[Example]:
@@ -75,49 +75,10 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
     return Example(prompt, answer, each("advantage", one.get("advantage", 1.0)), learnt, logprobs)
 
 
-class AnswerPlace(NamedTuple):
-    """The positions of an example's answer: batch, row in it, first position, and the one after the last."""
-
-    batch: int
-    row: int
-    begin: int
-    end: int
-
-
 def pack(
     examples: Sequence[Example], tokens: int, rows: int, device: torch.device
 ) -> tuple[list[dict[str, Tensor]], list[AnswerPlace]]:
-    """Return batches for the objective `policy`, and the place of each example in them.
-
-    Each batch has `rows` rows of `tokens` positions, the last one only as many as it needs, a power of two: a step is captured
-    for few shapes.
-    """
-    packed: list[list[int]] = []  # numbers of the examples in each row, the longest first
-    free: list[int] = []
-    for number in sorted(range(len(examples)), key=lambda number: -len(examples[number])):
-        fits = (row for row, room in enumerate(free) if room >= len(examples[number]) and len(packed[row]) < MOST)
-        if (row := next(fits, None)) is None:
-            row = len(packed)
-            packed.append([])
-            free.append(tokens)
-        packed[row].append(number)
-        free[row] -= len(examples[number])
-    slots: dict[int, AnswerPlace] = {}
+    """Return batches for the objective `policy`, and the place of each example in them."""
     names = ("advantages", *sorted({name for example in examples for name in example.logprobs}))
-    batches: list[dict[str, Tensor]] = []
-    for at in range(0, len(packed), rows):
-        part = packed[at : at + rows]
-        for row, numbers in enumerate(part):
-            end = 0
-            for number in numbers:
-                end += len(examples[number])
-                slots[number] = AnswerPlace(len(batches), row, end - len(examples[number].answer), end)
-        filled = [[_in_row(examples[number]) for number in numbers] for numbers in part]
-        batch = answer_rows(filled, 1 << (len(part) - 1).bit_length(), tokens, MOST, names)
-        batches.append({name: torch.from_numpy(values).to(device) for name, values in batch.items()})
-    return batches, [slots[number] for number in range(len(examples))]
-
-
-def _in_row(one: Example) -> AnswerInRow:
-    labels = np.where(one.learnt, one.answer, IGNORED)
-    return AnswerInRow(one.prompt, one.answer, labels, {"advantages": one.advantages, **one.logprobs})
+    batches, places = pack_answers([example.in_row() for example in examples], rows, tokens, names, few=True)
+    return [{name: torch.from_numpy(values).to(device) for name, values in batch.items()} for batch in batches], places

@@ -1,0 +1,201 @@
+"""Answers of one turn, or of several with what an environment replies between them.
+
+An environment is a function that gets an Episode when a turn of the policy has ended, and returns what it says next: a
+text, messages ({"role": ..., "content": ...}), token ids, or None to end the conversation. It runs in a thread, while other
+conversations are sampled. The policy reads its tokens; they are not learnt.
+"""
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
+from queue import Empty, SimpleQueue
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GpuboundError, RewardError
+from ..formatting import shown
+from .prompts import RLPrompt
+from .rewards import WORKERS, one_line
+
+if TYPE_CHECKING:
+    from ..data import Tokenizer  # with torch, which a process that computes rewards does not import
+
+POLL = 0.1  # seconds between two looks at Ctrl-C
+WANTED = "a text, messages such as [{'role': 'tool', 'content': ...}], token ids, or None"
+
+
+@dataclass(eq=False)
+class Episode:
+    """An answer to a prompt, of one turn or of several.
+
+    turns   the policy's, {"role": "assistant", "content": ...}, and the environment's messages between; a content is a text,
+            without a tokenizer token ids
+    text, ids, finish
+            of the policy's last turn. finish is "stop" or "length"
+    state   a dict that is the environment's own, which rewards may read
+    """
+
+    prompt: RLPrompt
+    number: int  # of the prompt, among those asked
+    sample: int  # its number among those of the prompt
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    text: str | None = None
+    ids: list[int] = field(default_factory=list)
+    finish: str = ""
+    state: dict[str, Any] = field(default_factory=dict)
+    spoken: int = 0  # turns of the policy
+    # Of all turns, the environment's included:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    learnt: list[bool] = field(default_factory=list)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The keys of the prompt's row besides the prompt."""
+        return self.prompt.columns
+
+    def speak(self, sequence: Any, text: str | None) -> None:
+        """Add a turn of the policy: a sequence of a rollout."""
+        self.ids, self.text, self.finish, self.spoken = sequence.tokens, text, sequence.finish, self.spoken + 1
+        self.turns.append({"role": "assistant", "content": sequence.tokens if text is None else text})
+        self._add(sequence.tokens, sequence.logprobs, True)
+
+    def hear(self, messages: list[dict[str, Any]], ids: list[int]) -> None:
+        """Add what the environment said."""
+        self.turns += messages
+        self._add(ids, [0.0] * len(ids), False)
+
+    def _add(self, ids: list[int], logprobs: list[float], learnt: bool) -> None:
+        self.tokens, self.logprobs = [*self.tokens, *ids], [*self.logprobs, *logprobs]
+        self.learnt += [learnt] * len(ids)
+
+
+class Episodes:
+    """The policy, and the environment where there is one: inside `with`, `play` yields the conversations of a rollout.
+
+    turns    the most turns of the policy in a conversation
+    new      the most tokens of a turn
+    seq      the most tokens of a prompt with its conversation
+    timeout  seconds that a reply may take
+    """
+
+    def __init__(
+        self,
+        tokenizer: "Tokenizer | None",
+        environment: Callable[[Episode], Any] | None = None,
+        turns: int = 1,
+        new: int = 1,
+        seq: int = 2,
+        timeout: float = 60.0,
+    ):
+        self.tokenizer, self.environment, self.turns, self.new, self.seq = tokenizer, environment, turns, new, seq
+        self.timeout = timeout
+        self._pool: Any = None
+
+    def __enter__(self) -> "Episodes":
+        if self.environment is not None:
+            self._pool = ThreadPool(WORKERS)  # of daemons: one that hangs ends with the process
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    def play(self, rollout: Any, asked: Sequence[RLPrompt], stopping: Callable[[], Any]) -> Generator[Episode, None, None]:
+        """Yield the conversations as they end, those of `asked[n]` being those of the rollout's prompt n."""
+        running: dict[tuple[int, int], Episode] = {}
+        replies: SimpleQueue[tuple[Any, Episode, Any]] = SimpleQueue()
+        ended: list[Episode] = []
+        seen = pending = 0
+        vocabulary = rollout.decoder.body.vocab
+
+        def listen() -> None:
+            """Go on with the conversations that got a reply. Wait for one where the rollout would end without."""
+            nonlocal pending
+            began = time.perf_counter()
+            while pending:
+                waits = seen == rollout.total
+                try:
+                    sequence, episode, reply = replies.get(timeout=POLL) if waits else replies.get_nowait()
+                except Empty:
+                    if not waits or stopping():
+                        return
+                    if time.perf_counter() - began > self.timeout:
+                        raise RewardError(
+                            f"environment: gave nothing within {self.timeout:g} seconds; give it a larger timeout."
+                        ) from None
+                    continue
+                pending -= 1
+                if isinstance(reply, BaseException):
+                    if isinstance(reply, GpuboundError):
+                        raise reply
+                    where = shown(episode.prompt.text or episode.prompt.ids)
+                    raise RewardError(f"environment: raised {one_line(reply)} in the conversation after {where}.") from reply
+                messages, ids = reply
+                room = self.seq - len(episode.prompt.ids) - len(episode.tokens) - len(ids)
+                if not ids or room < 1:
+                    ended.append(episode)
+                    continue
+                if wrong := next((token for token in ids if not 0 <= token < vocabulary), None):
+                    raise RewardError(f"environment: returned the token {wrong}, wanted 0 to {vocabulary - 1}.")
+                episode.hear(messages, ids)
+                rollout.extend(sequence, ids, min(self.new, room))
+
+        rollout.each_launch = listen
+        try:
+            for sequence in rollout:
+                key = sequence.prompt, sequence.sample
+                episode = running.setdefault(key, Episode(asked[sequence.prompt], *key))
+                tokenizer = self.tokenizer
+                episode.speak(sequence, None if tokenizer is None else tokenizer.decode(sequence.tokens, skip_special=True))
+                seen += 1
+                if self._pool is not None and episode.spoken < self.turns:
+                    pending += 1
+                    self._pool.apply_async(self._ask, (sequence, episode, replies.put))
+                else:
+                    ended.append(episode)
+                listen()
+                while ended:
+                    yield ended.pop(0)
+        finally:
+            rollout.close()
+
+    def _ask(self, sequence: Any, episode: Episode, put: Callable[[Any], None]) -> None:
+        """Put (sequence, episode, the environment's messages and their tokens, or what it raised)."""
+        assert self.environment is not None
+        try:
+            reply = self.environment(episode)
+            put((sequence, episode, ([], []) if reply is None else self._written(episode, reply)))
+        except BaseException as error:  # SystemExit, too, which would end the thread in silence
+            put((sequence, episode, error))
+
+    def _written(self, episode: Episode, reply: Any) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return a reply as messages, and the tokens that follow the conversation's, up to the policy's next turn."""
+        tokenizer, text = self.tokenizer, episode.prompt.text
+        if isinstance(reply, Mapping):
+            reply = [reply]
+        if isinstance(reply, Sequence) and reply and all(type(token) is int for token in reply):
+            return [{"role": "environment", "content": list(reply)}], list(reply)
+        messages = [{"role": "user", "content": reply}] if isinstance(reply, str) and reply else reply
+        if not messages or not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+            raise RewardError(f"environment: returned {shown(reply)}, wanted {WANTED}.")
+        if tokenizer is None:
+            raise RewardError(
+                f"environment: returned {shown(reply)}, and there is no tokenizer; pass one, or return token ids."
+            )
+        if text is None or isinstance(text, str):
+            if not isinstance(reply, str):
+                raise RewardError(
+                    f"environment: returned {shown(reply)} to a prompt that is no chat, wanted a text or token ids."
+                )
+            return list(messages), tokenizer.inner.encode(reply, add_special_tokens=False).ids
+        mark = token_hex(16)
+        chat = [*text, {"role": "assistant", "content": mark}, *map(dict, messages)]
+        _, found, after = tokenizer.render(chat, prompt=True).rpartition(mark)
+        if not found:
+            raise RewardError("environment: the chat template does not write the assistant's turns as they are; use another.")
+        ids = tokenizer.inner.encode(after, add_special_tokens=False).ids
+        if episode.finish == "stop" and ids[:1] == episode.tokens[-1:]:  # the policy itself ended its turn
+            del ids[0]
+        return list(map(dict, messages)), ids
