@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import gpubound as gb
-from gpubound.data.rows import AnswerInRow, answer_rows
+from gpubound.data.answers import AnswerInRow, answer_rows
 from gpubound.models.language_model import logits_of
 from gpubound.train.objectives.policy import Policy
 
@@ -47,14 +47,14 @@ def rows_of(sequences, device, count: int = 2, tokens: int = 160) -> dict[str, t
         if sum(len(each.prompt) + len(each.answer) for each in (*rows[-1], answer)) > tokens:
             rows.append([])
         rows[-1].append(answer)
-    batch = answer_rows(rows, count, tokens, 32, ("advantages", "sampler_logprobs"))
+    batch = answer_rows(rows, count, tokens, ("advantages", "sampler_logprobs"))
     return {name: torch.from_numpy(values).to(device) for name, values in batch.items()}
 
 
 def largest_gap(model, batch, **options) -> float:
     """The largest difference between the sampler's log-probabilities and those of a training step."""
     loss = Policy(**options)
-    step = gb.TrainStep(model, loss, "adamw", precision="bf16-pure" if halves(model) else "fp32", exact=True)
+    step = gb.TrainStep(model, loss, "adamw", precision="bf16" if halves(model) else "fp32", exact=True)
     step(batch)
     step.close()
     return loss.take_figures()["largest_gap"]
@@ -153,3 +153,15 @@ def test_what_has_no_batch_invariant_kernel_is_refused():
                 call()
             assert "exact" in str(error.value)
         assert torch.equal(a[..., :1] @ b[:, :1], a[..., :1] * b[:, :1])
+
+
+@pytest.mark.parametrize("kind", ["own", "Qwen3"])
+def test_low_rank_adapters(kind, device):
+    model = model_of(kind, torch.bfloat16, device)
+    gb.lora.add(model, rank=4, targets=["q_proj", "v_proj", "down_proj"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    sequences = gb.decoder(model, 3, ROOM, exact=True, verify=False).rollout(PROMPTS, max_new_tokens=LENGTHS, stop=()).sequences
+    assert largest_gap(model, rows_of(sequences, device)) == 0

@@ -70,6 +70,8 @@ class BatchInvariant(TorchFunctionMode):
             return _product(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(*args, **kwargs)
+        if func is F.dropout and _drops(*args, **kwargs):
+            raise ValueError(f"{ROWS}the model drops numbers at random; set its dropout to 0, or leave exact out.")
         if func in OTHERS:
             raise ValueError(f"{ROWS}the model calls {func.__name__}, which has no batch-invariant kernel; leave exact out.")
         return func(*args, **kwargs)
@@ -134,6 +136,10 @@ def _product(func: Any, a: Tensor, b: Tensor) -> Tensor:
     if a.dim() > 1 and b.dim() > 1 and a.shape[-1] == 1:
         return a * b
     raise ValueError(f"{ROWS}the model multiplies {tuple(a.shape)} by {tuple(b.shape)} ({func.__name__}); leave exact out.")
+
+
+def _drops(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p > 0
 
 
 class _Linear(torch.autograd.Function):

@@ -33,6 +33,7 @@ from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import lora_product
 from ..kernels.lora_arguments import Drop, OwnRanks
 from ..kernels.tensor_state import ATTRIBUTE, made_record, record_of
+from .invariant import current
 
 LEAST_BYTES: float = 8 << 20  # of a result that is recomputed
 KEEP_ALL = float("inf")
@@ -153,6 +154,8 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
         check_dtypes(x, *weights, *joined.biases)
     if format is not DENSE:
         format = format.select(x, weights)
+    if any(joined.adapters) and current() is not None:
+        return _with_plain_terms(x, joined)
     groups = group_adapters(joined) if any(joined.adapters) else ()
     if torch.is_grad_enabled():
         theirs: list[Tensor] = []
@@ -165,6 +168,15 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     for group in groups:
         group.forward(x, y[..., group.start : group.stop])
     return y
+
+
+def _with_plain_terms(x: Tensor, joined: Joined) -> Tensor:
+    """Compute the product of `joined`, its adapters by products of their own, which a BatchInvariant context replaces."""
+    y, terms = multiply(x, joined._replace(adapters=())), []
+    for weight, adapters in zip(joined.weights, joined.adapters):
+        nothing = y.new_zeros(()).expand(*y.shape[:-1], weight.shape[0])
+        terms.append(sum((adapter.plain(x) for adapter in adapters), nothing))
+    return y + torch.cat(terms, -1)
 
 
 def check_dtypes(x: Tensor, *parameters: Tensor | None) -> None:

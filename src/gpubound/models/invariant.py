@@ -7,7 +7,6 @@ from torch import nn
 from ..kernels.dispatch import can_launch
 from ..layers import Attention, RMSNorm
 from ..layers.linear_product import format_of, is_sharded
-from ..lora.layers import active_in, adapted_layers
 from .decoding import AttentionWeights, DenseWeights
 from .registry import reader_of
 
@@ -17,7 +16,7 @@ PLACE = "place it first (gb.place)"
 def why_not_invariant(model: Any) -> str | None:
     """Return why a model's results would depend on what is computed with them even in a BatchInvariant context; None if not.
 
-    It is a dense model of the Llama kind, gb.Decoder or placed, without a window, caps or adapters that are on.
+    It is a dense model of the Llama kind, gb.Decoder or placed, without a window or caps.
     """
     name = type(model).__name__
     reader = reader_of(model)
@@ -25,8 +24,6 @@ def why_not_invariant(model: Any) -> str | None:
         return (
             f"{name} is {why if reader is not None else 'none of the families with fused kernels, which docs/models.md lists'}"
         )
-    if adapted := next((key for key, layer in adapted_layers(model) if active_in(layer)), None):
-        return f"{adapted}: its low-rank adapter has no batch-invariant kernel; merge it or switch it off"
     shape = reader.shape()
     if shape.logit_cap or shape.logit_scale != 1:
         return f"{name} caps or scales its logits"
