@@ -189,13 +189,17 @@ class Cache:
 
 
 def words(t: Tensor, other: Tensor) -> Tensor:
-    """View keys or values (..., D) as complex128, if both can be: an indexed copy moves an element a thread. Scales stay."""
-    size = torch.complex128.itemsize
+    """View keys or values (..., D) as wide integers, if both can be: an indexed copy moves an element a thread. Scales stay.
+
+    As integers, because torch's deterministic index_put_ adds what it writes to a zero: a NaN's bits would change, and among
+    int8 codes any bits occur.
+    """
+    size = torch.int64.itemsize
     fits = t.dim() == 4 and all(
         not any(step * one.itemsize % size for step in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
         for one in (t, other)
     )
-    return t.view(torch.complex128) if fits else t
+    return t.view(torch.int64) if fits else t
 
 
 class PagePool:
