@@ -115,16 +115,21 @@ def hangs(completion_ids, **_):
     time.sleep(3)
 
 
+def exits(completion_ids, **_):
+    raise SystemExit(3)
+
+
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
         (raises, "KeyError"),
+        (exits, "SystemExit: 3"),
         (hangs, "0.2 seconds"),
         (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"),
         (lambda completion_ids: [1.0], "1 numbers"),
         (lambda completion_ids: "good", "good"),
     ],
-    ids=["raises", "hangs", "nan", "count", "text"],
+    ids=["raises", "exits", "hangs", "nan", "count", "text"],
 )
 def test_a_reward_that_fails_is_named_and_the_steps_before_are_saved(reward, words, tmp_path):
     with pytest.raises(RewardError, match=words) as error:

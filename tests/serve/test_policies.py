@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import gpubound as gb
 from gpubound.errors import DataError
@@ -233,6 +234,23 @@ def test_a_call_that_fails_leaves_nothing_in_the_next(monkeypatch):
     assert_equal(weights(some, "first"), weights(other, "first"))
 
 
+def test_a_state_without_a_moment_is_refused_whole(pair, tmp_path):
+    train(pair, ["first"], 1)
+    pair.save_state("first", tmp_path / "first")
+    file = tmp_path / "first" / "optimizer.safetensors"
+    state = load_file(file)
+    gone = next(name for name in state if name.startswith("v."))
+    save_file({name: tensor for name, tensor in state.items() if name != gone}, file)
+    train(pair, ["first", "second"], 1)
+    before = [weights(pair, name) for name in ("first", "second")]
+    for name in ("first", "third"):
+        assert "v.model" in refusal(ValueError, lambda name=name: pair.load_state(name, tmp_path / "first"))
+    for name, kept in zip(("first", "second"), before):
+        assert_equal(weights(pair, name), kept)
+    assert set(pair.status()) == {"first", "second"}
+    train(pair, ["first", "second"], 1)
+
+
 def test_a_state_of_another_precision_is_refused_whole(pair, tmp_path):
     pair.save_state("first", tmp_path / "first")
     other = policies(precision="bf16")
@@ -283,6 +301,7 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
         (lambda found: found.load_state([], "folder"), "name"),
         (lambda found: found.sample(5, [[1]]), "name"),
         (lambda found: found.sample("first", [[1]], n=10**9), "1,048,576"),
+        (lambda found: found.sample("first", [[1]], adapters=["first"]), "adapters"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 10**400}]), "advantage"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 1e39}]), "advantage"),
         (lambda found: found.forward_backward("first", FIRST, "grpo", kl=10**400), "kl"),

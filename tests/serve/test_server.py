@@ -180,6 +180,12 @@ def test_a_token_is_asked_for(echo, tmp_path):
         assert "token" in refusal(ValueError, Client(server.address, token="other").status)
 
 
+@pytest.mark.parametrize("token", ["süßes", "two\nlines"])
+def test_a_token_that_no_header_can_have_is_refused_on_both_sides(token, echo):
+    assert "ASCII" in refusal(ValueError, lambda: Server(echo, port=0, token=token))
+    assert "ASCII" in refusal(ValueError, lambda: Client(token=token))
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
 def test_an_address_that_others_reach_needs_a_token(host, echo):
     assert host in refusal(ValueError, lambda: Server(echo, host=host, port=0))
@@ -196,6 +202,7 @@ def test_a_client_writes_in_the_folder_of_the_service_alone(name, echo, tmp_path
     with serving(echo, tmp_path) as server:
         client = Client(server.address)
         assert repr(name) in refusal(ValueError, lambda: client.save_state("a", name))
+        assert "bytes" in refusal(ValueError, lambda: client.save_state("a", "é" * 101))
         assert client.save_state("a", "one") == {"folder": str(tmp_path / "policies" / "one")}
 
 

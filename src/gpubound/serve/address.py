@@ -4,9 +4,13 @@ from ipaddress import ip_address
 
 
 def check_address(host: str, port: int, token: str | None) -> None:
-    """Raise ValueError for a port that there is not, and for an address that other machines may reach, without a token."""
+    """Raise ValueError for a port or a token that cannot be, and for an address that other machines reach, without a token."""
     if type(port) is not int or not 0 <= port < 1 << 16:
         raise ValueError(f"serve: port: got {port!r}, wanted 0 (any that is free) to 65535.")
+    if token and not (token.isascii() and token.isprintable()):
+        raise ValueError(
+            "serve: token: got characters that a header of HTTP cannot have, wanted printable ASCII; make another."
+        )
     if not token and not is_loopback(host):
         raise ValueError(
             f"serve: host: got {host}, which other machines may reach, and no token; name a file with one by --token-file, or "

@@ -24,6 +24,8 @@ class Client:
 
     def __init__(self, url: str = f"http://127.0.0.1:{PORT}", token: str | None = None, timeout: float | None = None):
         self.url, self.token, self.timeout = url.rstrip("/"), token or os.environ.get(TOKEN), timeout
+        if self.token and not (self.token.isascii() and self.token.isprintable()):
+            raise ValueError("client: token: got characters that a header of HTTP cannot have, wanted printable ASCII.")
 
     def create(self, name: str, **options: Any) -> dict[str, Any]:
         """Create a policy: rank, alpha, targets, lr, betas, weight_decay, clip, seed."""

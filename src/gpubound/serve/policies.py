@@ -29,6 +29,7 @@ from .objective import LOSS, RequestedLoss, loss_named
 from .saved import FACTS, FILES, OPTIMIZER, optimizer_options, rate, read_saved, with_name, without_name
 
 TOKENS = 8192  # of a micro-batch
+SETTINGS = ("top_k", "top_p", "min_p", "repetition_penalty")  # of `sample`, besides those that it names
 ALL = object()  # the decoder of all policies, whose rows have each their own
 
 
@@ -184,7 +185,7 @@ class Policies:
         logprobs, finish, seed, and text where there is a tokenizer.
 
         name  a policy, None for the base alone, or one of these for each prompt: rows of one batch
-        The other arguments are those of `FastDecoder.rollout`.
+        The other arguments are those of `FastDecoder.rollout`; settings: top_k, top_p, min_p, repetition_penalty.
         """
         arguments = n, max_new_tokens, temperature, logprobs, seed, self.ends if stop is None else stop
         runs = self._rollouts(name, self._prompts(prompts, "sample"), *arguments, **settings)
@@ -251,6 +252,8 @@ class Policies:
         """Yield rollouts, each with the numbers of its prompts: a single one where rows choose their policy."""
         if not (name is None or isinstance(name, str | list | tuple)):
             raise ValueError(f"sample: name: got {name!r}, wanted a policy, None, or a list with one of these for each prompt.")
+        if unknown := [key for key in settings if key not in SETTINGS]:
+            raise ValueError(f"sample: {unknown[0]!r} is unknown; {hint(unknown[0], SETTINGS, 'the other settings are')}")
         names = list(name) if isinstance(name, list | tuple) else [name] * len(ids)
         for each in names:
             if each is not None:
@@ -298,18 +301,28 @@ class Policies:
         folder = Path(folder)
         optimizer, updates, state = read_saved(folder)
         check_precision(spelled(self._settings["precision"]), state)
+        state = {with_name(name, key): tensor for key, tensor in state.items()}
         known = self._policies.get(name)
         if known is None:
             with self._remaking("load_state"):
                 lora.load(self.model, folder, name)
             known = self._make(name, optimizer)
+            try:
+                known.step.check_state_dict(state)
+            except ValueError:
+                known.step.close()
+                del self._policies[name]
+                with self._remaking("load_state"):
+                    lora.remove(self.model, name)
+                raise
         elif {**known.options, "lr": 0} != {**optimizer, "lr": 0}:
             raise ValueError(
                 f"load_state: {folder} has other options of the optimizer than {name!r}; load it under another name."
             )
         else:
+            known.step.check_state_dict(state)
             lora.load(self.model, folder, name)
-        known.step.load_state_dict({with_name(name, key): tensor for key, tensor in state.items()})
+        known.step.load_state_dict(state)
         known.step.lr = known.options["lr"] = optimizer["lr"]
         known.pending, known.updates, known.saved = 0, updates, updates
         return self.status()[name]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import GpuboundError
-from ..formatting import counted, hint, readable
+from ..formatting import counted, hint, readable, shown
 from ..trace import say
 from ..train.loop import Stop
 from .address import check_address
@@ -30,6 +30,7 @@ from .policies import Policies
 CALLS = ("create", "forward_backward", "optim_step", "sample", "save_state", "load_state", "status")
 FOLDERS = ("save_state", "load_state")
 MOST_BYTES = 64 << 20  # of a request
+LONGEST_NAME = 200  # bytes of a folder's name: file systems take 255, and a temporary one is longer
 MOST_DIGITS = 18  # of a Content-Length
 MOST_WAITING = 64  # requests
 PATIENCE = 60.0  # seconds in which a client sends its request
@@ -167,9 +168,11 @@ class Server:
 
     def _inside(self, name: Any) -> Path:
         """Return the folder of this name: a client reads and writes in the service's folder alone."""
-        if not isinstance(name, str) or not name or name.startswith(".") or "/" in name or "\\" in name or "\0" in name:
+        wrong = not isinstance(name, str) or not name or name.startswith(".") or bool({"/", "\\", "\0"} & set(name))
+        if wrong or len(name.encode(errors="replace")) > LONGEST_NAME:
             raise ValueError(
-                f"folder: got {name!r}, wanted a name without slashes, of a folder in the service's {self.folder}."
+                f"folder: got {shown(name)}, wanted a name without slashes, of at most {LONGEST_NAME} bytes, of a folder in "
+                f"the service's {self.folder}."
             )
         return self.folder / name
 

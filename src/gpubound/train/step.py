@@ -373,6 +373,18 @@ class TrainStep(NotCopyable):
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue where `state` was taken, bit for bit. Load the model's state too, before or after."""
+        live = self.check_state_dict(state)
+        self._added.clear()
+        self._optimizer.load(state)
+        for name, tensor in live.items():
+            tensor.copy_(state[name])
+        self._optimizer.loaded(state)
+        self._weights.round_masters()
+        if self._fp8 is not None:
+            self._fp8.loaded()
+
+    def check_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Raise ValueError for a state that `load_state_dict` refuses; return the live tensors that it copies."""
         live = self.state_dict()
         check_precision(live.pop("precision"), state)
         live, names = ({n: t for n, t in each.items() if not n.startswith(self._optimizer.loads)} for each in (live, state))
@@ -384,14 +396,7 @@ class TrainStep(NotCopyable):
                     f"load_state_dict: {name}: got {got}, wanted {wanted}; "
                     f"the state is another model's, or another precision's."
                 )
-        self._added.clear()
-        self._optimizer.load(state)
-        for name, tensor in live.items():
-            tensor.copy_(state[name])
-        self._optimizer.loaded(state)
-        self._weights.round_masters()
-        if self._fp8 is not None:
-            self._fp8.loaded()
+        return live
 
     @property
     def flat_weights(self) -> Weights:
