@@ -82,6 +82,34 @@ def test_it_continues_in_the_middle_of_an_epoch():
     assert "buckets" in refusal(ValueError, lambda: plain.load_state_dict(first.state_dict()))
 
 
+@pytest.mark.parametrize("mode", ["resident", "ring"])
+def test_ranks_share_steps_of_one_length(mode):
+    """Any number of ranks makes the steps of one rank, in two epochs, and each rank can resume."""
+
+    def feed(rank=0, world=1):
+        options = {"buckets": (16, 40, 128), "accumulate": 4, "seed": 4, "mode": mode, "rank": rank, "world": world}
+        return corpus_of(LENGTHS).batches(128, 3, "cpu", pack="none", fields=("input_ids", "example"), **options)
+
+    alone = feed()
+    batches = [alone.take() for _ in range(2 * len(alone))]
+    widths = [batch["input_ids"].shape[1] for batch in batches]
+    assert len(alone) % 4 == 0 and all(len(set(widths[at : at + 4])) == 1 for at in range(0, len(widths), 4))
+    assert {*widths} == {16, 40, 128} and widths[: len(alone)] != widths[len(alone) :]
+    for epoch in (batches[: len(alone)], batches[len(alone) :]):
+        seen = [number for batch in epoch for number in batch["example"].tolist()]
+        assert len(seen) == len(set(seen)) == 3 * len(alone) > len(LENGTHS) - 12
+    for world in (2, 4):
+        for rank in range(world):
+            one, resumed = feed(rank, world), feed(rank, world)
+            assert len(one) == len(alone)
+            taken = [one.take() for _ in range(5)]
+            resumed.load_state_dict(one.state_dict())
+            taken += [resumed.take() for _ in range(len(batches) // world - 5)]
+            assert all(got["input_ids"].equal(want["input_ids"]) for got, want in zip(taken, batches[rank::world], strict=True))
+    other = corpus_of(LENGTHS).batches(128, 3, "cpu", pack="none", buckets=(16, 40, 128), accumulate=2, seed=4)
+    assert "accumulate" in refusal(ValueError, lambda: other.load_state_dict(alone.state_dict()))
+
+
 def test_examples_that_do_not_fill_a_batch_are_in_longer_rows():
     packing = pack_buckets(corpus_of([5] * 7 + [20] * 6 + [60]), "none", 64, "truncate", (8, 32, 64), 4)
     assert [(part.seq, part.rows) for part in packing.parts] == [(8, 4), (64, 10)], "one long example alone makes no batch"
@@ -95,7 +123,14 @@ def test_refusals():
         assert refusal(ValueError, lambda b=buckets: corpus.batches(128, 3, "cpu", pack="none", buckets=b)).startswith(
             f"batches: buckets: got {buckets!r} with pack='none', wanted a number of lengths"
         )
-    for options in ({"pack": "examples", "buckets": 2}, {"pack": "none", "buckets": 2, "world": 2}):
-        assert "batches: buckets: got 2" in refusal(ValueError, lambda o=options: corpus.batches(128, 3, "cpu", **o))
+    of_one = {"pack": "examples", "buckets": 2}
+    assert "batches: buckets: got 2" in refusal(ValueError, lambda: corpus.batches(128, 3, "cpu", **of_one))
+    for accumulate in (1, 3, 0, 2.0):
+        options = {"pack": "none", "buckets": 2, "world": 2, "accumulate": accumulate}
+        refused = refusal(ValueError, lambda o=options: corpus.batches(128, 3, "cpu", **o))
+        assert f"accumulate: got {accumulate!r} for 2 ranks" in refused
+    assert "accumulate = 200" in refusal(
+        ValueError, lambda: corpus.batches(128, 3, "cpu", pack="none", buckets=2, accumulate=200)
+    )
     fetch = corpus.batches(128, 3, "cpu", pack="none", buckets=2).fetch
     assert refusal(GraphError, fetch) == message("data/buckets:fetch_has_one_shape")

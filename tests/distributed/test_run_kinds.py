@@ -55,7 +55,11 @@ def todos(tmp_path_factory):
     adapting = recipe("", folder, model=str(base), lora={"rank": 4, "alpha": 8}, phases=phases, ema=0.5)
     coded = recipe(corpus, folder, model=str(base), lora={"rank": 4, "base": "nf4"}, steps=4)
     patient = recipe(corpus, folder, steps=40, eval_every=3, patience=2, ema=0.5)
-    return {"adapters and phases": adapting, "adapters over codes": coded, "patience": patient}
+    rows = [{"prompt": "the answer is " * (1 + n % 5), "completion": f"{n} and {2 * n}"} for n in range(60)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    several = {"model": str(base), "data": (str(folder / "rows.jsonl"),), "pack": "none", "buckets": 3, "seq": 128}
+    lengths = recipe("", folder, **several, micro_batch=2, steps=5, lr=1e-3)
+    return {"adapters and phases": adapting, "adapters over codes": coded, "patience": patient, "lengths": lengths}
 
 
 def test_two_ranks_do_what_one_does(todos, tmp_path):
@@ -64,9 +68,9 @@ def test_two_ranks_do_what_one_does(todos, tmp_path):
     (alone,) = on_ranks(1, all_of, todos | phases, tmp_path / "1")
     sharded = {f"{name}, sharded": name for name in ("phases", "adapters over codes")}
     dealt = {name: dataclasses.replace((todos | phases)[known], parallel="fsdp") for name, known in sharded.items()}
-    replicas = {name: todos[name] for name in ("adapters and phases", "patience")}
+    replicas = {name: todos[name] for name in ("adapters and phases", "patience", "lengths")}
     two = on_ranks(2, all_of, replicas | dealt, tmp_path / "2")
-    assert [done["done"] for _, _, done, _ in alone.values()] == [7, 4, 12, 7]
+    assert [done["done"] for _, _, done, _ in alone.values()] == [7, 4, 12, 5, 7]
     for found in two:
         for name, (losses, weights, known, checkpoints) in found.items():
             wanted_losses, wanted, wanted_known, wanted_checkpoints = alone[sharded.get(name, name)]

@@ -112,7 +112,7 @@ objective_options:
 accumulate: 2                 # micro-batches in a step, of all GPUs together
 # pack: pairs                 # one answer a row, padded; without it several whole pairs a row, of twice seq tokens
 overlong: truncate_left       # what happens to longer ones; or truncate, drop
-# buckets: 4                  # of pack pairs: rows of so many lengths, which leave the least padding; on one GPU
+# buckets: 4                  # of pack pairs: rows of so many lengths, which leave the least padding
 
 epochs: 1                     # or steps: 1000
 lr: 5e-6

@@ -89,7 +89,7 @@ def translated(path: str) -> tuple[Train, str]:
     accumulated = isinstance(values.get("accumulate"), int) and values["accumulate"] > 1
     lines += ["# accumulate counts the micro-batches of all GPUs together: multiply it by their number"] if accumulated else []
     padded = values.get("pack") == "none"
-    lines += ["# pack: none pads each row to seq: pack: examples, or buckets: 4 on one GPU, computes less"] if padded else []
+    lines += ["# pack: none pads each row to seq: pack: examples, or buckets: 4, computes less"] if padded else []
     lines += [f"# without effect here: {text}" for text in translation.left_out]
     lines += [f"# not translated: {text}" for text in translation.missing] or ["# everything was translated"]
     try:

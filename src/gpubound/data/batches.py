@@ -43,6 +43,7 @@ def batches(
     overlong: str | None = None,
     max_documents: int | None = None,
     buckets: int | Sequence[int] | None = None,
+    accumulate: int = 1,
     fields: tuple[str, ...] | None = None,
     labels: str = "next",
     pad_id: int = 0,
@@ -72,7 +73,8 @@ def batches(
               pack="stream"
     max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
     buckets   of "none" and "pairs": rows of several lengths up to seq, each batch of one, chosen for the least padding, or
-              given. Every length is another shape to capture. Only for one rank
+              given. Every length is another shape to capture
+    accumulate      with buckets: the batches of a step, of all ranks together, which have one length
     pad_id    fills the unused positions of a row
     weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
     row_values      further fields by name: (rows, ...), the value for each row of an epoch in the order of shuffle=False
@@ -90,15 +92,17 @@ def batches(
     device, seed = target(device), check_seed("batches", seed)
     corpus = corpus.weighted() if weighted else corpus
     if buckets is not None:
-        _check_buckets(buckets, pack, seq, world)
-        packing = pack_buckets(corpus, pack, seq, overlong or OVERLONG[0], buckets, micro_batch)
+        _check_buckets(buckets, pack, seq, accumulate, world)
+        packing = pack_buckets(corpus, pack, seq, overlong or OVERLONG[0], buckets, micro_batch, accumulate)
     else:
         packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
     order = Order(micro_batch, seed, shuffle, rank, world)
     if packing.batches(micro_batch) == 0:
+        least = f"micro_batch = {micro_batch}"
+        least = least if packing.batches_a_step == 1 else f"{least} times accumulate = {accumulate}"
         raise ValueError(
-            f"batches: the corpus makes {packing.rows} rows of {seq} tokens, wanted at least micro_batch = {micro_batch}; take "
-            f"shorter rows, smaller batches or more text{'' if pack == 'stream' else f' ({packing})'}."
+            f"batches: the corpus makes {packing.rows} rows of {seq} tokens, wanted at least {least}; take shorter rows, "
+            f"smaller batches or more text{'' if pack == 'stream' else f' ({packing})'}."
         )
     if pack != "stream":
         notice(f"batches: {packing}.")
@@ -111,6 +115,8 @@ def batches(
     }  # fmt: skip
     if pack != "stream":
         identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
+    if packing.batches_a_step > 1:  # an order of its own
+        identity |= {"accumulate": accumulate}
     _check_row_values(row_values or {}, packing.rows)
     more: dict[str, Any] = {"row_values": row_values} if row_values else {}
     kind = BatchCutter if buckets is None else BucketCutter
@@ -186,7 +192,7 @@ def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:
         raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted an even number, two rows a pair.")
 
 
-def _check_buckets(buckets: Any, pack: str, seq: int, world: int) -> None:
+def _check_buckets(buckets: Any, pack: str, seq: int, accumulate: Any, world: int) -> None:
     lengths = [buckets] if _is_int(buckets) else list(buckets) if isinstance(buckets, Sequence) else []
     rising = all(_is_int(a) and _is_int(b) and a < b for a, b in pairwise([0, *lengths]))
     if not lengths or not rising or (not _is_int(buckets) and lengths[-1] != seq) or pack not in ("none", "pairs"):
@@ -194,9 +200,10 @@ def _check_buckets(buckets: Any, pack: str, seq: int, world: int) -> None:
             f"batches: buckets: got {buckets!r} with pack={pack!r}, wanted a number of lengths, or rising lengths of which the "
             f"last is seq = {seq}, with 'none' or 'pairs'."
         )
-    if world > 1:
+    if not _is_int(accumulate) or accumulate < 1 or accumulate % world:
         raise ValueError(
-            f"batches: buckets: got {buckets!r} for {world} ranks, whose batches would differ in length; leave it out."
+            f"batches: accumulate: got {accumulate!r} for {world} ranks, wanted a multiple of them: the batches of a step, of "
+            f"all ranks together, which have one length."
         )
 
 

@@ -17,7 +17,8 @@ class BucketCutter:
     """Batches of rows of one length each, by their number, with a BatchCutter for each length.
 
     An epoch has all batches of all lengths, in an order of (seed, epoch); without shuffling in one that mixes the lengths, too.
-    The host knows the length of the next batch, and no batch depends on the device's counter.
+    The batches of a step have one length, whatever number of ranks share them: no rank waits for another's longer rows. The
+    host knows the length of the next batch, and no batch depends on the device's counter.
     """
 
     def __init__(self, packing: Packing, order: Order, row_values: Mapping[str, Tensor] | None = None, **options: Any):
@@ -32,19 +33,21 @@ class BucketCutter:
             BatchCutter(part, own, row_values={name: values[index] for name, values in (row_values or {}).items()}, **options)
             for part, index in zip(packing.parts, rows)
         ]
-        self.batches = sum(cutter.batches for cutter in self.cutters)
+        self.batches = packing.batches(order.micro_batch)
+        self._steps = [packing.steps(part, order.micro_batch) for part in packing.parts]
         self._epoch = -1
-        self._bucket = self._before = np.zeros(0, np.int64)  # of each batch of the epoch: its length, and batches of it before
+        self._bucket = self._before = np.zeros(0, np.int64)  # of each step of the epoch: its length, and steps of it before
 
     def batch(self, number: int) -> dict[str, Tensor]:
-        """Return the batch after `number` batches."""
-        epoch, nth = divmod(number, self.batches)
+        """Return this rank's batch after `number` batches of all ranks."""
+        epoch, nth = divmod(number + self.order.rank, self.batches)
         if epoch != self._epoch:
             self._epoch = epoch
-            mixed = permutation(self.batches, self.order.seed, epoch if self.order.shuffle else 0).numpy()
-            self._bucket = np.repeat(np.arange(len(self.cutters)), [cutter.batches for cutter in self.cutters])[mixed]
+            mixed = permutation(sum(self._steps), self.order.seed, epoch if self.order.shuffle else 0).numpy()
+            self._bucket = np.repeat(np.arange(len(self.cutters)), self._steps)[mixed]
             self._before = np.empty_like(self._bucket)
-            for bucket, cutter in enumerate(self.cutters):
-                self._before[self._bucket == bucket] = np.arange(cutter.batches)
-        cutter = self.cutters[self._bucket[nth]]
-        return cutter.batch(epoch * cutter.batches + int(self._before[nth]))
+            for bucket, steps in enumerate(self._steps):
+                self._before[self._bucket == bucket] = np.arange(steps)
+        step, member = divmod(nth, self.packing.batches_a_step)
+        cutter = self.cutters[self._bucket[step]]
+        return cutter.batch(epoch * cutter.batches + int(self._before[step]) * self.packing.batches_a_step + member)

@@ -53,6 +53,7 @@ class Packing:
     too_long: int = 0  # examples that were dropped for their length
     unlearnable: int = 0  # examples that were dropped because no label of theirs counts
     parts: tuple["Packing", ...] = ()
+    batches_a_step: int = 1  # consecutive batches of an epoch that have one length
 
     @property
     def size(self) -> int:
@@ -65,8 +66,12 @@ class Packing:
         return sum(part.positions for part in self.parts) if self.parts else self.rows * self.seq
 
     def batches(self, micro_batch: int) -> int:
-        """Return the batches of an epoch: rows that do not fill one, of their length, are left out of it."""
-        return sum(part.rows // micro_batch for part in self.parts or (self,))
+        """Return the batches of an epoch: rows that do not fill one, or a step's of their length, are left out of it."""
+        return sum(self.steps(part, micro_batch) for part in self.parts or (self,)) * self.batches_a_step
+
+    def steps(self, part: "Packing", micro_batch: int) -> int:
+        """Return the steps of an epoch whose batches are of `part`."""
+        return part.rows // (micro_batch * self.batches_a_step)
 
     @property
     def efficiency(self) -> float:
@@ -127,15 +132,21 @@ def _rows_of_one(pieces: "Pieces", learnt: np.ndarray, seq: int, group: int, cou
 
 
 def pack_buckets(
-    corpus: "Corpus", pack: str, seq: int, overlong: str, buckets: int | Sequence[int], micro_batch: int
+    corpus: "Corpus",
+    pack: str,
+    seq: int,
+    overlong: str,
+    buckets: int | Sequence[int],
+    micro_batch: int,
+    batches_a_step: int = 1,
 ) -> Packing:
     """Return the rows of pack "none" or "pairs" in parts of several lengths: as many as `buckets`, those that leave the least
-    padding, or the lengths in `buckets`. Examples that do not fill a batch of their length are in rows of the next."""
+    padding, or the lengths in `buckets`. Examples that do not fill the batches of a step are in rows of the next length."""
     group = 2 if pack == "pairs" else 1
     pieces, learnt, counts = _whole_examples(corpus, corpus.offsets(), seq, overlong, group)
     longest = pieces.lengths.reshape(-1, group).max(1)
     lengths = row_lengths(longest, seq, buckets) if isinstance(buckets, int) else tuple(buckets)
-    each, rest, parts = micro_batch // group, np.zeros(0, np.int64), list[tuple[int, np.ndarray]]()
+    each, rest, parts = micro_batch * batches_a_step // group, np.zeros(0, np.int64), list[tuple[int, np.ndarray]]()
     fits = np.searchsorted(lengths, longest)
     for number, length in enumerate(lengths):
         members = np.concatenate([rest, np.flatnonzero(fits == number)])
@@ -152,7 +163,7 @@ def pack_buckets(
     total: dict[str, Any] = {
         name: sum(getattr(part, name) for part in packings) for name in ("rows", "examples", "tokens", "labels")
     }
-    return Packing(seq, group=group, parts=tuple(packings), **total, **counts)
+    return Packing(seq, group=group, parts=tuple(packings), batches_a_step=batches_a_step, **total, **counts)
 
 
 def row_lengths(longest: np.ndarray, seq: int, count: int) -> tuple[int, ...]:

@@ -38,6 +38,11 @@ ROWS = {key for name in ("seq", "batch", "data", "validation") for key in ALLOWE
 """Keys that decide which rows there are."""
 
 
+def changes_rows(changes: Collection[str], recipe: Recipe) -> bool:
+    """Return whether these keys decide the rows of `recipe`, or their order."""
+    return not ROWS.isdisjoint(changes) or bool(recipe.buckets and "accumulate" in changes)
+
+
 def allowed_keys(names: Collection[str]) -> set[str]:
     """Return the keys that a resumed run may change."""
     for name in names:

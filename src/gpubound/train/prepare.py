@@ -28,7 +28,7 @@ from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
 from .adapters import add as add_adapters, base_of, check_base, frozen_bytes, load_quantised
-from .changes import ALLOWED, ROWS, allowed_keys, check_same, check_steps, newest_checkpoint, recipe_of
+from .changes import ALLOWED, allowed_keys, changes_rows, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
 from .data import check_data, open_data, open_eval_data
@@ -109,8 +109,9 @@ def prepare(
     run = Run(
         recipe, folder, device, tokenizer, stages, model.train(), placement, checkpoints, base, ranks=ranks, memory=memory
     )
-    new_rows = bool(changes.keys() & ROWS)
-    run.enter(checkpoint.facts["phase"] if checkpoint else 0, checkpoint, new_rows)
+    begun = checkpoint.facts["phase"] if checkpoint else 0
+    new_rows = changes_rows(changes, stages[begun].recipe)
+    run.enter(begun, checkpoint, new_rows)
     if checkpoint is not None:
         run.restore(checkpoint, new_rows)
         run.over = run.over and run.stage.steps <= had  # or it has more of them now
@@ -122,7 +123,7 @@ def report_resumption(run: Run, changes: dict[str, str]) -> None:
     """Print what the recipe has changed on the way, which the run records, or that a finished run has nothing left to do."""
     if changes:
         run.changes.append(f"from step {run.done + 1:,} on {', '.join(changes.values())}")
-        rows = "; the rows begin with their first epoch" if changes.keys() & ROWS else ""
+        rows = "; the rows begin with their first epoch" if changes_rows(changes, run.stage.recipe) else ""
         notice(f"resume: {run.changes[-1]}{rows}.")
     if changes.keys() & set(ALLOWED["validation"]):
         run.evaluations = {}  # losses of other rows
@@ -163,10 +164,6 @@ def check_division(recipe: Recipe, ranks: Ranks) -> None:
     """Raise ValueError if the micro-batches of a step cannot be divided among the ranks."""
     for _, own in recipe.stages():
         ranks.share(own.accumulate)
-        if own.buckets and not ranks.alone:
-            raise ValueError(
-                f"buckets: got {own.buckets} for {ranks.world} ranks, whose rows would differ in length; leave it out."
-            )
 
 
 def check_shared(recipe: Recipe, ranks: Ranks) -> None:

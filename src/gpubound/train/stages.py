@@ -148,14 +148,15 @@ def rows_options(recipe: Recipe, reference: Tensor | None = None) -> dict[str, A
     """Return the options of Corpus.batches that decide how rows are made, and what they hold."""
     options: dict[str, Any] = {"pack": recipe.pack, "labels": recipe.new_objective().labels, "weighted": False}
     options |= {"overlong": recipe.overlong} if recipe.pack in WHOLE else {}
-    options |= {"buckets": recipe.buckets} if recipe.buckets else {}
+    options |= {"buckets": recipe.buckets, "accumulate": recipe.accumulate} if recipe.buckets else {}
     return options | ({} if reference is None else {"row_values": {"reference": reference}})
 
 
 def rows_of(corpus: Corpus, recipe: Recipe, seq: int) -> Packing:
     """Return the rows of an epoch."""
     if recipe.buckets:
-        return pack_buckets(corpus, recipe.pack, seq, recipe.overlong, recipe.buckets, recipe.micro_batch)
+        sizes = recipe.buckets, recipe.micro_batch, recipe.accumulate
+        return pack_buckets(corpus, recipe.pack, seq, recipe.overlong, *sizes)
     return pack_corpus(corpus, recipe.pack, seq, recipe.overlong)
 
 
