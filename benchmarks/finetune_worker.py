@@ -30,10 +30,9 @@ from .serving import Job, answer, job_given, settle
 from .shapes import SHAPES
 from .train_worker import llama
 
-EXAMPLES, PAIRS = 4000, 2000
+EXAMPLES, PAIRS = 2000, 1000
 SHARES = (0.5, 0.4, 0.3)  # of a pair's length: the prompt, the chosen and the rejected answer
-BUCKETS = 4  # lengths of rows of pairs
-WARMUP = {False: 3, True: 40}  # steps; of pairs, whose rows have several lengths, each captured when it first comes
+WARMUP = 3  # steps
 END, PAD = 0, 1
 
 Steps = Callable[[int], tuple[float, int]]
@@ -80,7 +79,7 @@ def ours(job: Job, pairs: bool = False) -> Steps:
     add(model)
     optimizer = gb.AdamW(lr=job.lr, decays=lambda name, parameter: True)
     if pairs:
-        feed = corpus.batches(job.seq, 2 * job.micro, job.device, pack="pairs", buckets=BUCKETS)
+        feed = corpus.batches(2 * job.seq, job.micro // 2, job.device, pack="packed_pairs")
     else:
         feed = corpus.batches(job.seq, job.micro, job.device, pack="examples")
     step = gb.TrainStep(model, Preference() if pairs else "causal_lm", optimizer, accumulate=job.accumulate)
@@ -169,7 +168,7 @@ def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True,
 
 def serve(job: Job, steps: Steps) -> Iterator[Any]:
     began = time.perf_counter()
-    steps(WARMUP["dpo" in job.who and job.device != "cpu"])
+    steps(WARMUP)
     yield {"warmup_s": time.perf_counter() - began}
     for line in sys.stdin:
         wish = json.loads(line)
