@@ -204,8 +204,26 @@ def test_matches_are_pairs_that_end_with_the_end_of_the_text(tokenizer, tmp_path
     for ids, labels, text in zip(batch["input_ids"], batch["labels"], ("one?", "it is 1")):
         (last,) = (labels != IGNORED).nonzero()
         assert tokenizer.decode(ids[: last + 1]) == text + END and labels[last] == 0
-    with pytest.raises(DataError, match="negative"):
-        RowParser()(rows[0] | {"negative": "it is 2"}, "a:1")
+
+
+def test_matches_have_the_same_number_of_negatives(tokenizer, tmp_path):
+    row = {"query": "one?", "positive": "it is 1", "negative": ["it is 2", "it is 3"]}
+    rows = [row, row | {"anchor": row["query"], "query": None}, row | {"negative": None, "negatives": row["negative"]}]
+    corpus = Corpus.build(rows, tokenizer, tmp_path / "c", progress=False)
+    assert corpus.kind == "matches of 4 texts" and corpus.group == 4 and corpus.documents == 12
+    opened = Corpus.open(tmp_path / "c")
+    for batch in opened.batches(16, 4, "cpu", pack="pairs"):
+        ends = (batch["labels"] != IGNORED).long().argmax(1)
+        texts = [tokenizer.decode(ids[: end + 1]) for ids, end in zip(batch["input_ids"], ends)]
+        assert texts == [text + END for text in ("one?", "it is 1", "it is 2", "it is 3")]
+    training, held_out = opened.split(0.4)
+    assert (training.documents, held_out.documents) == (8, 4)
+    assert "multiple of 4" in refusal(ValueError, lambda: opened.batches(16, 6, "cpu", pack="pairs"))
+    assert "'pairs'" in refusal(ValueError, lambda: opened.batches(64, 2, "cpu", pack="packed_pairs"))
+    one = [row, row | {"negative": "it is 2"}]
+    assert "matches of 3 texts" in refusal(DataError, lambda: Corpus.build(one, tokenizer, tmp_path / "d", progress=False))
+    with pytest.raises(DataError, match=r"a:1\['negative'\]"):
+        RowParser()(row | {"negative": [1]}, "a:1")
 
 
 def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
@@ -219,7 +237,7 @@ def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
     assert refusal(ValueError, lambda: RowParser(format="csv")) == message("data/formats:unknown_format")
     mixed = RowParser(mixed=True)
     assert [mixed("a", ""), mixed({"prompt": "a", "completion": "b"}, "")] == ["a", Completion("a", "b")]
-    assert len({known.name for known in FORMATS}) == len(FORMATS)
+    assert len({known.keys for known in FORMATS}) == len(FORMATS)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def rows(tmp_path_factory):
         {"text": f"{('no', 'yes')[n % 2]}, it is {n}", "label": ("no", "yes")[n % 2] if n < 30 else n % 2} for n in range(40)
     ]
     matches = [{"query": f"what is {n}?", "positive": f"it is {n}"} for n in range(40)]
-    for name, of in (("labelled", labelled), ("matches", matches)):
+    negatives = [row | {"negative": f"it is {n + 1}"} for n, row in enumerate(matches)]
+    for name, of in (("labelled", labelled), ("matches", matches), ("negatives", negatives)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of))
     return folder
 
@@ -83,6 +84,16 @@ def test_a_run_brings_matches_together(rows, base, tmp_path):
     first, *_, last = (record for record in records if "held_out" in record)
     assert last["held_out"] < first["held_out"] and last["accuracy"] >= first["accuracy"]
     assert run.stage.recipe.pack == "pairs" and records[0]["tokens"] > 8, "tokens of the rows"
+
+
+def test_a_run_takes_negatives_in_chunks(rows, base, tmp_path):
+    """The default rows of a micro-batch are whole matches, of three texts each."""
+    of = {"data": (str(rows / "negatives.jsonl"),), "objective": "contrastive", "micro_batch": 8, "steps": 2, "eval_every": 1}
+    options = {"temperature": 0.1, "negatives": 1, "chunk": 4}
+    run, records = train(of_classes(rows, base, tmp_path / "run", objective_options=options, **of))
+    assert run.stage.recipe.micro_batch == 6 and run.stage.training.group == 3 and "accuracy" in records[-1]
+    with pytest.raises(ValueError, match="negatives: 1"):
+        prepare(of_classes(rows, base, tmp_path / "other", objective_options={"negatives": 2}, **of), progress=False)
 
 
 def test_what_is_refused(rows, base, tmp_path):

@@ -61,9 +61,10 @@ def batches(
 
     pack      "stream": rows are consecutive tokens of the corpus, across documents. "examples": whole documents, several a
               row; position_ids, segment_ids and cu_seqlens separate them in attention. "none": one document a row, padded.
-              "documents": as "examples", but longer documents are split. "pairs": of a corpus of preferences, or of matches;
-              rows 2k and 2k + 1 are a chosen and a rejected answer to one prompt, or a query and its positive, and an even
-              micro_batch counts both. "packed_pairs": several whole pairs a row, examples 2k and 2k + 1 of it
+              "documents": as "examples", but longer documents are split. "pairs": of preferences or matches; rows 2k and
+              2k + 1 are a chosen and a rejected answer to one prompt, or a query and its positive; with n - 2 negatives a
+              match is rows nk to nk + n - 1. micro_batch counts rows, a multiple of these. "packed_pairs": several whole
+              pairs a row, examples 2k and 2k + 1 of it
     overlong  an example longer than a row is cut at its end ("truncate", the default) or beginning ("truncate_left"), or
               left out ("drop"). Examples without a label that counts are left out; a notice has the numbers
     fields    the fields of a batch, of rows.FIELDS; by default input_ids and labels, with "examples" and "documents" their
@@ -188,8 +189,13 @@ def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:
     if corpus.pairs != (pack in PAIRED):
         got, wanted = ("", "pack='pairs'") if corpus.pairs else ("no ", "another pack")
         raise ValueError(f"batches: pack: got {pack!r} for a corpus that holds {got}pairs, wanted {wanted}.")
-    if pack == "pairs" and micro_batch % 2:
-        raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted an even number, two rows a pair.")
+    if pack == "packed_pairs" and corpus.group > 2:
+        raise ValueError(f"batches: pack: got {pack!r} for {corpus.kind}, wanted 'pairs'.")
+    if pack == "pairs" and micro_batch % corpus.group:
+        wanted = (
+            "an even number, two rows a pair" if corpus.group == 2 else f"a multiple of {corpus.group}, the rows of a match"
+        )
+        raise ValueError(f"batches: micro_batch: got {micro_batch}, wanted {wanted}.")
 
 
 def _check_buckets(buckets: Any, pack: str, seq: int, accumulate: Any, world: int) -> None:

@@ -11,11 +11,11 @@ from ..errors import DataError
 from ..files import read_json
 from .batches import CorpusFeed, batches
 from .build import build
+from .formats import group_of
 from .shards import CURE, MANIFEST, DocumentRun, contents, manifest_shards, read_shard, tokenizer_is_unchanged
 from .source import mix, order
 from .tokenizer import Tokenizer
 
-PAIRS = ("preferences", "matches")  # kinds of documents that come by twos
 MAX_RUNS = 256  # `split` holds out runs of consecutive documents of a large corpus, which stays in a few hundred parts
 
 
@@ -35,7 +35,7 @@ class Corpus:
     ):
         self.parts, self.vocab_size, self.fingerprint, self.path = list(parts), vocab_size, tokenizer, path
         self.kind = kind  # of the documents, see formats.kind_of
-        self.pairs = kind in PAIRS  # documents 2k and 2k + 1 belong together
+        self.group = group_of(kind)  # consecutive documents that belong together: 2 for pairs
         self.weights = dict(weights or {})  # of the sources, in the order of their numbers; empty without weights
         self.contents = contents  # hash of the corpus that these are parts of; None: not known
         self.starts = np.concatenate([[0], np.cumsum([len(part.tokens) for part in self.parts])]).astype(np.int64)
@@ -72,6 +72,11 @@ class Corpus:
         corpus is verified as by `open`."""
         built = build(texts, tokenizer, Path(path), **options)
         return Corpus.open(path, verify=not built)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents belong together: preferences, and matches."""
+        return self.group > 1
 
     def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> CorpusFeed:
         """Return a CorpusFeed of `micro_batch` rows of `seq` tokens; see `gpubound.data.batches.batches` for the options."""
@@ -136,16 +141,15 @@ class Corpus:
 
         The same corpus and seed give the same documents on every machine. In a corpus of more than 256 / `validation`
         documents, runs of consecutive documents are drawn instead of single ones. Both corpora keep the order. Pairs of
-        preferences count as one document.
+        preferences, and matches, count as one document.
         """
         if not 0 < validation < 1:
             raise ValueError(f"Corpus.split: validation: got {validation!r}, wanted a fraction between 0 and 1.")
-        each = 2 if self.pairs else 1
-        units = self.documents // each
+        units = self.documents // self.group
         count = round(units * validation)
         if not 0 < count < units:
             raise ValueError(f"Corpus.split: {validation} of {units} documents is {count}, wanted at least one on either side.")
-        held_out = np.repeat(choose(units, count, seed), each)
+        held_out = np.repeat(choose(units, count, seed), self.group)
         return self._select(~held_out), self._select(held_out)
 
     def of_source(self, number: int) -> "Corpus":
@@ -158,11 +162,10 @@ class Corpus:
         parts = list[DocumentRun]()
         for number, weight in enumerate(self.weights.values()):
             source = self.of_source(number)
-            each = 2 if self.pairs else 1
-            units = source.documents // each
+            units = source.documents // self.group
             parts += source.parts * int(weight)
             if drawn := round(units * (weight % 1)):
-                parts += source._select(np.repeat(choose(units, drawn, seed), each)).parts
+                parts += source._select(np.repeat(choose(units, drawn, seed), self.group)).parts
         return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.kind) if self.weights else self
 
     def _select(self, mask: np.ndarray) -> "Corpus":

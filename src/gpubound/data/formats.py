@@ -7,6 +7,7 @@ a question with the text that answers it. Errors begin with `where`, the file an
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..errors import DataError
@@ -15,6 +16,7 @@ from ..trace import notice
 
 Messages = list[dict[str, Any]]
 
+MATCHES = "matches"
 MAX_DEPTH = 64  # of a message's other fields: a template may print them, and Python recurses a thousand deep
 MAX_LISTED = 8  # keys that an error lists
 ROLES = {
@@ -63,10 +65,11 @@ class Pooled:
 
 @dataclass(frozen=True)
 class Match:
-    """Two texts whose embeddings are to be close."""
+    """Two texts whose embeddings are to be close, and texts whose embeddings are to be far from the first."""
 
     query: Pooled
     positive: Pooled
+    negatives: tuple[Pooled, ...] = ()
 
 
 Part = str | Conversation | Completion | Pooled
@@ -74,15 +77,29 @@ Document = Part | PreferencePair | Match
 
 
 def parts(document: Document) -> list[Part]:
-    """Return the document, or the two of a pair: what is tokenised separately."""
+    """Return the document, or those of a pair or match: what is tokenised separately."""
     if isinstance(document, PreferencePair):
         return [document.chosen, document.rejected]
-    return [document.query, document.positive] if isinstance(document, Match) else [document]
+    return [document.query, document.positive, *document.negatives] if isinstance(document, Match) else [document]
 
 
 def kind_of(document: Document) -> str:
     """Return what a corpus of such documents holds."""
-    return {PreferencePair: "preferences", Match: "matches", Pooled: "classes"}.get(type(document), "texts")
+    if isinstance(document, Match):
+        return matches_with(len(document.negatives))
+    return {PreferencePair: "preferences", Pooled: "classes"}.get(type(document), "texts")
+
+
+def matches_with(negatives: int) -> str:
+    """Return the kind of matches with this number of negatives."""
+    return f"{MATCHES} of {2 + negatives} texts" if negatives else MATCHES
+
+
+def group_of(kind: str) -> int:
+    """Return the number of consecutive documents that belong together in a corpus of this kind."""
+    if kind.startswith(f"{MATCHES} of "):
+        return int(kind.split()[2])
+    return 2 if kind in ("preferences", MATCHES) else 1
 
 
 def strings(document: Document) -> Iterator[str]:
@@ -189,14 +206,13 @@ def classification(row: Mapping[str, Any], where: str) -> Document:
     return Pooled(written, label if isinstance(label, str) else int(label)) if written.strip() else ""
 
 
-def matches(row: Mapping[str, Any], where: str) -> Document:
-    if row.get("negative") is not None:
-        raise DataError(
-            f"{where}: has a 'negative', wanted 'query' and 'positive' alone; leave it out: the positives of a batch's other "
-            f"rows are the negatives."
-        )
-    texts = [as_text(row[name], f"{where}[{name!r}]") for name in ("query", "positive")]
-    return Match(*map(Pooled, texts)) if all(map(str.strip, texts)) else ""
+def matches(row: Mapping[str, Any], where: str, query: str = "query") -> Document:
+    texts = [as_text(row[name], f"{where}[{name!r}]") for name in (query, "positive")]
+    key = "negative" if row.get("negative") is not None else "negatives"
+    negatives = [] if row.get(key) is None else row[key] if isinstance(row[key], list) else [row[key]]
+    texts += [as_text(text, f"{where}[{key!r}]") for text in negatives]
+    query_text, positive, *others = map(Pooled, texts)
+    return Match(query_text, positive, tuple(others)) if all(map(str.strip, texts)) else ""
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -211,7 +227,8 @@ FORMATS = (
     RowFormat("alpaca", ("instruction", "output"), ("system", "input"), alpaca),
     RowFormat("completion", ("prompt", "completion"), ("label", "tools"), completion),
     RowFormat("preference", ("chosen", "rejected"), ("prompt", "tools"), preference),
-    RowFormat("matches", ("query", "positive"), ("negative",), matches),
+    RowFormat(MATCHES, ("query", "positive"), ("negative", "negatives"), matches),
+    RowFormat(MATCHES, ("anchor", "positive"), ("negative", "negatives"), partial(matches, query="anchor")),
     RowFormat("classification", ("text", "label"), (), classification, named=True),
 )
 
@@ -228,7 +245,7 @@ class RowParser:
         self.text_key, self.mixed = text_key, mixed
         self.formats = tuple(known for known in FORMATS if known.name == format or (format is None and not known.named))
         if not self.formats:
-            names = ", ".join(known.name for known in FORMATS)
+            names = ", ".join(dict.fromkeys(known.name for known in FORMATS))
             raise ValueError(f"texts: format: got {format!r}, wanted one of {names}.")
         self.format: RowFormat | None = None
         self._noticed = False

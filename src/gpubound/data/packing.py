@@ -7,7 +7,7 @@ token i + 1 its label. A label never comes from another document, and a document
 "examples"    several whole documents a row
 "documents"   the same, but documents longer than a row are split
 "none"        one document a row
-"pairs"       one document a row; two consecutive ones, a chosen and a rejected answer, are in consecutive rows
+"pairs"       one document a row; those of a pair, a chosen and a rejected answer, or of a match are in consecutive rows
 "packed_pairs"  several whole pairs a row, each document of at most half a row, the two of a pair next to each other
 """
 
@@ -84,7 +84,7 @@ class Packing:
         return self.labels / max(1, self.positions)
 
     def __str__(self) -> str:
-        one = "pair" if self.group == 2 else "example"
+        one = {1: "example", 2: "pair"}.get(self.group, "match")
         rows = " and ".join(f"{counted(part.rows, 'row')} of {part.seq:,}" for part in self.parts or (self,))
         facts = [f"{counted(self.examples, one)} in {rows}: {self.efficiency:.1%} of the positions hold tokens, "
                  f"{self.learnt:.1%} have a label that counts"]  # fmt: skip
@@ -107,7 +107,7 @@ def pack_corpus(
         first, end = np.array([label_offset]), np.array([label_offset + rows * seq])
         labels = int(corpus.learnt(first, end)[0]) if rows else 0
         return Packing(seq, rows, tokens=rows * seq, labels=labels)
-    offsets, group = corpus.offsets(), 2 if pack in PAIRED else 1
+    offsets, group = corpus.offsets(), corpus.group if pack in PAIRED else 1
     if pack == "documents":
         pieces, counts = split_documents(offsets, seq), dict[str, Any]()
         learnt = corpus.learnt(pieces.starts + 1, pieces.starts + 1 + pieces.lengths)
@@ -142,7 +142,7 @@ def pack_buckets(
 ) -> Packing:
     """Return the rows of pack "none" or "pairs" in parts of several lengths: as many as `buckets`, those that leave the least
     padding, or the lengths in `buckets`. Examples that do not fill the batches of a step are in rows of the next length."""
-    group = 2 if pack == "pairs" else 1
+    group = corpus.group if pack == "pairs" else 1
     pieces, learnt, counts = _whole_examples(corpus, corpus.offsets(), seq, overlong, group)
     longest = pieces.lengths.reshape(-1, group).max(1)
     lengths = row_lengths(longest, seq, buckets) if isinstance(buckets, int) else tuple(buckets)

@@ -25,7 +25,6 @@ MOST_HELD_OUT = 0.2  # of a small set
 FEWEST_EXAMPLES = 8  # that are held out of whole examples, unless they are more than MOST_HELD_OUT
 SHORTEST = 64  # tokens of a row, when a small set has too few for the default
 LONGEST = 2048  # tokens of a row, when examples are longer than the default
-POOLED = ("classes", "matches")  # kinds of documents that are learnt as a whole, at their last token
 WHOLE = ("examples", "none", "pairs", "packed_pairs")  # packings that keep examples whole
 
 
@@ -50,7 +49,7 @@ class EvalSet:
     @property
     def group(self) -> int:
         """Rows that stay together."""
-        return 2 if self.recipe.pack == "pairs" else 1
+        return self.corpus.group if self.recipe.pack == "pairs" else 1
 
     @property
     def micro_batch(self) -> int:
@@ -186,11 +185,10 @@ def packing_of(recipe: Recipe, corpus: Corpus, unpacked: Callable[[], str | None
         wanted = objective.packs[0]
     if wanted is not None and recipe.pack not in ("auto", wanted):
         raise ValueError(f"pack: got {recipe.pack!r}, and the objective {recipe.objective} needs {wanted!r}; leave pack out.")
-    if corpus.kind != objective.kind or (recipe.pack == "pairs" and not corpus.pairs):
-        raise ValueError(
-            f"objective: got {recipe.objective!r}, which wants {objective.kind}, and {corpus.path} holds {corpus.kind}; give "
-            f"other data or objective."
-        )
+    if why := objective.why_not_kind(corpus.kind):
+        raise ValueError(f"objective: {corpus.path} holds {corpus.kind}, got {recipe.objective!r} {why}.")
+    if recipe.pack == "pairs" and not corpus.pairs:
+        raise ValueError(f"pack: got 'pairs', and {corpus.path} holds {corpus.kind}, which are no pairs; leave pack out.")
     pack = wanted or (recipe.pack if recipe.pack != "auto" else "examples" if corpus.masked else "stream")
     if pack in ("examples", "documents", "packed_pairs") and (why := unpacked()):
         if recipe.pack != "auto":
@@ -226,7 +224,7 @@ def stage_of(
     for source, each in (eval_corpora or {}).items():
         if each.kind != corpus.kind:
             raise ValueError(f"{where}eval_data: {source} holds {each.kind}, wanted {corpus.kind}, which the data holds.")
-    if corpus.kind in POOLED and recipe.overlong == "truncate":  # the end is what is learnt
+    if corpus.kind not in ("texts", "preferences") and recipe.overlong == "truncate":  # the end is what is learnt
         recipe = replace(recipe, overlong="truncate_left")
     whole, of_one_length = recipe.pack in WHOLE, replace(recipe, buckets=0)
 
@@ -251,7 +249,7 @@ def stage_of(
         seq //= 2
         training, held_out, packing = split(seq)
     if any_micro_batch:
-        micro_batch = max(packing.group, min(micro_batch, packing.rows))
+        micro_batch = max(1, min(micro_batch, packing.rows) // packing.group) * packing.group
     if (seq, micro_batch) != (recipe.seq, recipe.micro_batch):
         why = f"{training.tokens:,} tokens are fewer than {recipe.micro_batch} rows of {recipe.seq}"
         why = f"examples are longer than {recipe.seq} tokens" if seq > recipe.seq else why
@@ -330,7 +328,7 @@ def hold_out(corpus: Corpus, validation: float, row: int = 1) -> tuple[Corpus, C
 def hold_out_examples(corpus: Corpus, recipe: Recipe) -> tuple[Corpus, Corpus]:
     """Return (training, held out) of whole examples, or pairs: the fraction `validation` of them, or FEWEST_EXAMPLES, but at
     most MOST_HELD_OUT."""
-    examples = corpus.documents // (2 if corpus.pairs else 1)
+    examples = corpus.documents // corpus.group
     count = min(max(recipe.validation * examples, FEWEST_EXAMPLES), max(recipe.validation, MOST_HELD_OUT) * examples)
     if round(count) < 1 or examples < 2:
         raise DataError(

@@ -173,6 +173,74 @@ class Mask(nn.Module):
         return self.trunk(input_ids)
 
 
+def matches(seed: int = 0, negatives: int = 2) -> dict:
+    """Three queries, each with its positive and negatives."""
+    g = torch.Generator().manual_seed(seed)
+    rows = 3 * (2 + negatives)
+    ids, labels = torch.randint(1, WORDS, (rows, 7), generator=g), torch.full((rows, 7), -100)
+    for row, length in enumerate(torch.randint(2, 8, (rows,), generator=g).tolist()):
+        ids[row, length:], labels[row, length - 1] = 0, 0
+    return {"input_ids": ids, "labels": labels, "example": torch.arange(rows) // (2 + negatives)}
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_queries_are_far_from_the_negatives_of_all(symmetric):
+    """Beside the formula in fp64: each query among all positives and negatives of the micro-batch."""
+    model, batch = decoder(classes=0).double(), matches()
+    total, count = Contrastive(0.1, symmetric=symmetric, negatives=2)(model, batch)
+    total.backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    embedded = []
+    for row, labels in zip(batch["input_ids"], batch["labels"]):
+        state = model.model(row[None, : labels.argmax() + 1])[0, -1]
+        embedded.append(state / state.norm())
+    queries, positives = embedded[0::4], embedded[1::4]
+    others = [*positives, *embedded[2::4], *embedded[3::4]]
+    want = torch.zeros((), dtype=torch.float64)
+    for number, query in enumerate(queries):
+        scores = torch.stack([query @ other / 0.1 for other in others])
+        want = want + scores.logsumexp(0) - scores[number]
+        if symmetric:
+            scores = torch.stack([positives[number] @ each / 0.1 for each in queries])
+            want = want + scores.logsumexp(0) - scores[number]
+    want = want / 2 if symmetric else want
+    want.backward()
+    assert count == 3 and total.item() == pytest.approx(want.item(), rel=1e-10)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, 100])
+def test_chunks_have_the_loss_and_gradients_of_the_whole(chunk):
+    model, batch = decoder(classes=0).double(), matches()
+    results = []
+    for rows in (None, chunk):
+        model.zero_grad()
+        total, _ = Contrastive(0.1, negatives=2, chunk=rows)(model, batch, scale=torch.tensor(0.5))
+        total.backward()
+        results.append((total.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+    (got, gradients), (want, wanted) = results
+    assert got == pytest.approx(want, rel=1e-12) and len(gradients) == len(wanted) > 5
+    for one, other in zip(gradients, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", ["cheap", "blocks"])
+def test_steps_in_chunks_are_those_of_the_whole(recompute):
+    """Weights after steps that write gradients straight into their sums: once for each chunk of the micro-batch."""
+    weights, reports = [], []
+    for chunk in (None, 4):
+        model = decoder(classes=0)
+        objective = Contrastive(0.1, negatives=1, chunk=chunk)
+        step = TrainStep(model, objective, AdamW(lr=1e-2), precision="fp32", graph="require", recompute=recompute)
+        reports.append([step([matches(seed, 1)]).read().loss for seed in range(4)])
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert reports[1] == pytest.approx(reports[0], rel=1e-4)
+    for one, other in zip(*weights):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
 def test_steps_bring_matches_together():
     model = decoder(classes=0)
     objective = Contrastive(0.1)
@@ -188,7 +256,7 @@ def test_what_is_refused():
     for options in ({"classes": 0}, {"classes": "yes"}, {"classes": ["a", "a"]}):
         with pytest.raises(ValueError, match="classes"):
             Classification(**options)
-    for options in ({"pooling": "max"}, {"temperature": 0.0}):
+    for options in ({"pooling": "max"}, {"temperature": 0.0}, {"negatives": -1}, {"negatives": "one"}, {"chunk": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             Contrastive(**options)
     model, batch = decoder(), packed()
@@ -198,18 +266,20 @@ def test_what_is_refused():
         Classification()(model, batch | {"labels": torch.zeros(3, dtype=torch.long)})
     with pytest.raises(ValueError, match="even number"):
         Contrastive()(model, {"input_ids": torch.zeros(3, 4, dtype=torch.long)})
+    with pytest.raises(ValueError, match="multiple of 3"):
+        Contrastive(negatives=1)(model, {"input_ids": torch.zeros(4, 4, dtype=torch.long)})
     with pytest.raises(ValueError, match="head of 3"):
         Classification(4).adapt(model)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["classification", "contrastive"])
+@pytest.mark.parametrize("kind", ["classification", "contrastive", "chunks"])
 def test_on_a_gpu_a_captured_step_equals_calls(kind):
     results = []
     batches = [packed(seed, "cuda") if kind == "classification" else to_cuda(pairs(seed)) for seed in range(4)]
     for graph in ("off", "require"):
         model = decoder(classes=CLASSES if kind == "classification" else 0).cuda()
-        objective = Classification() if kind == "classification" else Contrastive()
+        objective = Classification() if kind == "classification" else Contrastive(chunk=4 if kind == "chunks" else None)
         step = TrainStep(model, objective, AdamW(lr=1e-2), precision="bf16", graph=graph)
         reports = [step([batches[0]])]
         with gb.watch() as ledger:

@@ -56,6 +56,10 @@ class Objective:
         """Return a run's tokenizer with the tokens that this objective adds to it. Called before the model is built."""
         return tokenizer
 
+    def why_not_kind(self, kind: str) -> str | None:
+        """Return what it wants, and what to do, where it does not take a corpus of this kind."""
+        return None if kind == self.kind else f"which wants {self.kind}; give other data or objective"
+
     def class_names(self) -> list[str] | None:
         """Return the names that labels of a run's rows may have in place of numbers."""
         return None

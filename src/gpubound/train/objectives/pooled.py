@@ -5,18 +5,22 @@ A text is represented by the state of its last token, which is where a batch of 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from ...data.formats import MATCHES, group_of, matches_with
 from ...kernels import cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of, why_not_head
 from ...models.registry import mode
+from ..recompute import drops_out
 from . import Objective
 from .word_loss import IGNORE, WordLoss, check_arguments, check_tokens
 
@@ -177,23 +181,31 @@ def _why_not_pooled(model: Any, inputs: dict[str, Any]) -> str | None:
 
 @dataclass(eq=False)
 class Contrastive(Objective):
-    """InfoNCE: each query is to be closer to its positive than to the other positives of the micro-batch, by cosine.
+    """InfoNCE: each query is to be closer to its positive than to all other positives and negatives of the micro-batch, by
+    cosine.
 
     temperature  by which cosines are divided
     pooling      what represents a text: the state of its "last" token, or the "mean" of all
     symmetric    average with the same loss of each positive among all queries
+    negatives    the number of (hard) negatives of each query
+    chunk        rows that are embedded at once. A micro-batch of more rows is embedded in chunks, and again in backward: it
+                 takes the memory of a chunk and the time of a further forward, and loss and gradients are those of the whole.
+                 None: all rows at once
 
-    A batch has input_ids (2 P, T): row 2k is a query, row 2k + 1 its positive. Where a text ends, its labels say (the last that
-    is not -100, as in batches of a Corpus), or its attention_mask; without both it is the whole row.
+    A batch has input_ids (n P, T), n = 2 + negatives: row nk is a query, row nk + 1 its positive, and its negatives follow.
+    Where a text ends, its labels say (the last that is not -100, as in batches of a Corpus), or its attention_mask; without
+    both it is the whole row.
     """
 
     temperature: float = 0.05
     pooling: str = "last"
     symmetric: bool = False
+    negatives: int = 0
+    chunk: int | None = None
 
     name: ClassVar[str] = "contrastive"
     pack: ClassVar[str | None] = "pairs"
-    kind: ClassVar[str] = "matches"
+    kind: ClassVar[str] = MATCHES
     counts_tokens: ClassVar[bool] = False
     adapts: ClassVar[bool] = True
     _tried: nn.Module | None = field(init=False, default=None)
@@ -203,6 +215,20 @@ class Contrastive(Objective):
             raise ValueError(f"contrastive: pooling: got {self.pooling!r}, wanted 'last' or 'mean'.")
         if not isinstance(self.temperature, int | float) or not 0 < self.temperature < float("inf"):
             raise ValueError(f"contrastive: temperature: got {self.temperature!r}, wanted a number above 0, such as 0.05.")
+        if not isinstance(self.negatives, int) or self.negatives < 0:
+            raise ValueError(
+                f"contrastive: negatives: got {self.negatives!r}, wanted how many follow each positive, such as 1."
+            )
+        if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
+            raise ValueError(f"contrastive: chunk: got {self.chunk!r}, wanted a number of rows, such as 32, or None.")
+
+    def why_not_kind(self, kind: str) -> str | None:
+        if kind == matches_with(self.negatives):
+            return None
+        if kind.startswith(MATCHES):
+            number = group_of(kind) - 2
+            return f"with negatives: {self.negatives}; give objective_options: {{negatives: {number}}}, or other rows"
+        return super().why_not_kind(kind)
 
     def check_model(self, model: nn.Module) -> None:
         check_arguments(self.name, model, ["input_ids"], complete=False)
@@ -223,13 +249,14 @@ class Contrastive(Objective):
         check_tokens(self.name, model, inputs["input_ids"], torch.full_like(inputs["input_ids"], IGNORE))
 
     def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
-        """Return (the model's arguments, the mask (2 P, T) of the texts' tokens)."""
-        ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) % 2:
+        """Return (the model's arguments, the mask (n P, T) of the texts' tokens)."""
+        ids, group = batch.get("input_ids") if isinstance(batch, Mapping) else None, 2 + self.negatives
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) % group:
             got = tuple(ids.shape) if isinstance(ids, Tensor) else type(batch).__name__
+            rows = f"a multiple of {group} rows, each query, its positive and its negatives" if self.negatives else None
             raise ValueError(
-                f"contrastive: a batch must be a dict with input_ids of an even number of rows, each query and then its "
-                f"positive, got {got}."
+                f"contrastive: a batch must be a dict with input_ids of "
+                f"{rows or 'an even number of rows, each query and then its positive'}, got {got}."
             )
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "example")}
         if "labels" in batch:
@@ -238,7 +265,30 @@ class Contrastive(Objective):
 
     def embeddings(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Return the embedding of each row, of length 1, in fp32 or wider."""
+        return self._embedded(model, batch)[0]
+
+    def _embedded(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Return the embeddings, and the model's term of the mean loss."""
         inputs, mask = self.split(batch)
+        rows, chunk = len(mask), self.chunk or len(mask)
+        embeddings, terms = list[Tensor](), list[Tensor]()
+        for begin in range(0, rows, chunk):
+            part = {
+                name: value[begin : begin + chunk] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
+                for name, value in inputs.items()
+            }
+            given = (model, part, mask[begin : begin + chunk])
+            if chunk < rows and torch.is_grad_enabled():
+                again = partial(checkpoint, self._chunk, use_reentrant=False, preserve_rng_state=drops_out(model))
+                embedded, term = again(*given)
+            else:
+                embedded, term = self._chunk(*given)
+            embeddings.append(embedded)
+            terms += [] if term is None else [term * (len(embedded) / rows)]
+        whole = torch.cat(embeddings) if len(embeddings) > 1 else embeddings[0]
+        return whole, torch.stack(terms).sum() if terms else None
+
+    def _chunk(self, model: Any, inputs: dict[str, Any], mask: Tensor) -> tuple[Tensor, Tensor | None]:
         states = hidden_of(model, inputs)
         states = states.to(torch.promote_types(states.dtype, torch.float32))
         if self.pooling == "mean":
@@ -246,12 +296,12 @@ class Contrastive(Objective):
         else:
             last = (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1)
             pooled = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[-1])).squeeze(1)
-        return F.normalize(pooled, dim=-1)
+        return F.normalize(pooled, dim=-1), model.extra_loss() if isinstance(model, LanguageModel) else None
 
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
-        loss, _, pairs = self._losses(model, batch)
-        extra = model.extra_loss() if isinstance(model, LanguageModel) else None
+        embeddings, extra = self._embedded(model, batch)
+        loss, _, pairs = self._losses(embeddings)
         loss = loss if extra is None else loss + extra * pairs
         return loss if scale is None else loss * scale, pairs
 
@@ -261,17 +311,18 @@ class Contrastive(Objective):
         sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         for batch in batches:
             self.prepare(model, batch)
-            values = torch.stack([each.double() for each in self._losses(model, batch)])
+            values = torch.stack([each.double() for each in self._losses(self.embeddings(model, batch))])
             sums = sums.to(values.device) + values
         loss, right, pairs = sums.tolist()
         return {"held_out": loss / pairs, "accuracy": right / pairs}
 
-    def _losses(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def _losses(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum of the losses, how many queries are closest to their positive, and the number of pairs."""
-        embeddings = self.embeddings(model, batch)
-        cosines = embeddings[0::2] @ embeddings[1::2].t()
+        texts = embeddings.unflatten(0, (-1, 2 + self.negatives))  # P, n, width
+        queries, others = texts[:, 0], texts[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then the negatives
+        cosines = queries @ others.t()
         own = torch.arange(len(cosines), device=cosines.device)
         loss = F.cross_entropy(cosines / self.temperature, own, reduction="sum")
         if self.symmetric:
-            loss = (loss + F.cross_entropy(cosines.t() / self.temperature, own, reduction="sum")) / 2
+            loss = (loss + F.cross_entropy(cosines[:, : len(own)].t() / self.temperature, own, reduction="sum")) / 2
         return loss, (cosines.argmax(1) == own).sum(), torch.full_like(own[:1], len(own)).squeeze()
