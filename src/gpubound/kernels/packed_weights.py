@@ -4,6 +4,14 @@ int8, int4   n levels of a bf16 scale a row and 128 columns, symmetric about zer
 fp8          e4m3 values times an fp32 scale a row
 fp4          e2m1 values times a power of two a row and 32 columns, one byte e8m0: as models are published, nothing is rounded
 
+Other kinds hold the numbers of quantised models as they were published, or a frozen base of layers/quantized_base.py:
+
+int8, int4                 with scales in fp16 or fp32
+int8_16, int8_32, int4_32  a scale a row and so many columns
+uint8, uint4, uint4_32     level · scale - offset: levels begin at 0, and each scale has an fp32 offset
+fp8_rows, fp8_blocks       e4m3 in the order of memory, with an fp32 scale a row, or a row and 128 columns
+nf4                        codes of nf4.py in their order, with an fp32 scale a row and 64 columns
+
 Rows are split into groups of 128 columns, the last padded with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits with 8
 or 4 columns each: slot t of word r holds column t · words + r. So adjacent words hold adjacent columns in the same slot: a
 thread that reads four words, 16 bytes, multiplies each slot by adjacent elements of x, and nothing is interleaved. In fp4 the
@@ -15,30 +23,73 @@ the bits are, the smaller is 2^e relative to n, and the less of fp32 is lost: bi
 to either side, or rotated by 16, are one int8 or two int4 levels, with 2^e 256, or 16 and 256. fp8 is stored byte by byte, fp4
 in groups of four bits.
 
-No zero points: they would be one more term per group and row in the kernel, and gain nothing. Of normal weights in groups of
+`pack` makes no offsets: they are one more term per group and row in the kernel, and gain nothing. Of normal weights in groups of
 128, int4 with a signed scale that puts the group's extreme at −8, shrunk where that lowers the squared error, loses 9.7 % of
 their spread; with extremes at ±7, 11.8 %; with a zero point from minimum and maximum, 10.0 %. int8 loses 0.65 %, fp8 2.6 %.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-KINDS = ("int8", "int4", "fp8")
-GROUP = 128  # columns that share a scale
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
+KINDS = ("int8", "int4", "fp8")  # of `pack`, which rounds
+GROUP = 128  # columns that a row is padded to a multiple of
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # then the same with a minus
 MX = 32  # columns of fp4 that share a scale
 BIAS = 127  # of e8m0: a byte s is 2^(s - 127), and 255 is not a number
-ZERO = {"int8": 128, "int4": 8}  # the level of zero
 LEVELS = {"int8": 127, "int4": 8}  # levels from zero to a group's extreme; int4 gives it the side that has one more
 # Of each slot: the bit of the word that is its lowest. Bits beyond the 31st go on at 0.
-SHIFTS = {
-    "int8": (15, 7, 23, 31), "int4": (19, 15, 11, 7, 27, 23, 3, 31), "fp8": (24, 16, 8, 0),
-    "fp4": (28, 24, 20, 16, 12, 8, 4, 0),
-}  # fmt: skip
+SLOTS_8, SLOTS_4 = (15, 7, 23, 31), (19, 15, 11, 7, 27, 23, 3, 31)
+
+
+class Kind(NamedTuple):
+    """How a kind is stored.
+
+    spacing  slot t of the r-th of so many words holds column t · spacing + r; 1: columns are in the order of memory
+    group    columns that share a scale; 0: all of a row
+    zero     the level that is subtracted
+    offset   whether each scale has an offset
+    """
+
+    bits: int
+    values: str  # level, e4m3, e2m1 or nf4
+    shifts: tuple[int, ...]
+    spacing: int
+    group: int = GROUP
+    zero: int = 0
+    offset: bool = False
+
+    def words(self, columns: int) -> int:
+        """Return the number of words of a row, which is padded unless its columns are in the order of memory."""
+        slots = len(self.shifts)
+        return -(-columns // slots) if self.spacing == 1 else -(-columns // GROUP) * GROUP // slots
+
+    def scales(self, columns: int) -> int:
+        """Return the number of scales of a row."""
+        padded = columns if self.spacing == 1 else -(-columns // GROUP) * GROUP
+        return -(-padded // self.group) if self.group else 1
+
+
+TABLE = {
+    "int8": Kind(8, "level", SLOTS_8, 32, zero=128),
+    "int8_32": Kind(8, "level", SLOTS_8, 4, 32, zero=128),
+    "int8_16": Kind(8, "level", SLOTS_8, 4, 16, zero=128),
+    "uint8": Kind(8, "level", SLOTS_8, 32, offset=True),
+    "int4": Kind(4, "level", SLOTS_4, 16, zero=8),
+    "int4_32": Kind(4, "level", SLOTS_4, 4, 32, zero=8),
+    "uint4": Kind(4, "level", SLOTS_4, 16, offset=True),
+    "uint4_32": Kind(4, "level", SLOTS_4, 4, 32, offset=True),
+    "fp8": Kind(8, "e4m3", (24, 16, 8, 0), 32, 0),
+    "fp8_rows": Kind(8, "e4m3", (0, 8, 16, 24), 1, 0),
+    "fp8_blocks": Kind(8, "e4m3", (0, 8, 16, 24), 1),
+    "fp4": Kind(4, "e2m1", (28, 24, 20, 16, 12, 8, 4, 0), 4, MX),
+    "nf4": Kind(4, "nf4", (4, 0, 12, 8, 20, 16, 28, 24), 1, 64),
+}
+BITS = {name: kind.bits for name, kind in TABLE.items()}
+ZERO = {name: kind.zero for name, kind in TABLE.items()}
 # Shares of the scale that spans a whole group, of which the best in squared error is taken.
 SHARES = {"int8": (1.0,), "int4": (1.0, 0.94, 0.88, 0.82, 0.76)}
 LARGEST = 448.0  # of e4m3
@@ -47,12 +98,13 @@ CHUNK = 1 << 24  # weights widened at a time
 
 class Packed(NamedTuple):
     """A (rows, columns) weight. words: (rows, words) int32; scale: (rows, groups) bf16, for fp8 (rows, 1) fp32, for fp4
-    (rows, 4 groups) uint8."""
+    (rows, 4 groups) uint8. extra: of a kind with offsets (rows, groups) fp32, of nf4 its sixteen numbers."""
 
     words: Tensor
     scale: Tensor
     columns: int
     kind: str
+    extra: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -60,11 +112,15 @@ class Packed(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.words.nbytes + self.scale.nbytes
+        return sum(t.nbytes for t in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.words, self.scale, self.extra) if t is not None]
 
     def part(self, rows: slice) -> "Packed":
         """Some of the rows, over the same memory."""
-        return self._replace(words=self.words[rows], scale=self.scale[rows])
+        extra = self.extra[rows] if self.extra is not None and TABLE[self.kind].offset else self.extra
+        return self._replace(words=self.words[rows], scale=self.scale[rows], extra=extra)
 
 
 @torch.no_grad()
@@ -83,7 +139,7 @@ def pack(weight: Tensor, kind: str) -> Packed:
         padded = F.pad(part.float(), (0, groups * GROUP - columns)).view(len(part), groups, GROUP)
         levels, part_scales = _to_fp8(padded) if fp8 else _to_levels(padded, kind)
         scales.copy_(part_scales)
-        into.copy_(_to_words(levels.view(len(part), groups, slots, -1), SHIFTS[kind]).flatten(1))
+        into.copy_(_to_words(levels.view(len(part), groups, slots, -1), TABLE[kind].shifts).flatten(1))
     return Packed(words, scale, columns, kind)
 
 
@@ -101,7 +157,7 @@ def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
     levels = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
     beyond = -columns % GROUP
     padded = F.pad(levels, (0, beyond)).view(rows, -1, MX // 4, 4)  # (rows, groups of 32, slots, words)
-    words = _to_words(padded.to(torch.int32), SHIFTS["fp4"]).flatten(1)
+    words = _to_words(padded.to(torch.int32), TABLE["fp4"].shifts).flatten(1)
     return Packed(words, F.pad(scales, (0, beyond // MX), value=BIAS), columns, "fp4")
 
 
@@ -121,28 +177,77 @@ def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
 
 
 @torch.no_grad()
+def pack_levels(levels: Tensor, scale: Tensor, kind: str, offset: Tensor | None = None) -> Packed:
+    """Pack published numbers, none of which is rounded: level · scale - offset, or (level - zero) · scale of a kind with a zero.
+
+    levels         (rows, columns) uint8, from 0
+    scale, offset  (rows, groups): a divisor of the columns; the kind's groups repeat them
+    """
+    (rows, columns), about = levels.shape, TABLE[kind]
+    given, groups = scale.shape[1], -(-columns // about.group)
+    if about.values != "level" or (offset is not None) != about.offset:
+        raise ValueError(f"pack_levels: kind: got {kind!r}, wanted one of levels, with offsets where these are passed.")
+    if given > 1 and columns % (given * about.group):
+        raise ValueError(
+            f"pack_levels: scale: got {given} a row of {columns} columns for {kind!r}, wanted groups of a multiple of "
+            f"{about.group} columns."
+        )
+
+    def spread(t: Tensor) -> Tensor:
+        each = t.expand(rows, groups) if given == 1 else t.repeat_interleave(groups // given, 1)
+        return F.pad(each, (0, about.scales(columns) - groups)).contiguous()
+
+    words = torch.empty(rows, about.words(columns), device=levels.device, dtype=torch.int32)
+    slots = len(about.shifts)
+    for part, into in zip(*(t.split(max(1, CHUNK // columns)) for t in (levels, words))):
+        blocks = F.pad(part, (0, -columns % GROUP), value=about.zero).view(len(part), -1, slots, about.spacing)
+        into.copy_(_to_words(blocks.to(torch.int32), about.shifts).flatten(1))
+    return Packed(words, spread(scale), columns, kind, None if offset is None else spread(offset.float()))
+
+
+def join_packed(parts: Sequence[Packed], words: Tensor | None = None) -> Packed:
+    """Return one packed weight of several of one kind below each other. words: their words, where they are adjacent already"""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    extra = first.extra
+    if extra is not None and TABLE[first.kind].offset:
+        extra = torch.cat([part.extra for part in parts if part.extra is not None])
+    scale = torch.cat([part.scale for part in parts])
+    return first._replace(words=torch.cat([p.words for p in parts]) if words is None else words, scale=scale, extra=extra)
+
+
+@torch.no_grad()
 def unpack(packed: Packed) -> Tensor:
     """Unpack a weight to fp32: the definition of every product with it."""
-    words, kind = packed.words, packed.kind
-    if kind == "fp4":
-        return _unpack_fp4(packed)
-    shifts, mask = SHIFTS[kind], (1 << BITS[kind]) - 1
-    groups = words.view(packed.rows, -1, GROUP // len(shifts))
-    slots = [_turned(groups, shift) & mask for shift in shifts]
-    levels = torch.stack(slots, 2).flatten(2)  # (rows, groups, 128)
-    if kind == "fp8":
+    kind, columns = TABLE[packed.kind], packed.columns
+    blocks, mask = packed.words.view(packed.rows, -1, kind.spacing), (1 << kind.bits) - 1
+    levels = torch.stack([_turned(blocks, shift) & mask for shift in kind.shifts], 2).flatten(1)  # (rows, padded columns)
+    if kind.values == "level":
+        values = (levels - kind.zero).float()
+    elif kind.values == "e4m3":
         values = levels.to(torch.uint8).view(torch.float8_e4m3fn).float()
     else:
-        values = (levels - ZERO[kind]).float()
-    return (values * packed.scale.float()[..., None]).flatten(1)[:, : packed.columns].contiguous()
+        table = packed.extra if kind.values == "nf4" else constant_e2m1(levels.device)
+        assert table is not None, "of nf4"
+        values = table[levels.long()]
+    scale = packed.scale.view(torch.float8_e8m0fnu) if kind.values == "e2m1" else packed.scale
+    values = _times(values, scale.float(), kind.group)
+    if kind.offset:
+        assert packed.extra is not None
+        values = (values.unflatten(1, (-1, kind.group)) - packed.extra[..., None]).flatten(1)
+    return values[:, :columns].contiguous()
 
 
-def _unpack_fp4(packed: Packed) -> Tensor:
-    fours = packed.words.view(packed.rows, -1, 4)
-    levels = torch.stack([_turned(fours, shift) & 0xF for shift in SHIFTS["fp4"]], 2).flatten(2)  # (rows, groups of 32, 32)
-    table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=levels.device, dtype=torch.float32)
-    values = table[levels.long()] * packed.scale.view(torch.float8_e8m0fnu).float()[..., None]
-    return values.flatten(1)[:, : packed.columns].contiguous()
+def constant_e2m1(device: torch.device) -> Tensor:
+    return torch.tensor([*E2M1, *(-x for x in E2M1)], device=device, dtype=torch.float32)
+
+
+def _times(values: Tensor, scale: Tensor, group: int) -> Tensor:
+    """Multiply values (rows, columns) by a scale a row and `group` columns, or a row."""
+    if not group or scale.shape[1] * group == values.shape[1]:
+        return (values.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    return values * scale.repeat_interleave(group, 1)[:, : values.shape[1]]
 
 
 def _to_levels(padded: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ on the device, and of the packed weights only theirs are read.
 Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ from .experts import (
     routed_gate_up_reference,
 )
 from .gated import INFINITE, check_limit
-from .packed_weights import BIAS, BITS, GROUP, MX, Packed, pack, pack_fp4, unpack
+from .packed_weights import BIAS, BITS, KINDS, MX, TABLE, Packed, pack, pack_fp4, unpack
 from .registry import definition, draw, ints, zeros
 
 
@@ -95,9 +97,11 @@ def quantized_norm_gate_up(
     out: Tensor | None = None,
     dependent: int = 0,
     activation: str = "silu",
+    alternate: bool = True,
 ) -> Tensor:
     """out (B, rows / 2, in the norm's dtype or its own) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x. Rows of
-    gate and up alternate in `gate_up`, and so do the elements of `bias`."""
+    gate and up alternate in `gate_up`, and so do the elements of `bias`. alternate=False: gate's rows, and up's below them; the
+    elements of `bias` alternate still."""
     if out is None:
         like = x if norm is None else norm.weight
         out = torch.empty(x.shape[0], gate_up.rows // 2, device=x.device, dtype=like.dtype)
@@ -108,16 +112,17 @@ def quantized_norm_gate_up(
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     check_activation("quantized_norm_gate_up", activation)
     kernel = implementation("quantized_norm_gate_up", out, None, form(norm, activation))
-    return kernel(x, norm, gate_up, bias, out, dependent, activation)
+    return kernel(x, norm, gate_up, bias, out, dependent, activation, alternate)
 
 
 @definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 150, offset), *_draw_gate_up(g), 0, activation))
 @torch.no_grad()
 def quantized_norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
-    activation: str = "silu",
+    activation: str = "silu", alternate: bool = True,
 ) -> Tensor:  # fmt: skip
-    gate, up = unpack(gate_up).unflatten(0, (-1, 2)).unbind(1)
+    both = unpack(gate_up)
+    gate, up = both.unflatten(0, (-1, 2)).unbind(1) if alternate else both.chunk(2)
     gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
     return norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, 0, activation)
 
@@ -197,18 +202,23 @@ def check_packed(op: str, weight: Packed, x: Tensor) -> None:
     """Check that the weight comes from `pack`, is on x's device and has all of its rows."""
     if weight.kind not in BITS:
         raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
-    groups = -(-weight.columns // GROUP)
-    shape = (weight.rows, groups * GROUP * BITS[weight.kind] // 32)
-    require(op, "the weight's words", weight.words, torch.int32, shape, x.device, "make it with pack, where x lies")
-    each = {"fp8": (torch.float32, 1), "fp4": (torch.uint8, groups * GROUP // MX)}
-    dtype, scales = each.get(weight.kind, (torch.bfloat16, groups))  # a row
-    require(op, "the weight's scale", weight.scale, dtype, (weight.rows, scales), x.device, "make it with pack, where x lies")
+    kind, columns = TABLE[weight.kind], weight.columns
+    why = "make it with pack, where x lies"
+    require(op, "the weight's words", weight.words, torch.int32, (weight.rows, kind.words(columns)), x.device, why)
+    dtype = {"e2m1": torch.uint8, "level": None}.get(kind.values, torch.float32)  # None: any floating-point one
+    scales = weight.rows, kind.scales(columns)
+    require(op, "the weight's scale", weight.scale, dtype, scales, x.device, why)
+    if kind.offset or kind.values == "nf4":
+        extra = (16,) if kind.values == "nf4" else scales
+        require(op, "the weight's extra", cast(Tensor, weight.extra), torch.float32, extra, x.device, why)
 
 
 def check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
     if not rows or weight.rows % rows or not weight.rows:
         what = f"{name} has {weight.rows} rows, wanted {rows} for each expert"
         raise ValueError(f"{op}: {what}; pack the experts' weights as one, pack(stack.flatten(0, 1), kind).")
+    if weight.extra is not None:
+        raise ValueError(f"{op}: {name} is {weight.kind}, wanted a kind without offsets or a table of its own for experts.")
 
 
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:
@@ -218,7 +228,16 @@ def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) 
         return pack_fp4(
             codes, torch.randint(BIAS - 4, BIAS, (rows, columns // MX), generator=generator, dtype=torch.uint8, device="cpu")
         )
-    return pack(draw(generator, rows, columns).detach(), kind)
+    if kind in KINDS:
+        return pack(draw(generator, rows, columns).detach(), kind)
+    about = TABLE[kind]
+    columns -= columns % {"e4m3": 16, "nf4": about.group}.get(about.values, 1)
+    words = torch.randint(-(2**31), 2**31, (rows, about.words(columns)), generator=generator, device="cpu").to(torch.int32)
+    if about.values == "e4m3":
+        words &= 0x7F7F7F7F - 0x01010101  # no NaN
+    scale = draw(generator, rows, about.scales(columns)).detach().abs_().mul_(2.0**-about.bits)
+    extra = draw(generator, 16).detach() if about.values == "nf4" else draw(generator, *scale.shape).detach() * about.offset
+    return Packed(words, scale, columns, kind, extra if about.offset or about.values == "nf4" else None)
 
 
 def _draw_head(generator: torch.Generator) -> tuple:

@@ -8,6 +8,8 @@ int4   a mask and an exponent put over it 1 (one LOP3), a shift 0.4, multiply an
 int8   the same with a shift of 0.75, and twice the time for it
 fp8    two shifts, a mask, multiply and add: 3.75 of 6.9; the bits of e4m3 are those of an fp32 number 2^120 times too small
 fp4    the same: 3.75 of 3.4; the bits of e2m1 are those of an fp32 number 2^126 times too small
+nf4    a shift, a mask, and a load of one of sixteen numbers: of a quarter the rate of a multiplication
+offset of levels from 0: the sum of x over four words, 1 for all rows of a program; one product for every four words
 all    x, its norm, square and sum, 5 each for all rows of a program: 0.3; the sums across lanes, 0.3
 
 x stays in fp32. No conversion instruction, no shuffle, no shared memory but for the last sums. The norm rides along as in
@@ -18,7 +20,7 @@ row of x (hidden 4096, 16 rows a program), 5.0 with two.
 import triton
 import triton.language as tl
 
-from ..packed_weights import BITS, GROUP, MX
+from ..packed_weights import TABLE
 from ._pdl import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
@@ -27,31 +29,53 @@ _HALFWAY = tl.constexpr(2.0**60)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
 _FP4_BITS = tl.constexpr(0x81C00000 - (1 << 32))  # the sign, two bits of exponent, one of mantissa
 _FP4_HALFWAY = tl.constexpr(2.0**63)
-assert GROUP == 128  # which is a literal below
 
 
 @triton.constexpr_function
 def _slots(kind):
     """Weights in a word."""
-    return 32 // BITS[kind]
+    return len(TABLE[kind].shifts)
+
+
+@triton.constexpr_function
+def _spacing(kind):
+    """Words between two slots of a word."""
+    return TABLE[kind].spacing
+
+
+@triton.constexpr_function
+def _values(kind):
+    return TABLE[kind].values
+
+
+@triton.constexpr_function
+def _offset(kind):
+    return TABLE[kind].offset
 
 
 @triton.constexpr_function
 def _words(columns, kind):
-    """Return the number of words or scales of a row."""
-    return -(-columns // GROUP) * (GROUP // _slots(kind))
+    """Return the number of words of a row."""
+    return TABLE[kind].words(columns)
 
 
 @triton.constexpr_function
 def _scales(columns, kind):
-    """Return the number of words or scales of a row."""
-    return 1 if kind == "fp8" else -(-columns // GROUP) * (GROUP // MX if kind == "fp4" else 1)
+    """Return the number of scales of a row."""
+    return TABLE[kind].scales(columns)
+
+
+@triton.constexpr_function
+def _chunks(columns, kind):
+    """Return the number of times four words that share a scale."""
+    group = TABLE[kind].group
+    return group // (4 * len(TABLE[kind].shifts)) if group else TABLE[kind].words(columns) // 4
 
 
 @triton.jit
 def _scale(stored, KIND: tl.constexpr):
     """Return the scale as fp32. A byte of fp4 is its exponent; 0 is 2^-127, and 255 is NaN."""
-    if KIND != "fp4":
+    if _values(KIND) != "e2m1":
         return stored.to(tl.float32)
     bits = stored.to(tl.int32)
     bits = tl.where(bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23))
@@ -59,17 +83,22 @@ def _scale(stored, KIND: tl.constexpr):
 
 
 @triton.jit
-def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr):
+def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr, extra_ptr=None):
     """A slot of every word as fp32, with what `_excess` says too much; of fp8 2^-120 of it, of fp4 2^-126.
 
     `one` holds the bits of 1.0. Were it a constant, the compiler would mask in one instruction and put the exponent over in
     another: LOP3 does both at once, but takes only one constant.
     """
-    if KIND == "fp8":
+    if _values(KIND) == "e4m3":  # to the top of the word, from its place there
+        if _spacing(KIND) == 1:
+            return (((words << (24 - 8 * SLOT)) >> 4) & _FP8_BITS).to(tl.float32, bitcast=True)
         return (((words << (8 * SLOT)) >> 4) & _FP8_BITS).to(tl.float32, bitcast=True)
-    if KIND == "fp4":
+    if _values(KIND) == "e2m1":
         return (((words << (4 * SLOT)) >> 6) & _FP4_BITS).to(tl.float32, bitcast=True)
-    SHOWN: tl.constexpr = 2 if KIND == "int4" else 1  # levels in the window of bits 15 to 22
+    if _values(KIND) == "nf4":  # sixteen numbers in one line of the L1
+        return tl.load(extra_ptr + ((words >> (4 * (SLOT ^ 1))) & 15))
+    FOUR: tl.constexpr = _slots(KIND) == 8
+    SHOWN: tl.constexpr = 2 if FOUR else 1  # levels in the window of bits 15 to 22
     window: tl.constexpr = SLOT // SHOWN
     bits = words.to(tl.uint32, bitcast=True)
     if window == 1:
@@ -79,34 +108,38 @@ def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr):
     elif window == 3:
         bits = (bits >> 16) | (bits << 16)
     lowest: tl.constexpr = 19 if SLOT % SHOWN < SHOWN - 1 else 15
-    mask: tl.constexpr = (15 if KIND == "int4" else 255) << lowest
+    mask: tl.constexpr = (15 if FOUR else 255) << lowest
     return ((bits & mask) | (one + ((23 - lowest) << 23)).to(tl.uint32)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
-def _excess(SLOT: tl.constexpr, KIND: tl.constexpr):
-    """2^e + the level of zero."""
-    if KIND == "int4":
-        return 24.0 if SLOT % 2 == 0 else 264.0
-    return 384.0
+@triton.constexpr_function
+def _excess(slot, kind):
+    """2^e + the level of zero; 0 of numbers that are no levels."""
+    if TABLE[kind].values != "level":
+        return 0.0
+    power = 256 if TABLE[kind].bits == 8 or slot % 2 else 16
+    return float(power + TABLE[kind].zero)
 
 
 @triton.jit
-def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
-              C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
-    """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); the squares of x (C,))."""
+def _products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+              R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+    """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); those of x, for offsets
+    (C / 4,); the squares of x (C,))."""
     SLOTS: tl.constexpr = _slots(KIND)
-    WORDS: tl.constexpr = 4 if KIND == "fp4" else 128 // SLOTS  # between two slots of a word
+    WORDS: tl.constexpr = _spacing(KIND)
+    FP: tl.constexpr = _values(KIND) == "e4m3" or _values(KIND) == "e2m1"
     first = word // WORDS * (SLOTS * WORDS) + word % WORDS
-    products, excess, squares = (), (), ()
+    products, excess, squares, plain = (), (), (), ()
     for _ in tl.static_range(B):
         products += (tl.zeros([R, C], tl.float32),)
         excess += (tl.zeros([C], tl.float32),)
         squares += (tl.zeros([C], tl.float32),)
+        plain += (tl.zeros([C], tl.float32),)
     for slot in tl.static_range(SLOTS):
         col = first + slot * WORDS
-        number = _number(words, one, slot, KIND)
-        so_far, products, excess, squares = (products, excess, squares), (), (), ()
+        number = _number(words, one, slot, KIND, extra_ptr)
+        so_far, products, excess, squares, plain = (products, excess, squares, plain), (), (), (), ()
         for b in tl.static_range(B):  # inside, or the numbers of all slots would have to be kept
             x = _row(x_ptr + b * K, col, K, EVEN)
             if GAIN is not None:
@@ -117,21 +150,25 @@ def _products(words, one, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexp
                 x *= gain
             else:
                 squares += (so_far[2][b],)
-            if KIND == "fp8" or KIND == "fp4":
-                x *= _HALFWAY if KIND == "fp8" else _FP4_HALFWAY
+            if FP:
+                x *= _HALFWAY if _values(KIND) == "e4m3" else _FP4_HALFWAY
+                excess += (so_far[1][b],)
+            elif _values(KIND) == "nf4":
                 excess += (so_far[1][b],)
             else:
                 excess += (so_far[1][b] + x * _excess(slot, KIND),)
+            plain += ((so_far[3][b] + x) if _offset(KIND) else so_far[3][b],)
             products += (so_far[0][b] + number * x[None],)
-    sums = ()
+    sums, sums_x = (), ()
     for b in tl.static_range(B):
         total = tl.sum(tl.reshape(products[b], [R, C // 4, 4]), 2)
-        if KIND == "fp4":
+        if _values(KIND) == "e2m1":
             total *= _FP4_HALFWAY
-        elif KIND != "fp8":
+        elif _values(KIND) == "level":
             total -= tl.sum(tl.reshape(excess[b], [C // 4, 4]), 1)[None]
         sums += (total,)
-    return sums, squares
+        sums_x += (tl.sum(tl.reshape(plain[b], [C // 4, 4]), 1),)
+    return sums, sums_x, squares
 
 
 @triton.jit
@@ -144,12 +181,22 @@ def _tile(ptr, row, col, rows, there, ROW: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _first(w_ptr, scale_ptr, rows, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr):
+def _rows(rows, R: tl.constexpr, TURNS: tl.constexpr):
+    """Return the rows of a program. TURNS: rows of two weights, one below the other, alternate; 1: of a single one."""
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    if TURNS == 2:
+        row = (row % 2) * (rows // 2) + row // 2 + tl.where(row < rows, 0, rows)  # beyond the last one as before
+    return row
+
+
+@triton.jit
+def _first(w_ptr, scale_ptr, rows, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+           WHOLE: tl.constexpr, TURNS: tl.constexpr = 1):  # fmt: skip
     """The first words of R rows of the weight, and their scales."""
     N: tl.constexpr = _words(K, KIND)
     SCALES: tl.constexpr = _scales(K, KIND)
-    CHUNKS: tl.constexpr = N // 4 // SCALES  # of four words that share a scale
-    row = tl.program_id(1) * R + tl.arange(0, R)
+    CHUNKS: tl.constexpr = _chunks(K, KIND)
+    row = _rows(rows, R, TURNS)
     word, chunk = tl.arange(0, C), tl.arange(0, C // 4)
     words = _tile(w_ptr, row, word, rows, word < N, N, WHOLE)
     return words, _tile(scale_ptr, row, chunk // CHUNKS, rows, chunk < N // 4, SCALES, WHOLE)
@@ -158,33 +205,40 @@ def _first(w_ptr, scale_ptr, rows, K: tl.constexpr, KIND: tl.constexpr, R: tl.co
 @triton.jit
 def _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
               R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
-              DEPENDENT: tl.constexpr):  # fmt: skip
-    """For each row of x, the sums (R,) of R rows of the weight."""
-    words, scale = _first(w_ptr, scale_ptr, rows, K, KIND, R, C, WHOLE)
+              DEPENDENT: tl.constexpr, extra_ptr=None, TURNS: tl.constexpr = 1):  # fmt: skip
+    """For each row of x, the sums (R,) of R rows of the weight. TURNS: see `_rows`."""
+    words, scale = _first(w_ptr, scale_ptr, rows, K, KIND, R, C, WHOLE, TURNS)
     _wait(DEPENDENT)
-    return _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
+    return _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE,
+                      DEPENDENT, extra_ptr, TURNS)  # fmt: skip
 
 
 @triton.jit
 def _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B: tl.constexpr, K: tl.constexpr,
                KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
-               DEPENDENT: tl.constexpr):  # fmt: skip
+               DEPENDENT: tl.constexpr, extra_ptr=None, TURNS: tl.constexpr = 1):  # fmt: skip
     """Continue `_sums` from the first words, which are loaded."""
     N: tl.constexpr = _words(K, KIND)
     EVEN: tl.constexpr = N % C == 0 and K % 128 == 0
     SCALES: tl.constexpr = _scales(K, KIND)
-    CHUNKS: tl.constexpr = N // 4 // SCALES
-    row = tl.program_id(1) * R + tl.arange(0, R)
+    CHUNKS: tl.constexpr = _chunks(K, KIND)
+    row = _rows(rows, R, TURNS)
     word, chunk = tl.arange(0, C), tl.arange(0, C // 4)
     totals, squares = (), ()
     for _ in tl.static_range(B):
         totals += (tl.zeros([R, C // 4], tl.float32),)
         squares += (tl.zeros([C], tl.float32),)
     for start in range(0, N, C):
-        parts, squared = _products(words, one, x_ptr, norm_ptr, start + word, B, K, KIND, R, C, EVEN, GAIN)
+        parts, xs, squared = _products(words, one, x_ptr, norm_ptr, start + word, extra_ptr, B, K, KIND, R, C, EVEN, GAIN)
+        if _offset(KIND):  # where the scale is
+            group = (start // 4 + chunk) // CHUNKS
+            offset = _tile(extra_ptr, row, group, rows, start // 4 + chunk < N // 4, SCALES, WHOLE)
         so_far, totals, squares = (totals, squares), (), ()
         for b in tl.static_range(B):
-            totals += (so_far[0][b] + parts[b] * _scale(scale, KIND),)
+            scaled = parts[b] * _scale(scale, KIND)
+            if _offset(KIND):
+                scaled -= offset * xs[b][None]
+            totals += (so_far[0][b] + scaled,)
             squares += (so_far[1][b] + squared[b],)
         if start + C < N:
             at, part = start + C + word, (start + C) // 4 + chunk
@@ -200,7 +254,7 @@ def _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 
 @triton.jit
 def _finished(total, square, eps, K: tl.constexpr, KIND: tl.constexpr, GAIN: tl.constexpr):
     y = tl.sum(total, 1)
-    if KIND == "fp8":
+    if _values(KIND) == "e4m3":
         y *= _HALFWAY
     if GAIN is not None:
         y /= tl.sqrt(tl.sum(square, 0) / K + eps)

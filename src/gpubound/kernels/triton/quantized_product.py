@@ -25,14 +25,18 @@ from ._packed import (
     _FP4_HALFWAY,
     _HALFWAY,
     _ONE,
+    _chunks,
     _excess,
     _first,
     _number,
+    _offset,
     _row_sums,
     _scale,
     _scales,
     _slots,
+    _spacing,
     _sums_from,
+    _values,
     _words,
 )
 from ._pdl import _begin, _end, _wait
@@ -49,7 +53,7 @@ def _bias(bias_ptr, row, rows, R: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, best_ptr, arg_ptr, one, eps, rows,
+def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr, out_ptr, best_ptr, arg_ptr, one, eps, rows,
                          B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                          WHOLE: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr, GAIN: tl.constexpr,
                          CAP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
@@ -58,7 +62,8 @@ def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, b
     row = tl.program_id(1) * R + tl.arange(0, R)
     in_range = row < rows
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
+    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT,
+                     extra_ptr)  # fmt: skip
     for b in tl.static_range(B):
         y = sums[b] + offset
         if CAP > 0.0:
@@ -73,15 +78,16 @@ def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, b
 
 
 @triton.jit
-def _norm_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, one, eps, rows, B: tl.constexpr,
+def _norm_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr, out_ptr, one, eps, rows, B: tl.constexpr,
                          K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-                         BIAS: tl.constexpr, GAIN: tl.constexpr, ACTIVATION: tl.constexpr,
+                         TURNS: tl.constexpr, BIAS: tl.constexpr, GAIN: tl.constexpr, ACTIVATION: tl.constexpr,
                          DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
+    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT,
+                     extra_ptr, TURNS)  # fmt: skip
     to = tl.program_id(1) * (R // 2) + tl.arange(0, R // 2)
     for b in tl.static_range(B):
         gate, up = tl.split(tl.reshape(sums[b] + offset, [R // 2, 2]))
@@ -90,43 +96,46 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, out_ptr, o
 
 
 @triton.jit
-def _add_product_kernel(h_ptr, w_ptr, scale_ptr, bias_ptr, x_ptr, one, rows, B: tl.constexpr, K: tl.constexpr,
+def _add_product_kernel(h_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr, x_ptr, one, rows, B: tl.constexpr, K: tl.constexpr,
                         KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr,
                         DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(h_ptr + first * K, h_ptr, w_ptr, scale_ptr, one, 0.0, rows, B, K, KIND, R, C, None, WHOLE, DEPENDENT)
+    sums = _row_sums(h_ptr + first * K, h_ptr, w_ptr, scale_ptr, one, 0.0, rows, B, K, KIND, R, C, None, WHOLE, DEPENDENT,
+                     extra_ptr)  # fmt: skip
     for b in tl.static_range(B):
         to = x_ptr + (first + b) * rows.to(tl.int64) + row
         tl.store(to, tl.load(to, mask=row < rows) + (sums[b] + offset), mask=row < rows)
 
 
 @triton.jit
-def _dequantize_kernel(w_ptr, scale_ptr, out_ptr, one, rows, K: tl.constexpr, KIND: tl.constexpr, TURNS: tl.constexpr,
+def _dequantize_kernel(w_ptr, scale_ptr, extra_ptr, out_ptr, one, rows, K: tl.constexpr, KIND: tl.constexpr, TURNS: tl.constexpr,
                        R: tl.constexpr, C: tl.constexpr):  # fmt: skip
     SLOTS: tl.constexpr = _slots(KIND)
-    WORDS: tl.constexpr = 4 if KIND == "fp4" else 128 // SLOTS  # between two slots of a word
+    WORDS: tl.constexpr = _spacing(KIND)
     N: tl.constexpr = _words(K, KIND)
     row, word = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)
     in_range = (row < rows)[:, None] & (word < N)[None]
     row = row.to(tl.int64)
     words = tl.load(w_ptr + row[:, None] * N + word[None], mask=in_range, other=0)
     SCALES: tl.constexpr = _scales(K, KIND)
-    group = word // (N // SCALES)
-    scale = _scale(tl.load(scale_ptr + row[:, None] * SCALES + group[None], mask=in_range, other=0), KIND)
+    group = word // (4 * _chunks(K, KIND))
+    at = row[:, None] * SCALES + group[None]
+    scale = _scale(tl.load(scale_ptr + at, mask=in_range, other=0), KIND)
+    offset = tl.load(extra_ptr + at, mask=in_range, other=0.0) if _offset(KIND) else 0.0
     to = out_ptr + ((row % TURNS) * (rows // TURNS) + row // TURNS)[:, None] * K
     for slot in tl.static_range(SLOTS):
         col = word // WORDS * (SLOTS * WORDS) + word % WORDS + slot * WORDS
-        number = _number(words, one, slot, KIND)
-        if KIND == "fp8":
+        number = _number(words, one, slot, KIND, extra_ptr)
+        if _values(KIND) == "e4m3":
             number = number * _HALFWAY * _HALFWAY
-        elif KIND == "fp4":
+        elif _values(KIND) == "e2m1":
             number = number * _FP4_HALFWAY * _FP4_HALFWAY
         else:
             number -= _excess(slot, KIND)
-        tl.store(to + col[None], (number * scale).to(out_ptr.dtype.element_ty), mask=in_range & (col < K)[None])
+        tl.store(to + col[None], (number * scale - offset).to(out_ptr.dtype.element_ty), mask=in_range & (col < K)[None])
 
 
 @triton.jit
@@ -193,7 +202,7 @@ def _at_once(x: Tensor) -> int:
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     grid = -(-weight.rows // 4), -(-weight.words.shape[1] // 256)
     _dequantize_kernel[grid](
-        weight.words, weight.scale, out, _ONE, weight.rows, weight.columns, weight.kind, turns, 4, 256, num_warps=4
+        weight.words, weight.scale, weight.extra, out, _ONE, weight.rows, weight.columns, weight.kind, turns, 4, 256, num_warps=4
     )
     bump_versions(out)
     return out
@@ -211,7 +220,7 @@ def quantized_norm_product(
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm_weight, weight.words, weight.scale,
-        bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
+        weight.extra, bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
         GAIN=gain, CAP=cap,
     )  # fmt: skip
     bump_versions(out, best, arg)
@@ -221,14 +230,14 @@ def quantized_norm_product(
 @torch.no_grad()
 def quantized_norm_gate_up(
     x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
-    activation: str = "silu",
+    activation: str = "silu", alternate: bool = True,
 ) -> Tensor:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
         _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm_weight,
-        gate_up.words, gate_up.scale, bias, out, _ONE, eps, rows, B=at_once, BIAS=bias is not None, GAIN=gain,
-        ACTIVATION=activation,
+        gate_up.words, gate_up.scale, gate_up.extra, bias, out, _ONE, eps, rows, B=at_once, TURNS=1 if alternate else 2,
+        BIAS=bias is not None, GAIN=gain, ACTIVATION=activation,
     )  # fmt: skip
     bump_versions(out)
     return out
@@ -239,7 +248,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
-        bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
+        weight.extra, bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
     )  # fmt: skip
     bump_versions(x)
     return x

@@ -1,0 +1,95 @@
+"""Kinds of packed weights that hold published numbers: what `pack_levels` keeps, and products beside their definition."""
+
+import pytest
+import torch
+
+from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.packed_weights import KINDS, TABLE, Packed, join_packed, pack_levels, unpack
+from gpubound.kernels.quantized_product import draw_packed
+from gpubound.kernels.registry import load
+
+from .cases import assert_inside, banded, draw, same
+from .test_compiles import compile_apart
+from .test_quantized_product import OTHERS
+
+PUBLISHED = [kind for kind in TABLE if kind not in (*KINDS, "fp4")]
+LEVELS = [kind for kind, about in TABLE.items() if about.values == "level"]
+# Levels from 0 cancel against their offsets: of 256 levels that is eight bits of fp32's 24.
+PARITY = 3e-5
+
+
+def drawn(kind: str, rows: int, columns: int, device: torch.device, seed: int = 1) -> Packed:
+    packed = draw_packed(torch.Generator().manual_seed(seed), rows, columns, kind)
+    extra = None if packed.extra is None else packed.extra.to(device)
+    return packed._replace(words=packed.words.to(device), scale=packed.scale.to(device), extra=extra)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", LEVELS)
+@pytest.mark.parametrize("columns", [96, 384])
+def test_published_levels_are_kept_bit_for_bit(device, kind, columns, dtype):
+    about, generator = TABLE[kind], torch.Generator().manual_seed(0)
+    levels = torch.randint(1 << about.bits, (6, columns), generator=generator, dtype=torch.uint8)
+    groups = columns // (2 * about.group) if columns % (2 * about.group) == 0 else 1
+    scale = torch.randn(6, groups, generator=generator).to(dtype)
+    offset = torch.randn(6, groups, generator=generator) if about.offset else None
+    packed = pack_levels(*(None if t is None else t.to(device) for t in (levels, scale)), kind, offset)
+    each = scale.double().repeat_interleave(columns // groups, 1)
+    less = 0.0 if offset is None else offset.double().repeat_interleave(columns // groups, 1)
+    # of fp32's product and difference
+    wanted = ((levels.double() - about.zero) * each).float().double() - less
+    assert torch.equal(unpack(packed).cpu(), wanted.float())
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+@pytest.mark.parametrize("batch, columns", [(1, 96), (2, 640), (3, 256)])
+def test_products_agree_with_the_definition(device, kind, batch, columns):
+    packed, rows, results = drawn(kind, 38, columns, device), 38, []
+    columns = packed.columns
+    x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
+    for source in ("triton", "reference"):
+        whole, out = banded((batch, rows), device)
+        gated = torch.zeros(batch, rows // 2, device=device)
+        load(source, "quantized_norm_product")(x, norm, packed, None, out, None, None)
+        load(source, "quantized_norm_gate_up")(x, norm, packed, None, gated, 0, "silu", False)
+        added = load(source, "quantized_add_product")(x, packed, None, torch.ones(batch, rows, device=device))
+        assert_inside(whole, out)
+        results.append((out, gated, added))
+    for name, limit, *pair in zip(("product", "gated", "stream"), (PARITY, 2 * PARITY, PARITY), *results):
+        same(name, *pair, limit)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_dequantised_numbers_are_those_of_the_definition(device, kind):
+    packed = drawn(kind, 12, 640, device)
+    out = [load(s, "dequantize")(packed, torch.zeros(12, packed.columns, device=device), 2) for s in ("triton", "reference")]
+    # A kernel may compute level · scale - offset with one rounding.
+    error = (out[0] - out[1]).abs().max() / out[1].abs().max()
+    assert error <= (2e-7 if TABLE[kind].offset else 0.0)
+
+
+@pytest.mark.parametrize("kind", ["uint4", "fp8_rows", "nf4"])
+def test_rows_below_each_other_are_one_weight(device, kind):
+    parts = [drawn(kind, rows, 256, device, seed=rows) for rows in (8, 4)]
+    if kind == "nf4":
+        parts[1] = parts[1]._replace(extra=parts[0].extra)
+    joined = join_packed(parts)
+    assert torch.equal(unpack(joined), torch.cat([unpack(part) for part in parts]))
+    assert torch.equal(unpack(joined.part(slice(8, 12))), unpack(parts[1]))
+
+
+def test_groups_that_do_not_fit_are_refused():
+    levels = torch.zeros(4, 128, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="got 8 a row of 128 columns"):
+        pack_levels(levels, torch.ones(4, 8), "int4_32")
+    with pytest.raises(ValueError, match="kind"):
+        pack_levels(levels, torch.ones(4, 1), "uint4")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_every_kind_compiles(kind):
+    ops = ("quantized_norm_product", "quantized_norm_gate_up", "quantized_add_product", "dequantize")
+    outcomes = compile_apart(*ops, before=OTHERS.format(kind=kind))
+    assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
