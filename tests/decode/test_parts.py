@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.transformer import PARTS, FusedRunner
-from gpubound.decode.weights import FORMATS, DenseFormat, DenseLinear
+from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat
 from gpubound.kernels import decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models import hf_modules as family
@@ -20,7 +20,7 @@ from tests.messages import message
 from . import cases
 
 
-class SixteenBits(DenseFormat):
+class SixteenBits(LiveFormat):
     """Copies rounded to bf16, in the model's dtype."""
 
     kind, reads = "sixteen", "copies in 16 bits"

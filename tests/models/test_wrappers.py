@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.models.folder import load_foreign
+from gpubound.models.hf_loading import load_foreign
 
 from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
 from .wrappers import IMAGE, KINDS, PLAIN, build, with_image

@@ -93,7 +93,8 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
 def _from_folder(folder: Path, dtype: "torch.dtype | None", trust_remote_code: bool) -> Any:
     import torch
 
-    from ..models.folder import Beyond, attempt, load_foreign, needs_transformers, read_config
+    from ..models.folder import Beyond, attempt, needs_transformers, read_config
+    from ..models.hf_loading import load_foreign
     from ..models.registry import family_of
 
     about, family = read_config(folder), family_of(str(folder))

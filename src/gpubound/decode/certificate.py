@@ -28,9 +28,11 @@ from torch import Tensor
 
 from ..errors import GenerateError
 from ..kernels.decode_product import capped_
+from ..layers.quantized_base import Base
 from ..models import Decoder
 from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
 from ..models.llama.checkpoint import changed_below
+from ..models.registry import switch
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward
 
@@ -266,8 +268,12 @@ def _sequence(body: Any, length: int, number: int = 0) -> Tensor:
 def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int = 0) -> tuple[float, float, float | None]:
     """Return the distances from fp32 of our logits, of the model's, and of fp32 with a cache in 8 bits."""
     ids = _sequence(body, length, number).to(body.device)
-    with record_routing(body.live.reader.routers()) as choices, own_forward(decoder.model):
-        output = decoder.model(ids[None].to(body.live.device))
+    exactly = switch((base, {"rounds_inputs": False}) for base in decoder.model.modules() if isinstance(base, Base))
+    try:
+        with record_routing(body.live.reader.routers()) as choices, own_forward(decoder.model):
+            output = decoder.model(ids[None].to(body.live.device))
+    finally:
+        exactly()
     own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()
     model_truth = reference_logits(body.live, ids, choices)

@@ -195,11 +195,11 @@ class CachedAttention(Part):
         return replace(self.weights, q=q, k=k, v=v, o=o)
 
     def ops(self) -> list[tuple[str, str, str]]:
-        prefix, attention = self.form.prefix, self.workspace.cache.layout.op
+        attention = self.workspace.cache.layout.op
         return [
-            (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{prefix}norm_product", ""),
+            (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{self.qkv.prefix}norm_product", ""),
             ("rotation, cache, attention", attention, ""),
-            ("output", f"{prefix}add_product", ""),
+            ("output", f"{self.o.prefix}add_product", ""),
         ]
 
 
@@ -257,8 +257,8 @@ class DenseMLP(Part):
         return 0.0
 
     def ops(self) -> list[tuple[str, str, str]]:
-        prefix, first = self.form.prefix, f"{'norm, ' * (self.weights.norm is not None)}gate, up"
-        return [(first, f"{prefix}norm_gate_up", ""), ("down", f"{prefix}add_product", "")]
+        first = f"{'norm, ' * (self.weights.norm is not None)}gate, up"
+        return [(first, f"{self.gate_up.prefix}norm_gate_up", ""), ("down", f"{self.down.prefix}add_product", "")]
 
     def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
         return []

@@ -25,7 +25,7 @@ from ..errors import GenerateError
 from ..kernels import add_rms_norm
 from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import Call, can_launch
-from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Reader
+from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Linear, Reader
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .kv_cache import PLAIN, Cache
@@ -35,7 +35,7 @@ from .moe import MoELayer
 from .placement.plan import LayerStage, described
 from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import WeightView
-from .weights import weight_format
+from .weights import PackedFormat, weight_format
 
 # Rows of a GEMV where cuBLAS can read the weights: a third row costs more than its tensor cores do. Packed weights, experts,
 # and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
@@ -57,9 +57,9 @@ ON_ONE = "which are added on one device alone; merge them, switch them off, or l
 PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: MoELayer}
 
 
-def gemv_rows(config: RunnerConfig) -> int:
-    """Return the most rows of a GEMV, for a model without experts."""
-    return FEW if config.tokens == 1 and config.weights is None else GEMV_ROWS
+def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
+    """Return the most rows of a GEMV, for a model without experts. coded: whether the model's weights are quantised"""
+    return FEW if config.tokens == 1 and config.weights is None and not coded else GEMV_ROWS
 
 
 def tiled_gemm_rows(live: WeightView, config: RunnerConfig) -> int:
@@ -70,7 +70,7 @@ def tiled_gemm_rows(live: WeightView, config: RunnerConfig) -> int:
     """
     parts = [layer.mlp for layer in live.layers if isinstance(layer.mlp, DenseWeights)]
     plain = config.max_batch > 1 and config.tokens == 1 and config.weights is None and not live.sliced and not live.adapted
-    if not plain or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
+    if not plain or live.coded or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
         return 0
     largest = max(mlp.gate.weight.nbytes + mlp.up.weight.nbytes for mlp in parts)
     return next((rows for most, rows in TILED if largest <= most), 0)
@@ -81,15 +81,27 @@ def kernel_calls(live: WeightView, weights: str | None, tiled: bool = False, man
 
     tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
     """
-    norm, prefix = live.layers[0].attention.norm, weight_format(weights).prefix
+    norm, rounded = live.layers[0].attention.norm, weight_format(weights).prefix
+    prefix = "quantized_" if live.coded else rounded
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
     activation = live.reader.activation()
-    calls: list[Call] = [(product, form(norm, 0.0)), (add, ()), (product, form(live.norm, live.shape.logit_cap))]
+    calls: list[Call] = [
+        (product, form(norm, 0.0)),
+        (add, ()),
+        (f"{rounded}norm_product", form(live.norm, live.shape.logit_cap)),
+    ]
     if live.reader.routers():
         calls += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
     calls.append((gate_up, form(norm, activation)))
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
+    if live.coded:  # whose adapters are added after the product, which need the norm's result
+        groups: list[tuple[Linear, ...]] = []
+        for attention, mlp in live.layers:
+            groups += [(attention.q, attention.k, attention.v), (attention.o,)]
+            groups += [(mlp.gate, mlp.up), (mlp.down,)] if isinstance(mlp, DenseWeights) else []
+        added = dict.fromkeys(filter(None, (form_of_layers(*group) for group in groups)))
+        return calls + ([("norm_rows", form(norm))] if added else []) + [("add_adapters", one) for one in added]
     for attention, mlp in live.layers if live.adapted else ():
         calls.append((product, form(norm, 0.0, added=form_of_layers(attention.q, attention.k, attention.v))))
         calls.append((add, form_of_layers(attention.o)))
@@ -223,10 +235,15 @@ class FusedRunner(ModelRunner):
             raise GenerateError(f"decoder: weights: got {self.form.kind!r}, but {UNADDED}.")
         if live.adapted and len(self.spans) > 1:
             raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
+        if live.coded and self.form.kind is not None:
+            raise GenerateError(
+                f"decoder: weights: got {self.form.kind!r}, but the model's weights are quantised already and are read as they "
+                "are; pass weights=None."
+            )
         self.taken += 1
         self.form.begin(live.model, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
-        self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config) if self.dense else GEMV_ROWS
+        self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         copied = self.tiled_rows > 0 and all(part.post_norm is None for layer in live.layers for part in layer)
         for group in self.spans:
@@ -235,6 +252,7 @@ class FusedRunner(ModelRunner):
             space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
             group.read_weights(live, self.form)
         self.embed, self.head = live.embed, self.form.head(live.head)
+        self.early_bytes = PackedFormat.early_bytes if live.coded else self.form.early_bytes
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
         read += [live.norm.weight, *self.head.tensors()]
@@ -253,7 +271,7 @@ class FusedRunner(ModelRunner):
         Or after T tokens of each row at once, both (B, T): the logits are (B T, V). To products and norms, these are B T rows.
         """
         rows = token.numel()
-        if self.adapting.products and (self.host or rows > self.gemv_rows):
+        if self.adapting.products and (self.host or self.live.coded or rows > self.gemv_rows):
             self.adapting.mark(len(token), rows // len(token))
         if self.host:
             return self.host.step(token, position)
@@ -315,7 +333,7 @@ class FusedRunner(ModelRunner):
         """Return the launch mode of a step's kernels: programmatic dependent launch where the GPU has it."""
         if not self.can_chain:
             return 0
-        return EARLY if rows > self.gemv_rows or self.gate_up_bytes <= self.form.early_bytes else LATE
+        return EARLY if rows > self.gemv_rows or self.gate_up_bytes <= self.early_bytes else LATE
 
     def chained(self, rows: int) -> bool:
         return self.can_chain and self.mode(rows) > 0

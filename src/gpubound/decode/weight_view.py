@@ -19,7 +19,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
-from ..layers.linear_product import format_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
 from ..models.decoding import Reader, linear_of, text_stack, weight_of
@@ -27,6 +26,7 @@ from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
 from .model_watch import TensorWatch, model_tensors, scalars_of
+from .quantized import is_coded, unlike
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ANYWHERE = "anywhere"  # devices of a model that will be moved: see `readable_model`
@@ -69,6 +69,9 @@ class WeightView:
         for module in self.model.modules():  # a first forward would join weights into one buffer, and so move them
             if isinstance(module, (Attention, MLP)):
                 module.stacked.joined(module.projections())
+        self.coded = any(is_coded(one.weight) for layer in reader.layers() for part in layer for one in part.linears())
+        if self.coded and self._stacks is None:  # codes that are multiplied as one are read in place
+            self._stacks = defaultdict(Stacked)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
         watch = TensorWatch(self.model, "_parameters")
         self.moved = watch.moved  # the name of the first weight that was replaced or moved, or None
@@ -120,7 +123,8 @@ def readable_model(model: nn.Module, max_length: int, spread: bool | str = False
     reader = reader_of(model)
     if reader is None:
         return _unknown(model)
-    return reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or _uneven(reader) or reader
+    why = reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or _uneven(reader)
+    return why or unlike(reader.layers()) or reader
 
 
 def _unknown(model: Any) -> str:
@@ -213,21 +217,24 @@ def unadded(model: nn.Module) -> str | None:
     return None if name is None else f"{name}: it carries a low-rank adapter, which a step of its own does not add"
 
 
-def _closed(layer: nn.Module) -> str | None:
-    """Return why a projection's weight cannot be read in place."""
+def _closed(layer: nn.Module, coded: bool = False) -> str | None:
+    """Return why a projection's weight cannot be read in place. coded: a quantised one can"""
     site = site_of(layer)
-    return site.why or (describe(getattr(layer, "base_layer", layer)) if format_of(site.weight).coded else None)
+    return site.why or (describe(getattr(layer, "base_layer", layer)) if is_coded(site.weight) and not coded else None)
 
 
-def closed_projection(model: nn.Module, known: Callable[[nn.Module], bool] = lambda module: False) -> str | None:
+def closed_projection(
+    model: nn.Module, known: Callable[[nn.Module], bool] = lambda module: False, coded: bool = False
+) -> str | None:
     """Return the first module below the head whose weight cannot be read in place, and why.
 
     known  returns True for a family's own projections
+    coded  whether quantised weights can be read
     """
     trunk: Any = text_stack(model)
     for name, module in trunk.named_modules(prefix="model" if trunk is model.model else "model.language_model"):
         projects = isinstance(module, nn.Linear) or name.endswith("_proj")
-        if projects and not known(module) and (why := _closed(module)):
+        if projects and not known(module) and (why := _closed(module, coded)):
             return f"{name}: {why}"
         if isinstance(vars(module).get("weight"), Tensor) or is_parametrized(module, "weight"):  # not a parameter
             return f"{name}: its weight is computed anew at each call (a parametrization, or pruning)"
@@ -256,7 +263,7 @@ def _is_internal(hook: Any) -> bool:
 def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
     """Return why the kernels cannot read the parameters in place."""
     trunk: Any = text_stack(model)
-    if why := closed_projection(model):
+    if why := closed_projection(model, coded=not spread):
         return why
     if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
         return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
@@ -270,7 +277,8 @@ def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
     apart = {id(p) for layer in adapted for name in names_in(layer) for p in parameters_of(layer, name)}
     if trunk is not model.model:  # a step does not read the part for images
         apart |= {id(p) for p in model.parameters()} - {id(p) for part in (trunk, head) for p in part.parameters()}
-    weights = {one.name: one.tensor for one in model_tensors(model, "_parameters") if id(one.tensor) not in apart}
+    dense = (one for one in model_tensors(model, "_parameters") if not is_coded(one.tensor))
+    weights = {one.name: one.tensor for one in dense if id(one.tensor) not in apart}
     where = (lambda device: None) if spread == ANYWHERE else (lambda device: (device.type, None if spread else device.index))
     if len({(t.dtype, where(t.device)) for t in weights.values()}) > 1:
         names = ", ".join(sorted({f"{t.dtype} on {t.device.type if spread else t.device}" for t in weights.values()}))

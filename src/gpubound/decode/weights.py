@@ -1,9 +1,9 @@
 """Weight formats: the matrices that the parts of a layer multiply by, made from a model's weights.
 
-`DenseFormat` reads the model's weights in place. `PackedFormat` has int8, int4 or fp8 copies. A step reads the packed copies
-alone. Prompts and steps of many rows unpack a layer's weights into a scratch that all layers share, and multiply on tensor
-cores. The embedding, norms and biases are not packed. A weight that has changed since it was packed is found at the next
-request (`changed`), and all are packed again.
+`LiveFormat` reads the model's weights in place, dense ones and the codes of quantised ones (quantized.py). `PackedFormat` has
+int8, int4 or fp8 copies. A step reads codes and packed copies alone. Prompts and steps of many rows unpack a layer's weights
+into a scratch that all layers share, and multiply on tensor cores. The embedding, norms and biases are not packed. A weight
+that has changed since it was packed is found at the next request (`changed`), and all are packed again.
 
 stacked(*layers)         layers that read one x (q, k and v; o; down)
 gate_up(gate, up)        the two halves of a gated MLP
@@ -16,6 +16,7 @@ its kernels' names, whether they add adapters (`adds`), the most bytes with whic
 (`early_bytes`), and rows for the decoder's table (`report`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,13 +47,35 @@ from ..models.decoding import Linear
 from ..trace import notice
 from .lora import LoraDelta, adapters_for
 from .model_watch import WeightVersions
+from .quantized import CodedLinear, is_coded
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """partial maxima of a product, and their rows"""
 NO_MAXIMA = (None, None)
 
 
-class DenseFormat:
+class WeightFormat:
+    """Base class: the scratch that the matrices of all layers are unpacked to, one after the other."""
+
+    on_host = False
+    unpacked = 0  # weights, by calls; a graph's replays are not counted
+    dtype = torch.float32
+
+    def __init__(self) -> None:
+        self._scratch: dict[tuple[int, int], Tensor] = {}
+
+    def scratch(self, rows: int, columns: int, device: torch.device) -> Tensor:
+        """Return the buffer that matrices of this size are unpacked to."""
+        if (rows, columns) not in self._scratch:
+            self._scratch[rows, columns] = torch.empty(rows, columns, device=device, dtype=self.dtype)
+        return self._scratch[rows, columns]
+
+    def unpack(self, weight: Packed, to: Tensor, turns: int = 1) -> Tensor:
+        self.unpacked += 1
+        return dequantize(weight, to, turns)
+
+
+class LiveFormat(WeightFormat):
     kind: str | None = None
     prefix = ""
     reads = "the live weights"
@@ -62,19 +85,30 @@ class DenseFormat:
     early_bytes = 96 << 20
 
     def __init__(self, kind: None = None) -> None:
-        pass
+        super().__init__()
+        self.kinds = Counter[str]()  # of quantised weights
 
     def begin(self, model: nn.Module, on_host: bool) -> None:
         """Prepare to read the model's current weights. on_host: for the CPU's step, which no kernel serves."""
+        self.on_host, self.dtype, self.kinds = (
+            on_host,
+            next(p.dtype for p in model.parameters() if p.is_floating_point()),
+            Counter(),
+        )
+        if on_host and any(is_coded(p) for p in model.parameters()):
+            notice("decoder: no kernel reads quantised weights on a CPU: their numbers are kept in full, nothing is saved")
 
     def changed(self) -> str | None:
         return None
 
-    def stacked(self, *layers: Linear) -> "DenseLinear":
-        return DenseLinear(*layers)
+    def stacked(self, *layers: Linear) -> "DenseLinear | CodedLinear":
+        if not is_coded(layers[0].weight):
+            return DenseLinear(*layers)
+        product = CodedLinear(self, layers)
+        self.kinds.update(product.kinds)
+        return product
 
-    def gate_up(self, gate: Linear, up: Linear) -> "DenseLinear":
-        return DenseLinear(gate, up)
+    gate_up = stacked
 
     def head(self, weight: Tensor) -> "DenseLinear":
         return DenseLinear(Linear(weight))
@@ -83,12 +117,21 @@ class DenseFormat:
         return DenseExperts(gate_up, down)
 
     def report(self, kernels: str, read: int, unpacked: int, steps: str) -> list[tuple[str, str, str]]:
-        return []
+        if not self.kinds:
+            return []
+        kinds = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
+        if self.on_host:
+            return [("weights", kinds, "kept in full: no kernel reads quantised ones on a CPU")]
+        return [
+            (f"prompts{steps}", f"{kernels}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
+            ("weights", f"the model's own: {kinds}", f"{read / 1e6:,.3g} MB a step"),
+        ]
 
 
 class DenseLinear:
     """Up to three weights that read one x. More than `gemv_rows` rows of x are a tiled GEMM."""
 
+    prefix = ""
     added: LoraDelta | None = None  # of the layers' adapters; set by the layer's part
     gemv_rows: int | None = None
     copy: Tensor | None = None  # of the stream, which tiled GEMMs read and write
@@ -157,7 +200,7 @@ class DenseExperts:
     exact = matrices
 
 
-class PackedFormat:
+class PackedFormat(WeightFormat):
     prefix = "quantized_"
     adds = False
     # Packed bytes. Unpacking needs the multiprocessors that a waiting successor occupies: int4 at 8b (58 MB) 2.15 ms a token
@@ -165,12 +208,9 @@ class PackedFormat:
     early_bytes = 32 << 20
 
     def __init__(self, kind: str) -> None:
+        super().__init__()
         self.kind, self.reads = kind, f"{kind} copies of the weights"
-        self.on_host = False
-        self.unpacked = 0  # weights, by calls; a graph's replays are not counted
-        self.dtype = torch.float32
         self._versions: WeightVersions | None = None
-        self._scratch: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, model: nn.Module, on_host: bool) -> None:
         """Prepare to pack the model's current weights. on_host: store the rounded values unpacked, for the CPU's step."""
@@ -200,17 +240,6 @@ class PackedFormat:
     def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
         return PackedExperts(self, gate_up, down)
 
-    def scratch(self, weight: Packed) -> Tensor:
-        """Return the buffer that matrices of this size are unpacked to, one after the other."""
-        size = weight.rows, weight.columns
-        if size not in self._scratch:
-            self._scratch[size] = torch.empty(size, device=weight.words.device, dtype=self.dtype)
-        return self._scratch[size]
-
-    def unpack(self, weight: Packed, to: Tensor, turns: int = 1) -> Tensor:
-        self.unpacked += 1
-        return dequantize(weight, to, turns)
-
     def report(self, kernels: str, read: int, unpacked: int, steps: str) -> list[tuple[str, str, str]]:
         if self.on_host:
             return [("weights", f"rounded to {self.kind}", "kept in full: no kernel reads packed ones on a CPU")]
@@ -223,6 +252,7 @@ class PackedFormat:
 class PackedLinear:
     """Weights that read one x, packed as one: their rows concatenated, or interleaved by `turns`."""
 
+    prefix = "quantized_"
     added: LoraDelta | None = None
 
     def __init__(
@@ -235,7 +265,8 @@ class PackedLinear:
         if len(self.biases) > 1:  # in the order of the packed rows
             self.bias = (torch.stack(self.biases, 1).flatten() if turns > 1 else torch.cat(self.biases)).detach()
         self.nbytes = packed.nbytes
-        self._scratch = form.scratch(packed) if shared and not form.on_host else None  # now, since no graph may allocate it
+        # now, since no graph may allocate it
+        self._scratch = form.scratch(packed.rows, packed.columns, packed.words.device) if shared and not form.on_host else None
         self._stored = self._unpacked(self._empty(form.dtype)) if form.on_host else None
 
     def norm_product(
@@ -278,7 +309,7 @@ class PackedExperts:
         self.gate_up, self.down = (pack(stack.flatten(0, 1), form.kind) for stack in (gate_up, down))
         self.gate_up_bytes = self.gate_up.nbytes // len(gate_up)  # of one expert
         self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // len(gate_up)  # of one expert
-        self._scratch = [form.scratch(weight) for weight in (self.gate_up, self.down)]
+        self._scratch = [form.scratch(one.rows, one.columns, one.words.device) for one in (self.gate_up, self.down)]
 
     def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
         quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode)
@@ -307,10 +338,10 @@ class UnpackedExperts:
         return unpack(chosen).view(len(ids), *self.shape[1:])
 
 
-FORMATS: dict[str | None, Any] = {None: DenseFormat, **dict.fromkeys(KINDS, PackedFormat)}
+FORMATS: dict[str | None, Any] = {None: LiveFormat, **dict.fromkeys(KINDS, PackedFormat)}
 
 
-def weight_format(kind: str | None) -> DenseFormat | PackedFormat:
+def weight_format(kind: str | None) -> LiveFormat | PackedFormat:
     """Return the format of that name; None is the model's own weights."""
     if kind not in FORMATS:
         known = ", ".join(filter(None, FORMATS))

@@ -20,11 +20,11 @@ from ..models.folder import (
     Beyond,
     attempt,
     dtype_asked,
-    load_foreign,
     needs_transformers,
     read_config,
     read_generation,
 )
+from ..models.hf_loading import load_foreign
 from ..models.registry import family_of, is_named, is_quantized
 from ..trace import fallback
 from ..train.adapters import base_of, check_base, load_trained_state, merge, trained_state
@@ -139,13 +139,10 @@ def _from_folder(
     """Load a folder with the loader of one of the library's families, or with transformers. `device` and `computes` of
     quantised weights: see `load_coded`."""
     reason = None
-    if "quantization_config" in config:
-        reason = "its weights are quantised"
-    else:
-        try:
-            family_of(str(folder)).config_of(config, folder)
-        except Beyond:
-            reason = f"it is a {config.get('model_type')!r} model beyond our own decoder"
+    try:
+        family_of(str(folder)).config_of(config, folder)
+    except Beyond:
+        reason = f"it is a {config.get('model_type')!r} model beyond our own decoder"
     if reason is None:
         return family_of(str(folder)).load(folder, device, dtype)
     needs_transformers(f"{folder}: {reason}")

@@ -97,6 +97,12 @@ def _on(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(CODE, device="cpu", dtype=torch.float32).to(device), dynamic.to(device)
 
 
+def absmax_of(weight: Nf4) -> Tensor:
+    """Return the largest magnitude of every block, dequantised to fp32."""
+    groups = weight.scale.repeat_interleave(GROUP)[: len(weight.absmax)]
+    return dynamic_code(weight.absmax.device)[weight.absmax.int()] * groups + weight.offset
+
+
 def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
     """out (rows, columns) = the dequantised `weight`, rounded to out's dtype."""
     _check("dequantize_nf4", weight, out)
@@ -106,9 +112,7 @@ def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
 @definition(lambda g: (to_nf4(draw(g, 9, 64 * 31).detach()), draw(g, 9, 64 * 31).detach()))
 @torch.no_grad()
 def dequantize_nf4_reference(weight: Nf4, out: Tensor) -> Tensor:
-    codes, absmax, scale, offset = weight
-    groups = scale.repeat_interleave(GROUP)[: len(absmax)]
-    largest = dynamic_code(out.device)[absmax.int()] * groups + offset
+    codes, largest = weight.codes, absmax_of(weight)
     numbers = nf4_code(out.device)[torch.stack((codes >> 4, codes & 15), 2).int()]
     return out.copy_((numbers.view(-1, BLOCK) * largest[:, None]).view(out.shape))
 

@@ -8,7 +8,7 @@ Other kinds hold the numbers of quantised models as they were published, or a fr
 
 int8, int4                 with scales in fp16 or fp32
 int8_16, int8_32, int4_32  a scale a row and so many columns
-uint8, uint4, uint4_32     level · scale - offset: levels begin at 0, and each scale has an fp32 offset
+uint8, uint4, ..._32       level · scale - offset: levels begin at 0, and each scale has an fp32 offset
 fp8_rows, fp8_blocks       e4m3 in the order of memory, with an fp32 scale a row, or a row and 128 columns
 nf4                        codes of nf4.py in their order, with an fp32 scale a row and 64 columns
 
@@ -23,8 +23,8 @@ the bits are, the smaller is 2^e relative to n, and the less of fp32 is lost: bi
 to either side, or rotated by 16, are one int8 or two int4 levels, with 2^e 256, or 16 and 256. fp8 is stored byte by byte, fp4
 in groups of four bits.
 
-`pack` makes no offsets: they are one more term per group and row in the kernel, and gain nothing. Of normal weights in groups of
-128, int4 with a signed scale that puts the group's extreme at −8, shrunk where that lowers the squared error, loses 9.7 % of
+`pack` makes no offsets: they are one more term per group and row in the kernel, and gain nothing. Of normal weights in groups
+of 128, int4 with a signed scale that puts the group's extreme at −8, shrunk where that lowers the squared error, loses 9.7 % of
 their spread; with extremes at ±7, 11.8 %; with a zero point from minimum and maximum, 10.0 %. int8 loses 0.65 %, fp8 2.6 %.
 """
 
@@ -46,7 +46,7 @@ SLOTS_8, SLOTS_4 = (15, 7, 23, 31), (19, 15, 11, 7, 27, 23, 3, 31)
 
 
 class Kind(NamedTuple):
-    """How a kind is stored.
+    """Storage of a kind.
 
     spacing  slot t of the r-th of so many words holds column t · spacing + r; 1: columns are in the order of memory
     group    columns that share a scale; 0: all of a row
@@ -78,6 +78,7 @@ TABLE = {
     "int8_32": Kind(8, "level", SLOTS_8, 4, 32, zero=128),
     "int8_16": Kind(8, "level", SLOTS_8, 4, 16, zero=128),
     "uint8": Kind(8, "level", SLOTS_8, 32, offset=True),
+    "uint8_32": Kind(8, "level", SLOTS_8, 4, 32, offset=True),
     "int4": Kind(4, "level", SLOTS_4, 16, zero=8),
     "int4_32": Kind(4, "level", SLOTS_4, 4, 32, zero=8),
     "uint4": Kind(4, "level", SLOTS_4, 16, offset=True),
@@ -178,7 +179,7 @@ def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
 
 @torch.no_grad()
 def pack_levels(levels: Tensor, scale: Tensor, kind: str, offset: Tensor | None = None) -> Packed:
-    """Pack published numbers, none of which is rounded: level · scale - offset, or (level - zero) · scale of a kind with a zero.
+    """Pack published numbers, of which none is rounded: level · scale - offset, or (level - zero) · scale of a kind without.
 
     levels         (rows, columns) uint8, from 0
     scale, offset  (rows, groups): a divisor of the columns; the kind's groups repeat them

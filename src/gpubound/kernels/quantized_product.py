@@ -218,7 +218,7 @@ def check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
         what = f"{name} has {weight.rows} rows, wanted {rows} for each expert"
         raise ValueError(f"{op}: {what}; pack the experts' weights as one, pack(stack.flatten(0, 1), kind).")
     if weight.extra is not None:
-        raise ValueError(f"{op}: {name} is {weight.kind}, wanted a kind without offsets or a table of its own for experts.")
+        raise ValueError(f"{op}: {name} is {weight.kind}, wanted a kind without offsets or a code table for experts.")
 
 
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:

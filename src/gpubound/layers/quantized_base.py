@@ -12,6 +12,9 @@ gradient g for dx = g W, which sums over W's rows, whose scales g is multiplied 
 8 bits along the rows of both matrices alone, so W is transposed for each dx: a second copy would cost the memory that 8 bits
 save.
 
+`InPacked` has the formats of kernels/packed_weights.py: int8, and those in which models are published, which are read as they
+are (models/quantized). A decoding step multiplies by every format's codes (`packed`).
+
 A new format is a subclass of `Frozen`, and a name in FORMATS of lora/base.py.
 
 Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
@@ -24,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.nf4 import BLOCK, Nf4, dequantize_nf4, to_nf4
+from ..kernels.nf4 import BLOCK, Nf4, absmax_of, dequantize_nf4, nf4_code, to_nf4
 from ..kernels.packed_weights import Packed, pack
 from ..kernels.quantize import FINE, MULTIPLE, has_cores, quantize_rows, scaled_product, transpose
 from ..kernels.quantized_product import dequantize
@@ -56,11 +59,15 @@ class Frozen(Format):
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the codes of a matrix, row by row, and its scales by name."""
+        raise NotImplementedError  # of a format in which weights are read, and none are rounded
+
+    def packed(self, codes: Tensor) -> Packed:
+        """Return the weight as the kernels of a decoding step read it, over the memory of its codes."""
         raise NotImplementedError
 
     def dequantise(self, codes: Tensor, out: Tensor) -> None:
         """Write the dequantised weight into out (O, K)."""
-        raise NotImplementedError
+        dequantize(self.packed(codes), out)
 
     def shape(self, weight: Tensor) -> tuple[int, ...]:
         return self.base.shape
@@ -121,23 +128,84 @@ class InNf4(Frozen):
         packed = to_nf4(weight)
         return packed.codes, packed._asdict()
 
-    def dequantise(self, codes: Tensor, out: Tensor) -> None:
+    def _nf4(self, codes: Tensor) -> Nf4:
         base = self.base
-        dequantize_nf4(Nf4(codes, base.buffer("absmax", torch.uint8), base.buffer("scale"), base.buffer("offset")), out)
+        return Nf4(codes, base.buffer("absmax"), base.buffer("scale"), base.buffer("offset"))
+
+    def packed(self, codes: Tensor) -> Packed:
+        (rows, columns), code = self.base.shape, nf4_code(codes.device)
+        return Packed(codes.view(torch.int32), absmax_of(self._nf4(codes)).view(rows, columns // BLOCK), columns, "nf4", code)
+
+    def dequantise(self, codes: Tensor, out: Tensor) -> None:
+        dequantize_nf4(self._nf4(codes), out)
 
 
-class InInt8(Frozen):
-    """Integers of -127 to 127, with a bf16 scale for every 128 columns of a row."""
+class InPacked(Frozen):
+    """A kind of kernels/packed_weights.py, of the same name."""
 
-    name, bits, codes = "int8", 8.13, torch.int32
+    codes = torch.int32
+
+    @classmethod
+    def split(cls, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the codes and the scales of a packed weight, as `encode` does."""
+        return packed.words, {"scale": packed.scale} | ({} if packed.extra is None else {"extra": packed.extra})
+
+    def packed(self, codes: Tensor) -> Packed:
+        base = self.base
+        extra = base.buffer("extra") if "extra" in base.dtypes else None
+        return Packed(codes, base.buffer("scale"), base.shape[1], self.name, extra)
+
+
+class InInt8(InPacked):
+    """Integers, with a scale for every 128 columns of a row: in bf16 where `encode` made it, of -127 to 127."""
+
+    name, bits = "int8", 8.13
 
     @staticmethod
     def encode(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        packed = pack(weight, "int8")
-        return packed.words, {"scale": packed.scale}
+        return InInt8.split(pack(weight, "int8"))
 
-    def dequantise(self, codes: Tensor, out: Tensor) -> None:
-        dequantize(Packed(codes, self.base.buffer("scale", torch.bfloat16), self.base.shape[1], "int8"), out)
+
+class InInt8By32(InPacked):
+    name, bits = "int8_32", 8.5
+
+
+class InInt8By16(InPacked):
+    name, bits = "int8_16", 10.0
+
+
+class InUint8(InPacked):
+    name, bits = "uint8", 8.38
+
+
+class InUint8By32(InPacked):
+    name, bits = "uint8_32", 10.0
+
+
+class InInt4(InPacked):
+    name, bits = "int4", 4.13
+
+
+class InInt4By32(InPacked):
+    name, bits = "int4_32", 4.5
+
+
+class InUint4(InPacked):
+    name, bits = "uint4", 4.38
+
+
+class InUint4By32(InPacked):
+    name, bits = "uint4_32", 6.0
+
+
+class InFp8Blocks(InPacked):
+    name, bits = "fp8_blocks", 8.25
+
+
+class InCode(InPacked):
+    """Four bits that choose one of sixteen numbers, times an fp32 scale for every 64 columns: a base in nf4 or fp4."""
+
+    name, bits = "nf4", 4.5
 
 
 class InFp8(Frozen):
@@ -157,6 +225,9 @@ class InFp8(Frozen):
 
     def dequantise(self, codes: Tensor, out: Tensor) -> None:
         torch.mul(codes.view(FINE).to(out.dtype), self.base.buffer("scale")[:, None], out=out)
+
+    def packed(self, codes: Tensor) -> Packed:
+        return Packed(codes, self.base.buffer("scale")[:, None], self.base.shape[1], "fp8_rows")
 
     def forward(self, x: Tensor, joined: Joined) -> tuple[Tensor, Sequence[Tensor]]:
         if not self._in_8_bits(x, joined):
@@ -194,6 +265,25 @@ def _scales(joined: Joined) -> Tensor:
     return each[0] if len(each) == 1 else torch.cat(each)
 
 
+KINDS: dict[str, type[Frozen]] = {
+    kind.name: kind
+    for kind in (
+        InInt8,
+        InInt8By32,
+        InInt8By16,
+        InUint8,
+        InUint8By32,
+        InInt4,
+        InInt4By32,
+        InUint4,
+        InUint4By32,
+        InFp8Blocks,
+        InCode,
+    )
+}
+"""Formats by the kind of packed weights that they are."""
+
+
 class Base(nn.Module):
     """Quantisation scales of a layer's weight, as its child module, so that `.to()`, copies and state_dict include them.
 
@@ -205,20 +295,26 @@ class Base(nn.Module):
     _weight: nn.Parameter
     shape: tuple[int, int]
     kind: type[Frozen]
+    dtypes: dict[str, torch.dtype]  # of the buffers
     rounds_inputs: bool = True  # x and dy, where the format multiplies in fewer bits
 
-    def __init__(self, layer: nn.Linear, kind: type[Frozen]):
+    def __init__(
+        self, layer: nn.Linear, kind: type[Frozen], encoded: tuple[Tensor, dict[str, Tensor]] | None = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        """encoded: codes and scales of a layer on the meta device, as they were published; dtype: the model's"""
         super().__init__()
-        weight = layer.weight
-        shape = tuple(weight.shape)
+        weight, shape = layer.weight, tuple(layer.weight.shape)
+        codes, others = kind.encode(weight.detach()) if encoded is None else encoded
+        if encoded is not None:
+            weight = layer.weight = nn.Parameter(codes, requires_grad=False)
+        dtypes = {name: tensor.dtype for name, tensor in others.items() if tensor is not codes}
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
-        self.__dict__.update(_layer=(layer,), _weight=weight, shape=shape, kind=kind)
-        codes, others = kind.encode(weight.detach())
-        for name, tensor in others.items():
-            if tensor is not codes:
-                self.register_buffer(name, tensor.contiguous().view(torch.uint8))
+        self.__dict__.update(_layer=(layer,), _weight=weight, shape=shape, kind=kind, dtypes=dtypes)
+        for name in dtypes:
+            self.register_buffer(name, others[name].contiguous().view(torch.uint8))
         # has the weight's dtype, which `.to()` changes with the model's
-        self.register_buffer("like", torch.empty(0, device=weight.device, dtype=weight.dtype), persistent=False)
+        self.register_buffer("like", torch.empty(0, device=codes.device, dtype=dtype or weight.dtype), persistent=False)
         weight.requires_grad_(False)
         weight.grad = None
         weight.data = codes
@@ -227,8 +323,8 @@ class Base(nn.Module):
         self.register_state_dict_post_hook(own_storages)  # absmax is a part of a larger memory
         self.attach()
 
-    def buffer(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self._buffers[name].view(dtype)  # type: ignore[union-attr]
+    def buffer(self, name: str) -> Tensor:
+        return self._buffers[name].view(self.dtypes[name])  # type: ignore[union-attr]
 
     @property
     def layer(self) -> nn.Linear:

@@ -21,6 +21,8 @@ from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..kernels.rope import apart
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
+from ..layers.linear_product import format_of
+from ..layers.quantized_base import dequantised
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # types of layers
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) with RoPE, and of values
@@ -168,7 +170,9 @@ class LayerWeights(NamedTuple):
 
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
-    y = F.linear(x, layer.weight.float(), None if layer.bias is None else layer.bias.float())
+    coded = format_of(layer.weight).coded
+    weight = dequantised([layer.weight], torch.float32) if coded else layer.weight.float()
+    y = F.linear(x, weight, None if layer.bias is None else layer.bias.float())
     for low in layer.adapters:
         y = y + low.scale * F.linear(F.linear(x, low.a.float()), low.b.float())
     return y

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from ..errors import DataError
 from ..files import read_json, regular, sibling
-from .registry import WRAPPERS, is_quantized, load_quantized
+from .registry import WRAPPERS
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -175,45 +174,6 @@ def opened(file: Path) -> Iterator[Any]:
             yield tensors
     except (SafetensorError, OSError) as error:
         raise DataError(f"{file} is no whole safetensors file: {error}; copy or download it again.") from error
-
-
-def load_foreign(
-    folder: Path, device: Any, dtype: torch.dtype | None = None, trust_remote_code: bool = False,
-    computes: torch.device | None = None, **options: Any,
-) -> nn.Module:  # fmt: skip
-    """Load the causal language model in a Hugging Face folder by transformers. `dtype` None keeps the saved one.
-
-    device, computes: for a quantised checkpoint, as in deepseek_v4/checkpoint.py.
-    """
-    needs_transformers(folder)
-    from transformers import logging
-
-    auto = auto_class(read_json(folder / "config.json"))
-    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
-        config = read_json(folder / "config.json")
-        check_layers(folder / "config.json", layer_counts(config), stored_tensors(folder))
-        if is_quantized(config):
-            return attempt(folder, lambda: load_quantized(config, folder, device, dtype, computes=computes))
-
-    def load() -> Any:
-        return auto.from_pretrained(
-            folder,
-            dtype=dtype or "auto",
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
-
-    logging.disable_progress_bar()
-    model, report = attempt(folder, load)
-    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
-        if names := sorted(map(str, report.get(problem) or ())):
-            raise DataError(
-                f"{folder}: its tensors are not those of its config: {problem.replace('_', ' ')} {names[:3]} ({len(names)} in "
-                "all), which would be random; check that config.json belongs to these weights."
-            )
-    return model.to(device)
 
 
 def auto_class(config: dict[str, Any]) -> Any:

@@ -36,6 +36,7 @@ from .folder import (
     weight_files,
 )
 from .language_model import LanguageModel
+from .quantized.choose import numbers_stored, scheme_of
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # ends of transformers' class names
 BUFFERS = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
@@ -82,7 +83,8 @@ def unread_model(
 ) -> Model:
     """Return the folder's model on the meta device, after a check that the folder has its tensors. `read_parts` fills it."""
     about = read_config(path)
-    config, stored = config_of(about, path), stored_tensors(path)
+    config, scheme = config_of(about, path), scheme_of(path, about)
+    stored = stored_tensors(path) if scheme is None else numbers_stored(scheme)
     generation = read_generation(path, about)
     check_layers(path / "config.json", [(layers, config.layers)], stored)
     model = kind(config, device="meta")

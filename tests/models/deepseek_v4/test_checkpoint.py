@@ -15,7 +15,7 @@ from gpubound.kernels.packed_weights import E2M1, unpack
 from gpubound.layers.quantized_base import numbers_of
 from gpubound.models.deepseek_v4 import checkpoint
 from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
-from gpubound.models.folder import load_foreign
+from gpubound.models.hf_loading import load_foreign
 from tests.messages import message
 
 from .decode.cases import build, own_logits, text

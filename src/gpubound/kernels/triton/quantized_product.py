@@ -111,8 +111,8 @@ def _add_product_kernel(h_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr, x_ptr, one
 
 
 @triton.jit
-def _dequantize_kernel(w_ptr, scale_ptr, extra_ptr, out_ptr, one, rows, K: tl.constexpr, KIND: tl.constexpr, TURNS: tl.constexpr,
-                       R: tl.constexpr, C: tl.constexpr):  # fmt: skip
+def _dequantize_kernel(w_ptr, scale_ptr, extra_ptr, out_ptr, one, rows, K: tl.constexpr, KIND: tl.constexpr,
+                       TURNS: tl.constexpr, R: tl.constexpr, C: tl.constexpr):  # fmt: skip
     SLOTS: tl.constexpr = _slots(KIND)
     WORDS: tl.constexpr = _spacing(KIND)
     N: tl.constexpr = _words(K, KIND)
@@ -202,7 +202,18 @@ def _at_once(x: Tensor) -> int:
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     grid = -(-weight.rows // 4), -(-weight.words.shape[1] // 256)
     _dequantize_kernel[grid](
-        weight.words, weight.scale, weight.extra, out, _ONE, weight.rows, weight.columns, weight.kind, turns, 4, 256, num_warps=4
+        weight.words,
+        weight.scale,
+        weight.extra,
+        out,
+        _ONE,
+        weight.rows,
+        weight.columns,
+        weight.kind,
+        turns,
+        4,
+        256,
+        num_warps=4,
     )
     bump_versions(out)
     return out
@@ -220,8 +231,8 @@ def quantized_norm_product(
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm_weight, weight.words, weight.scale,
-        weight.extra, bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None, BEST=best is not None,
-        GAIN=gain, CAP=cap,
+        weight.extra, bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None,
+        BEST=best is not None, GAIN=gain, CAP=cap,
     )  # fmt: skip
     bump_versions(out, best, arg)
     return out, best, arg

@@ -13,9 +13,12 @@ from ...data import Tokenizer
 from ...errors import DataError
 from ...files import read_json
 from ...layers.fused_weights import hooked
+from ...layers.linear_product import multiply_by_records
 from ...lora.layers import of_peft
-from ..folder import Beyond, ConfigFields, needs_transformers, read_config
+from ..folder import Beyond, ConfigFields, dtype_of, needs_transformers, read_config
 from ..language_model import LanguageModel
+from ..quantized.choose import scheme_of
+from ..quantized.fill import fill
 from ..registry import FAMILIES, Sizes
 from ..storing import Weights, read_model, unread_model, write_model
 from .decoder import PRESETS as PRESETS, Decoder, DecoderConfig
@@ -59,7 +62,10 @@ def sizes(model: LanguageModel) -> Sizes:
 
 
 def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Decoder:
-    """Load the Decoder in a Hugging Face folder. `dtype` None keeps the one of config.json."""
+    """Load the Decoder in a Hugging Face folder. `dtype` None keeps that of config.json. Quantised weights stay quantised."""
+    folder, about = Path(path), read_config(Path(path))
+    if (scheme := scheme_of(folder, about)) is not None:
+        return fill(unread(folder), scheme, torch.device(device), dtype or dtype_of(about, folder))
     return read_model(Path(path), Decoder, config_of, device, dtype)
 
 
@@ -117,6 +123,7 @@ def as_transformers(model: Decoder) -> Any:
             shell.set_submodule(name, ours)
         elif module._parameters:
             module._parameters = modules[name]._parameters
+    multiply_by_records(shell, everywhere=True)
     trunk: Any = shell.model
     trunk.rotary_emb = type(trunk.rotary_emb)(config=config).to(first.device)
     config.max_position_embeddings = 2**31 - 1  # a DecoderConfig's positions do not limit its code

@@ -1,0 +1,124 @@
+"""The interface of the formats of quantised folders, and how published levels become a format of ours.
+
+Legend: O outputs (a weight's rows), K inputs (its columns), G groups of columns that share a scale.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...errors import DataError
+from ...kernels.packed_weights import TABLE, Packed, pack_levels
+from ...layers.quantized_base import KINDS, Frozen, InPacked
+from ..folder import CURE, Stored, opened
+
+Take = Callable[[str], Tensor]
+"""name of a stored tensor -> the tensor, on the device that the model is read to"""
+
+
+class Held(NamedTuple):
+    """Codes and scales of a weight in a format."""
+
+    kind: type[Frozen]
+    codes: Tensor
+    scales: dict[str, Tensor]
+
+
+class Values(NamedTuple):
+    """Numbers (O, K) of a weight that no format can hold, in fp32, and the reason."""
+
+    values: Tensor
+    why: str
+
+
+Weight = Held | Values
+
+
+class Scheme:
+    """The quantised layers of a folder."""
+
+    name: str  # for the user
+
+    def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
+        """options: the folder's quantization_config"""
+        self.folder, self.stored, self.options = folder, stored, options
+        self.layers: dict[str, tuple[int, int]] = {}  # (O, K) by the layer's name
+
+    def tensors(self, layer: str) -> list[str]:
+        """Return the names of the stored tensors of a layer's weight."""
+        raise NotImplementedError
+
+    def read(self, layer: str, take: Take) -> Weight:
+        """Read the weight of a layer."""
+        raise NotImplementedError
+
+    def raw(self, name: str) -> Tensor:
+        """Read a stored tensor to host memory."""
+        with opened(self.stored[name].file) as tensors:
+            return tensors.get_tensor(name)
+
+    def dense(self, name: str, take: Take) -> Tensor:
+        """Read a tensor that is not quantised."""
+        return take(name)
+
+    def plain_names(self) -> set[str]:
+        """Return the names of tensors that are not quantised."""
+        coded = {name for layer in self.layers for name in self.tensors(layer)}
+        return self.stored.keys() - coded
+
+    def small(self, ends: str) -> dict[str, Tensor]:
+        """Read all tensors whose names have this part: those that say how others are stored."""
+        found: dict[str, Tensor] = {}
+        names = [name for name in self.stored if ends in name]
+        for file in dict.fromkeys(self.stored[name].file for name in names):
+            with opened(file) as tensors:
+                found |= {name: tensors.get_tensor(name) for name in names if self.stored[name].file == file}
+        return found
+
+    def wrong(self, what: str, got: Any, wanted: str) -> DataError:
+        return DataError(f"{self.folder / 'config.json'}: quantization_config: {what}: got {got!r}, wanted {wanted}.")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.stored:
+            raise DataError(f"{self.folder} lacks {name}, part of a quantised weight; {CURE}.")
+        return self.stored[name].shape
+
+
+def held(packed: Packed) -> Held:
+    return Held(KINDS[packed.kind], *InPacked.split(packed))
+
+
+def hold_levels(levels: Tensor, scale: Tensor, bits: int, zero: int, offset: Tensor | None = None) -> Weight:
+    """Return (level - zero) · scale, or level · scale - offset where there are offsets, in the format that holds these numbers.
+
+    levels         (O, K) uint8, from 0
+    scale, offset  (O or 1, G)
+    """
+    (rows, columns), groups = levels.shape, scale.shape[1]
+    size = columns // groups
+    suffix = "" if groups == 1 or size % 128 == 0 else "_32" if size % 32 == 0 else "_16"
+    name = f"{'int' if offset is None else 'uint'}{bits}{suffix}"
+    if name in TABLE and columns % groups == 0 and (groups == 1 or size % TABLE[name].group == 0):
+        if offset is None and TABLE[name].zero != zero:
+            levels = levels + (TABLE[name].zero - zero)
+        wide = (scale.expand(rows, groups), None if offset is None else offset.expand(rows, groups))
+        return held(pack_levels(levels, wide[0], name, wide[1]))
+    index = torch.arange(columns, device=levels.device) // -(-columns // groups)
+    return Values(by_group(levels, scale, zero, offset, index), f"it has {size} columns a scale, no multiple of 16 or 32")
+
+
+def by_group(levels: Tensor, scale: Tensor, zero: int, offset: Tensor | None, index: Tensor) -> Tensor:
+    """Return the numbers of levels whose column k has the scale of group index[k]."""
+    values = levels.float()
+    if offset is None:
+        return (values - zero) * scale.float()[:, index]
+    return values * scale.float()[:, index] - offset.float()[:, index]
+
+
+def fields(words: Tensor, bits: int) -> Tensor:
+    """Return the fields of each int32 word (..., N) as uint8 (..., N · 32 / bits), the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, device=words.device, dtype=torch.int32)
+    return ((words[..., None] >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(-2)

@@ -1,0 +1,128 @@
+"""Decoding of models whose own weights are quantised: the tokens of their numbers, by the kernels that read their codes."""
+
+import copy
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.errors import GenerateError
+from gpubound.layers.quantized_base import KINDS, Base, InPacked
+from gpubound.lora.base import dequantize_base, quantize_base
+from gpubound.models import Decoder
+from gpubound.models.llama.checkpoint import as_transformers, load_hf
+from tests.kernels.test_published_kinds import drawn
+from tests.models.quantized.cases import CONFIG, write
+
+from .cases import prompts
+
+HELD = ("gptq", "awq", "packed-asymmetric", "int8-rows", "fp8-rows", "fp8-blocks", "nf4")
+STEP = [
+    ("2 x norm, q k v", "quantized_norm_product"),
+    ("2 x output", "quantized_add_product"),
+    ("2 x norm, gate, up", "quantized_norm_gate_up"),
+]
+
+
+def dense(model: Decoder) -> Decoder:
+    twin = copy.deepcopy(model)
+    dequantize_base(twin)
+    return twin
+
+
+def greedy(model: Decoder, ids: list[list[int]], count: int) -> list[list[int]]:
+    """transformers' tokens."""
+    theirs, found = as_transformers(dense(model)), []
+    for prompt in ids:
+        ids_BT, settings = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = theirs.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=count, **settings)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def with_codes(kinds: dict[str, str], device: torch.device) -> Decoder:
+    """A Decoder of random weights in fp32, whose layers of these names have random codes of these kinds."""
+    torch.manual_seed(0)
+    model = Decoder(CONFIG, device=device)
+    for seed, (name, layer) in enumerate(model.named_modules()):
+        if (kind := kinds.get(name.rpartition(".")[2])) is not None:
+            packed = drawn(kind, *layer.weight.shape, device, seed)
+            packed = packed._replace(scale=packed.scale / 64, extra=None if packed.extra is None else packed.extra / 64)
+            layer.weight = torch.nn.Parameter(torch.empty(layer.weight.shape, device="meta"))
+            Base(layer, KINDS[kind], InPacked.split(packed), torch.float32)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_tokens_are_those_of_transformers_over_the_dequantised_folder(tmp_path, name):
+    write(tmp_path, name)
+    model = load_hf(tmp_path, dtype=torch.float32).eval()
+    texts = prompts(1, 19, 6)
+    decoder = gb.decoder(model, max_batch=4, max_length=64)
+    table = repr(decoder)
+    assert all(what in table and op in table for what, op in STEP), table
+    assert decoder.generate(texts, max_new_tokens=12).tokens == greedy(model, texts, 12)
+    codes = sum(t.nbytes for m in model.modules() if isinstance(m, Base) for t in (m._weight, *m.buffers()))
+    assert decoder.body.weight_bytes < 1.1 * codes + sum(p.nbytes for p in model.parameters() if p.is_floating_point())
+
+
+@pytest.mark.parametrize("rows", [3, 12])
+def test_layers_of_several_formats_are_a_product_each(device, rows):
+    model = with_codes(
+        {"q_proj": "uint4_32", "k_proj": "uint4_32", "v_proj": "int8_16", "gate_proj": "uint4", "up_proj": "uint4",
+         "down_proj": "int8_16", "o_proj": "int4_32"}, device,
+    )  # fmt: skip
+    texts = prompts(*range(2, 2 + rows))
+    assert gb.decoder(model, rows, 64).generate(texts, max_new_tokens=8).tokens == greedy(model, texts, 8)
+
+
+def test_a_base_that_is_quantised_for_training_is_decoded_by_its_codes(device):
+    for kind in ("nf4", "int8", "fp8"):
+        torch.manual_seed(0)
+        model = Decoder(CONFIG, device=device).eval()
+        quantize_base(model, kind)
+        decoder = gb.decoder(model, 2, 64)
+        assert decoder.path == "", decoder.path
+        assert decoder.generate(texts := prompts(5, 9), max_new_tokens=8).tokens == greedy(model, texts, 8)
+
+
+def test_adapters_are_added_to_the_products_of_codes(device):
+    torch.manual_seed(0)
+    model = Decoder(CONFIG, device=device).eval()
+    quantize_base(model, "int8")
+    gb.lora.add(model, rank=4, alpha=64)
+    for p in gb.lora.parameters(model):
+        torch.nn.init.normal_(p, std=0.1)
+    twin = copy.deepcopy(model)
+    dequantize_base(twin)
+    for rows in (1, 3, 12):
+        texts = prompts(*range(3, 3 + rows))
+        decoder = gb.decoder(model, rows, 64)
+        assert decoder.path == "", decoder.path
+        assert (
+            decoder.generate(texts, max_new_tokens=8).tokens
+            == gb.decoder(twin, rows, 64).generate(texts, max_new_tokens=8).tokens
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["uint4", "fp8_blocks", "nf4"])
+def test_the_kernels_give_the_same_tokens(interpret, kind):
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    model = with_codes(dict.fromkeys(names, kind), torch.device("cpu"))
+    wanted = greedy(model, texts := prompts(5), 3)
+    interpret()
+    assert gb.decoder(model, 1, 32, verify=False).generate(texts, max_new_tokens=3).tokens == wanted
+
+
+def test_rounding_what_is_quantised_is_refused(device):
+    model = with_codes(dict.fromkeys(("q_proj", "k_proj", "v_proj"), "int8_16"), device)
+    with pytest.raises(GenerateError, match="quantised already"):
+        gb.decoder(model, max_length=32, weights="int4")
+
+
+def test_halves_of_two_formats_take_the_models_own_forward(device):
+    model = with_codes({"gate_proj": "uint4", "up_proj": "int8_16"}, device)
+    decoder = gb.decoder(model, max_length=64)
+    assert "gate and up are quantised in two formats" in decoder.path
+    assert decoder.generate(texts := prompts(5), max_new_tokens=8).tokens == greedy(model, texts, 8)
