@@ -105,6 +105,94 @@ for step in range(6):
     assert runpy.run_path(str(path))["losses"] == pytest.approx(before, rel=1e-5) and len(set(before)) == 6
 
 
+GLOBAL = """\
+import torch
+from torch.nn import functional
+torch.manual_seed(0)
+data = [(torch.rand(4, 3), torch.rand(4, 1)) for _ in range(5)]
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters(), 1e-2, betas=(0.8, 0.99))
+def error(guess, y):
+    return functional.mse_loss(guess, y)
+def train(epoch):
+    total = 0.0
+    for step, (x, y) in enumerate(data):
+        x, y = x.to("cpu"), y.to("cpu")
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            guess, scale = model(x), 2
+            loss = scale * error(guess, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        total += loss.detach()
+        optimizer.step()
+    return total
+if __name__ == "__main__":
+    losses = [train(epoch).item() for epoch in range(3)]
+"""
+GIVEN = """\
+import torch
+def train(args, model, data, opt, epoch):
+    model.train()
+    total = 0.0
+    for x in data:
+        opt.zero_grad()
+        loss = args["scale"] * model(x).square().mean()
+        loss.backward()
+        opt.step()
+        total += loss.item()
+    return total
+def main():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adadelta(net.parameters(), lr=0.5)
+    args = {"scale": 2}
+    losses = []
+    for epoch in range(3):
+        losses.append(train(args, net, [torch.ones(4, 3) / 3, torch.ones(4, 3) / 5], opt=optimizer, epoch=epoch))
+    return losses
+if __name__ == "__main__":
+    losses = main()
+"""
+
+
+@pytest.mark.parametrize("text", [GLOBAL, GIVEN], ids=["global", "given"])
+def test_a_loop_in_a_function_whose_optimizer_is_made_outside(tmp_path, text):
+    """Autocast and clipping belong to the step; what reads the loss alone stands after it."""
+    path, made = proposed(tmp_path, text)
+    assert not made.refused, made
+    before = runpy.run_path(str(path), run_name="__main__")["losses"]
+    made.apply()
+    assert "backward()" not in path.read_text() and path.read_text().count("gb.TrainStep(") == 1
+    after = runpy.run_path(str(path), run_name="__main__")["losses"]
+    assert len(set(before)) == 3 and after == pytest.approx(before, rel=1e-5)
+
+
+def test_an_optimizer_that_is_not_ours_and_one_of_another_library_are_kept(tmp_path):
+    for old, new in (("Adam(model.parameters(), 1e-2", "RAdam(model.parameters(), 1e-2"), ("torch.optim.Adam", "other.Adam")):
+        _, made = proposed(tmp_path, GLOBAL.replace(old, new))
+        assert (
+            f"lambda parameters: {new.partition('(')[0].replace('RAdam', 'torch.optim.RAdam')}(parameters, 1e-2" in made.diff()
+        )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("opt=optimizer", "opt=make()", "does not give opt by a name"),
+        ("    return losses\n", "    train(args, net, [], optimizer, 9)\n", "is not called in one place alone"),
+        ("    args = {", "    scheduler = StepLR(optimizer)\n    args = {", "give the step schedule=gb.Schedule(...)"),
+        ("train(args, net, [", "train({'scale': 2}, net, [", "the forward reads args, which only the function"),
+        ("        loss.backward()\n", "        loss.backward()\n        total += epoch_of(loss)\n", "something stands between"),
+        ("optimizer = torch", "scaler = torch.amp.GradScaler()\n    optimizer = torch", "which has its own, by hand"),
+    ],
+)
+def test_what_a_function_does_not_give_is_refused(tmp_path, old, new, why):
+    assert old in GIVEN
+    _, made = proposed(tmp_path, GIVEN.replace(old, new))
+    assert not made.changes and why in next(iter(made.refused.values())), made
+
+
 @pytest.mark.parametrize(
     "old, new, why",
     [
