@@ -5,7 +5,8 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.doctor_wild import __main__ as runner
+from benchmarks.doctor_wild import __main__ as runner, peers
+from benchmarks.doctor_wild.peers import score_peer, waiting_functions
 from benchmarks.doctor_wild.score import Script, score, scripts
 from gpubound.doctor.finding import KINDS
 
@@ -54,3 +55,37 @@ def test_the_runner_takes_a_folder_and_names_what_is_absent(tmp_path, monkeypatc
     runner.main(runner.Options(tmp_path, dry_run=True))
     out = capsys.readouterr().out
     assert ran == ["text"] and "1 of 2 stalls; missed 9" in out and "absent" in out and "77f55b9" in out
+
+
+def test_a_peer_is_scored_by_the_lines_or_functions_that_it_names():
+    result = score_peer(SCRIPT, "sync_debug_mode", [(9, 9), (12, 12), (30, 30)])
+    assert result.found == (9,) and result.missed == (6, 7) and result.wrong == ("main.py:30",)
+    assert score_peer(SCRIPT, "profiler", [(5, 14)]).found == (7, 9), "it does not see why a loader is slow"
+    assert score_peer(SCRIPT, "torchfix", [(6, 6)]).found == (6,)
+    loader = score_peer(replace(SCRIPT, loaders=(2,)), "torchfix", [(2, 2)])
+    assert loader.found == (6, 7) and not loader.wrong, "a linter names the loader, not the lines that wait for it"
+
+
+def test_the_functions_that_wait_in_a_trace(tmp_path):
+    script = tmp_path / "main.py"
+    script.write_text("def outer():\n    inner()\n\n\ndef inner():\n    read()\n")
+
+    def event(name, ts, dur, cat):
+        return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat}
+
+    frames = [event("main.py(1): outer", 0, 100, "python_function"), event("main.py(5): inner", 10, 50, "python_function")]
+    waits = [event("cudaStreamSynchronize", 20, 5, "cuda_runtime"), event("cudaLaunchKernel", 70, 5, "cuda_runtime")]
+    assert waiting_functions(script, [*frames, *waits]) == {(5, 6)}
+    outside = [event("cudaStreamSynchronize", 200, 5, "cuda_runtime")]
+    assert not waiting_functions(script, [*frames, *outside])
+
+
+def test_a_peer_runs_the_script_until_its_steps_are_over(tmp_path, monkeypatch):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
+        "for step in range(1000):\n    opt.step()\nraise SystemExit('not stopped')\n"
+    )
+    seen = []
+    peers.steps_of(script, [], 5, lambda: seen.append("begin"), lambda: seen.append("end"))
+    assert seen == ["begin", "end"]

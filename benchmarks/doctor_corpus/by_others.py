@@ -25,18 +25,24 @@ SYNCS = ("sync", "h2d", "d2h", "repeat", "pageable")
 
 
 def torch_preflight(script: Path, arguments: Sequence[str]) -> list[Found]:
-    said = json.loads(_said("torch-preflight", "check", "--format", "json", str(script.parent)))
-    return [
-        Found(kind, problem["path"], problem["line"])
-        for problem in said["diagnostics"]
-        for kind in RULES.get(problem["code"], ())
-    ]
+    return _as_findings(reported("torch-preflight", "check", "--format", "json", str(script.parent)))
 
 
 def torchfix(script: Path, arguments: Sequence[str]) -> list[Found]:
-    said = _said("torchfix", "--select=ALL", str(script.parent))
+    return _as_findings(reported("torchfix", "--select=ALL", str(script.parent)))
+
+
+def _as_findings(found: list[tuple[str, int, str]]) -> list[Found]:
+    return [Found(kind, file, line) for file, line, rule in found for kind in RULES.get(rule, ())]
+
+
+def reported(tool: str, *arguments: str) -> list[tuple[str, int, str]]:
+    """The file, the line and the rule of each problem that a linter reports."""
+    said = _said(tool, *arguments)
+    if tool == "torch-preflight":
+        return [(problem["path"], problem["line"], problem["code"]) for problem in json.loads(said)["diagnostics"]]
     problems = re.findall(r"^(.+?):(\d+):\d+: (TOR\d+) ", said, flags=re.MULTILINE)
-    return [Found(kind, file, int(line)) for file, line, rule in problems for kind in RULES.get(rule, ())]
+    return [(file, int(line), rule) for file, line, rule in problems]
 
 
 def _said(tool: str, *arguments: str) -> str:

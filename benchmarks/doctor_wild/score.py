@@ -25,6 +25,8 @@ class Script:
     data: str
     stalls: dict[int, list[str]]
     minor: tuple[int, ...] = ()
+    loaders: tuple[int, ...] = ()
+    """Lines that make a DataLoader, where linters name what its loop and its copies pay for."""
 
     @property
     def file(self) -> str:
@@ -42,7 +44,8 @@ class Score:
 
 def scripts(file: Path = FILE) -> dict[str, Script]:
     table = yaml.safe_load(file.read_text(encoding="utf-8"))
-    return {name: Script(name, **about | {"minor": tuple(about.get("minor", ()))}) for name, about in table.items()}
+    lists = ("minor", "loaders")
+    return {name: Script(name, **about | {each: tuple(about.get(each, ())) for each in lists}) for name, about in table.items()}
 
 
 def score(script: Script, verdict: dict[str, Any]) -> Score:
