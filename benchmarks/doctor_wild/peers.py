@@ -116,17 +116,20 @@ def score_peer(known: Known, peer: str, named: list[Span]) -> Score:
     """Compare the spans that a peer names with the true stalls. A loader stands for what waits for its batches."""
     sees = SEES.get(peer)
 
-    def covered(line: int) -> bool:
-        return any(first <= line <= last for first, last in named)
+    def covers(line: int | str, first: int, last: int) -> bool:
+        return isinstance(line, int) and first <= line <= last  # a peer is asked for the script's own lines
 
-    def found(line: int, kinds: list[str]) -> bool:
+    def covered(line: int | str) -> bool:
+        return any(covers(line, first, last) for first, last in named)
+
+    def found(line: int | str, kinds: list[str]) -> bool:
         if sees is None and FED & set(kinds) and any(map(covered, known.loaders)):
             return True
         return covered(line) and (sees is None or bool(sees & set(kinds)))
 
     hit = tuple(line for line, kinds in known.stalls.items() if found(line, kinds))
     true = {*known.stalls, *known.minor, *known.loaders}
-    wrong = tuple(f"{known.file}:{first}" for first, last in named if not any(first <= line <= last for line in true))
+    wrong = tuple(f"{known.file}:{first}" for first, last in named if not any(covers(line, first, last) for line in true))
     return Score(hit, tuple(line for line in known.stalls if line not in hit), wrong)
 
 

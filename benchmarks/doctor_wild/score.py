@@ -15,7 +15,7 @@ WHOLE = frozenset({"launch_bound", "precision", "attention", "optimizer", "gc", 
 
 @dataclass(frozen=True)
 class Script:
-    """A public script, and its stalls: line -> the kinds that name it rightly."""
+    """A public script, and its stalls: line -> the kinds that name it rightly. A line of another file is "file.py:12"."""
 
     name: str
     repository: str
@@ -23,7 +23,7 @@ class Script:
     folder: str
     command: str
     data: str
-    stalls: dict[int, list[str]]
+    stalls: dict[int | str, list[str]]
     minor: tuple[int, ...] = ()
     loaders: tuple[int, ...] = ()
     """Lines that make a DataLoader, where linters name what its loop and its copies pay for."""
@@ -37,8 +37,8 @@ class Script:
 class Score:
     """Lines of true stalls that have a finding or a harmless one, those that have none, and findings that are not true."""
 
-    found: tuple[int, ...]
-    missed: tuple[int, ...]
+    found: tuple[int | str, ...]
+    missed: tuple[int | str, ...]
     wrong: tuple[str, ...]
 
 
@@ -54,9 +54,10 @@ def score(script: Script, verdict: dict[str, Any]) -> Score:
     stalls = {line: kinds for line, kinds in script.stalls.items() if not (dry and set(kinds) <= TIMED)}
     named = [(each, each["kind"]) for each in (*verdict["findings"], *verdict["harmless"])]
 
-    def covers(finding: dict[str, Any], line: int) -> bool:
+    def covers(finding: dict[str, Any], line: int | str) -> bool:
         site = finding["site"] or finding["built"] or {}
-        return Path(finding["file"] or "").name == Path(script.file).name and site["line"] <= line <= site["end"]
+        file, _, number = str(line).rpartition(":")
+        return Path(finding["file"] or "").name == Path(file or script.file).name and site["line"] <= int(number) <= site["end"]
 
     found = tuple(line for line, kinds in stalls.items() if any(kind in kinds and covers(each, line) for each, kind in named))
     true = {*script.stalls, *script.minor}

@@ -15,6 +15,7 @@ from .verdicts import judged, looped
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(repeating, "FEWEST", 5)
+    monkeypatch.setattr(repeating, "UPDATES", 5)
     monkeypatch.setattr(repeating, "PATIENT", 20)
 
 
@@ -73,6 +74,25 @@ def test_a_model_of_transformers_has_an_eval_of_another_class():
         for _ in range(12):
             model(torch.ones(1, 2))
     assert steps.ends == 7 and steps.name == "a call of Pretrained"
+
+
+def test_a_generation_loop_need_not_call_eval():
+    """What has no parameters, such as a transform of the loader, is no model."""
+    scaled, model = nn.Sequential(nn.ReLU()), Model()
+    with Counted() as steps:
+        for _ in range(12):
+            model(scaled(scaled(torch.ones(1, 2))))
+    assert steps.ends == 7 and steps.name == "a call of Model"
+
+
+def test_a_loop_that_only_replays_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: None)
+    graphs = [object(), object()]
+    with Counted() as steps:
+        torch.cuda.CUDAGraph.replay(graphs[0])  # the first token's
+        for _ in range(12):
+            torch.cuda.CUDAGraph.replay(graphs[1])
+    assert steps.ends == 8 and steps.name == "a replay of a CUDA graph"
 
 
 def test_an_optimizer_makes_the_steps_whatever_repeated_before():

@@ -1,8 +1,8 @@
 """A step of a script in which no optimizer makes one: what repeats.
 
 An update written by hand has a backward for each step. A generation loop or an inference server calls one module again and
-again: the outermost, whose call is the step. Modules are watched only from a call of `eval()` on, and only while no optimizer
-was made, because a hook on all modules slows each of them.
+again: the outermost with parameters, whose call is the step, or replays one CUDA graph. Modules are watched only until an
+optimizer is made or backward is called, because a hook on all modules slows each of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from ...watch.ops import replaced
 
-FEWEST = 50  # calls without a step of an optimizer, after which they are steps
+FEWEST = 50  # calls of a module or replays of a graph, after which they are steps
+UPDATES = 10  # calls of backward without any optimizer, after which they are steps
+REPLAY = "a replay of a CUDA graph"
 PATIENT = 200  # of backward, where an optimizer exists: it may update after many micro-batches
 
 
@@ -31,18 +33,24 @@ class Repeating:
     def __init__(self, step: Callable[[], None]):
         self._step = step
         self.name = ""
-        self._over = self._has_optimizer = self._watching = False
-        self._depth = self._backwards = 0
-        self._calls: Counter[int] = Counter()  # by the id of an outermost module
+        self._over = self._has_optimizer = False
+        self._inside = self._depth = self._backwards = 0  # modules, calls of backward
+        self._calls: Counter[int] = Counter()  # by the id of an outermost module, or of a graph
         self._ending, self._hooks = ExitStack(), ExitStack()
 
     def __enter__(self) -> Repeating:
         for owner, name, make in (
             (torch.autograd, "backward", self._backward),
             (torch.optim.Optimizer, "__init__", self._optimizer),
-            (nn.Module, "train", self._evaluating),  # eval() calls it, also that of transformers
+            (torch.cuda.CUDAGraph, "replay", self._replay),
         ):
-            self._ending.enter_context(replaced(owner, name, make))
+            if hasattr(owner, name):  # the pretend device has no graphs
+                self._ending.enter_context(replaced(owner, name, make))
+        for handle in (
+            register_module_forward_pre_hook(self._entered),
+            register_module_forward_hook(self._left, always_call=True),
+        ):
+            self._hooks.callback(handle.remove)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -73,32 +81,31 @@ class Repeating:
             if self._over or self._depth:  # checkpointed layers call backward inside of it
                 return result
             self._backwards += 1
-            if self._backwards > (PATIENT if self._has_optimizer else FEWEST):
+            if self._backwards > (PATIENT if self._has_optimizer else UPDATES):
                 self.name = "a call of backward()"
                 self._step()
             return result
 
         return backward
 
-    def _evaluating(self, original: Callable) -> Callable:
-        def evaluating(module: nn.Module, mode: bool = True) -> nn.Module:
-            if not (mode or self._over or self._has_optimizer or self._backwards or self._watching):
-                self._watching, self._depth = True, 0
-                for handle in (
-                    register_module_forward_pre_hook(self._entered),
-                    register_module_forward_hook(self._left, always_call=True),
-                ):
-                    self._hooks.callback(handle.remove)
-            return original(module, mode)
+    def _replay(self, original: Callable) -> Callable:
+        def replay(graph: torch.cuda.CUDAGraph) -> None:
+            original(graph)
+            if self._over or self._has_optimizer or self._backwards or self.name not in ("", REPLAY):
+                return
+            self._calls[id(graph)] += 1
+            self.name = self.name or (REPLAY if self._calls[id(graph)] == FEWEST else "")
+            if self.name and self._calls.most_common(1)[0][0] == id(graph):
+                self._step()
 
-        return evaluating
+        return replay
 
     def _entered(self, module: nn.Module, inputs: Any) -> None:
-        self._depth += 1
+        self._inside += 1
 
     def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if self._depth or self._over:
+        self._inside = max(self._inside - 1, 0)
+        if self._inside or self._over or self.name or next(module.parameters(), None) is None:
             return
         self._calls[id(module)] += 1
         if self._calls[id(module)] == FEWEST:
