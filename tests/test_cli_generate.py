@@ -346,7 +346,7 @@ def sentences(folder: Path):
         (["CKPT", "--prompt", "x", "--system", "s"], "system: it begins a conversation; give --chat with it."),
         (["CKPT", "--chat", "--n", "2"], "n: got 2, but a conversation has one reply a turn; leave --n out."),
         (["CKPT", "--prompt", "x", "--logprobs"],
-         "logprobs: they are a part of the JSON; give --json, --gpus or --output with it."),
+         "logprobs: they are a part of the JSON; give --json, --gpus or --out with it."),
         (["CKPT", "--prompt", "x", "--n", "0"], "n: got 0, wanted at least 1."),
         (["CKPT", "--prompt", "x", "--batch", "0"], "batch: got 0, wanted at least 1."),
         (["CKPT", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens: got 0, wanted at least 1."),

@@ -55,10 +55,10 @@ def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tm
     file = tmp_path / "answers.jsonl"  # broken off in the third line, the fifth one there
     whole = out.splitlines(keepends=True)
     file.write_text("".join(whole[:2]) + whole[4] + whole[2][:30])
-    code, out, err = run(*given, "--output", file)
+    code, out, err = run(*given, "--out", file)
     assert (code, out, file.read_text()) == (0, "", "".join(whole)) and "1 of 5" not in err and "2 of 5 prompts" in err
 
-    code, _, err = run(*given, "--output", file, "--stop", "mat")
+    code, _, err = run(*given, "--out", file, "--stop", "mat")
     assert code == 2 and "line 1 of " in err and message("cli_generate_gpus:two_copies_answer_as_one.2").within(err)
 
 
@@ -94,7 +94,7 @@ def test_answers_of_the_model_that_lay_there_before_are_not_gone_on_with(ckpt, r
     """A run is trained further and exported again: the folder keeps its name."""
     monkeypatch.setattr(replicas, "start_replica", begin_on_reference)
     shutil.copytree(ckpt, tmp_path / "model")
-    given = (tmp_path / "model", "--prompt", "the cat", "--max-new-tokens", "2", "--output", tmp_path / "answers.jsonl")
+    given = (tmp_path / "model", "--prompt", "the cat", "--max-new-tokens", "2", "--out", tmp_path / "answers.jsonl")
     assert run(*given)[0] == run(*given)[0] == 0
     (tmp_path / "model" / "gpubound.json").write_text("{}")  # says of which step it is, and changes no answer
     assert run(*given)[0] == 0
@@ -199,11 +199,11 @@ def begin_harmless(number, options, prompts, devices):
 
 def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, monkeypatch, tmp_path):
     (tmp_path / "prompts.txt").write_text("one\ntwo\ndeadly\nfour\n")
-    given = (ckpt, "--file", tmp_path / "prompts.txt", "--batch", "1", "--gpus", "3", "--output", tmp_path / "answers.jsonl")
+    given = (ckpt, "--file", tmp_path / "prompts.txt", "--batch", "1", "--gpus", "3", "--out", tmp_path / "answers.jsonl")
     monkeypatch.setattr(replicas, "start_replica", begin_deadly)
     code, _, err = run(*given)
     assert code == 2 and err.endswith(
-        "gpubound generate: not answered: prompt 3. The others are; with --output FILE, the same command goes on with what is "
+        "gpubound generate: not answered: prompt 3. The others are; with --out FILE, the same command answers what is "
         "missing.\n"
     )
     assert [one["text"] for one in lines((tmp_path / "answers.jsonl").read_text())] == ["ONE", "TWO", "FOUR"]
@@ -217,7 +217,7 @@ def test_prompts_that_nobody_answers_are_named_and_answered_later(ckpt, run, mon
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--json",), "json: --gpus and --output write a line of JSON for each sequence; leave --json out."),
+        (("--json",), "json: --gpus and --out write a line of JSON for each sequence; leave --json out."),
         (("--timeout", "nan"), "timeout: got nan minutes, wanted more than 0 and at most 525,600, a year; 10 is the default."),
         (("--device", "cuda:1"), "gpus: got 2 and --device cuda:1, a single one; leave --device out."),
     ],

@@ -41,7 +41,7 @@ def command(monkeypatch, capsys):
 @pytest.mark.slow
 def test_it_writes_what_the_sampler_does(trained, command):
     folder, run = trained
-    options = ["--prompt", "import", "--prompt", "def", "--max-new-tokens", "8", "--block", "4", "--steps", "4"]
+    options = ["--prompt", "import", "--prompt", "def", "--max-new-tokens", "8", "--block", "4", "--denoising-steps", "4"]
     drawn = [*options, "--temperature", "1.5", "--seed", "3", "--n", "2", "--guidance", "0.5", "--ignore-eos"]
     code, out, err = command(folder / "hf", *drawn, "--json")
     assert code == 0 and message("cli_generate_masked:it_writes_what_the_sampl").within(err)
@@ -57,10 +57,15 @@ def test_it_writes_what_the_sampler_does(trained, command):
 
 
 def test_by_itself_it_takes_blocks_of_32(trained, command):
-    _, out, _ = command(trained[0], "--prompt", "import", "--steps", "8", "--json", "--ignore-eos")
+    _, out, _ = command(trained[0], "--prompt", "import", "--denoising-steps", "8", "--json", "--ignore-eos")
     assert len(json.loads(out)["sequences"][0]["tokens"]) == 128 and json.loads(out)["steps"] == 8
-    code, _, err = command(trained[0], "--prompt", "import", "--steps", "3")
+    code, _, err = command(trained[0], "--prompt", "import", "--denoising-steps", "3")
     assert code == 2 and message("cli_generate_masked:by_itself_it_takes_block").within(err)
+
+
+def test_steps_are_those_of_the_optimizer(trained, command):
+    code, _, err = command(trained[0], "--prompt", "import", "--steps", "8")
+    assert code == 2 and "--denoising-steps" in err
 
 
 def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):

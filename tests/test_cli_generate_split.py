@@ -121,8 +121,8 @@ def test_a_folder_in_codes_is_read_to_where_its_parts_stay(monkeypatch, tmp_path
 REFUSED = {
     "kind": (("--split", "rows", *SHARED), "split: got 'rows', wanted layers or tensors."),
     "lines": (
-        ("--split", "layers", *SHARED, "--output", "a.jsonl"),
-        "output: it is for replicas of the model, and --split has only one model; leave --output out.",
+        ("--split", "layers", *SHARED, "--out", "a.jsonl"),
+        "out: it is for replicas of the model, and --split has only one model; leave it out.",
     ),
     "one": (
         ("--split", "layers", "--gpus", "1"),

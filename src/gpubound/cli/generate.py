@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], chat: bool = False) -> int:
-    options = arguments(Generate, argv, "chat" if chat else "generate")
+    command = "chat" if chat else "generate"
+    if any(word.partition("=")[0] == "--steps" for word in argv):
+        raise ValueError(f"there is no option --steps; did you mean '--denoising-steps'? See gpubound {command} --help.")
+    options = arguments(Generate, argv, command)
     options = replace(options, chat=options.chat or chat)
     check(options)
     check_timeout(options.timeout)

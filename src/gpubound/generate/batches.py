@@ -26,7 +26,7 @@ DECODER_ONLY = (
     "chat", "system", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
     "cache", "speculate", "split", "fused", "verify", "table",
 )  # fmt: skip
-DIFFUSION_ONLY = ("steps", "block", "guidance")
+DIFFUSION_ONLY = ("denoising_steps", "block", "guidance")
 GROUP, GROUPS = 8, 16
 
 
@@ -208,9 +208,9 @@ def sampler_settings(options: Generate) -> dict[str, Any]:
     """Return the arguments of the sampler's start()."""
     tokens = options.max_new_tokens or ANSWER
     block = options.block or (BLOCK if tokens % BLOCK == 0 else None)
-    names = ("steps", "guidance", "seed", "n")
+    settings = {name: getattr(options, name) for name in ("guidance", "seed", "n")}
     temperature = options.temperature or 0.0
-    return {name: getattr(options, name) for name in names} | {"temperature": temperature, "tokens": tokens, "block": block}
+    return settings | {"steps": options.denoising_steps, "temperature": temperature, "tokens": tokens, "block": block}
 
 
 def _print_ready(saved: Saved, device: str, path: str) -> None:

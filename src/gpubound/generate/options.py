@@ -26,7 +26,7 @@ class Generate:
     Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
               gpubound generate demo-run --file prompts.txt --json
               gpubound chat path/to/checkpoint
-              gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --output answers.jsonl
+              gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --out answers.jsonl
               gpubound generate path/to/large --prompt "Once" --gpus 4 --split tensors
     """
 
@@ -97,9 +97,9 @@ class Generate:
     has a slice of every layer, so that a text comes sooner; up to 8 sequences at once. --gpus says how many GPUs; by default
     all that are visible."""
     timeout: float = 10.0
-    """With --gpus or --output: minutes in which a replica may make no progress, while it loads or generates. One that hangs is
+    """With --gpus or --out: minutes in which a replica may make no progress, while it loads or generates. One that hangs is
     ended, and another takes its prompts."""
-    output: Annotated[str | None, tyro.conf.arg(aliases=["-o", "--out"], metavar="FILE")] = None
+    out: Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
     """Write these lines to a file. An existing file is resumed."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
@@ -115,7 +115,7 @@ class Generate:
     """How much the decoder checks of its tokens and logits before it generates: full, quick or none."""
     table: bool = False
     """Print on stderr which kernels run and what was checked."""
-    steps: int | None = None
+    denoising_steps: int | None = None
     """Masked diffusion: how often the model is run for an answer (default: once for each token)."""
     block: int | None = None
     """Masked diffusion: block size in tokens, filled from the left (default 32; the whole answer if not divisible by 32)."""
@@ -125,12 +125,12 @@ class Generate:
     @property
     def writes_lines(self) -> bool:
         """Return whether replicas of the model write lines of JSON."""
-        return (self.split is None and self.gpus is not None) or self.output is not None
+        return (self.split is None and self.gpus is not None) or self.out is not None
 
 
 def check(options: Generate) -> None:
     """Raise ValueError for options that can be refused before a checkpoint is read."""
-    for name in ("max_new_tokens", "n", "batch", "max_length", "steps", "block", "gpus"):
+    for name in ("max_new_tokens", "n", "batch", "max_length", "denoising_steps", "block", "gpus"):
         value, least = getattr(options, name), 2 if name == "max_length" else 1
         if value is not None and value < least:
             raise ValueError(f"{name}: got {value}, wanted at least {least}.")
@@ -148,18 +148,18 @@ def check(options: Generate) -> None:
     if options.whole and options.file is None:
         raise ValueError("whole: it takes a file as a single prompt; give --file with it.")
     if options.split is not None:
-        if options.output is not None:
-            raise ValueError("output: it is for replicas of the model, and --split has only one model; leave --output out.")
+        if options.out is not None:
+            raise ValueError("out: it is for replicas of the model, and --split has only one model; leave it out.")
         if options.gpus == 1:
             raise ValueError("gpus: got 1, but with --split at least 2 share the model; leave --split out.")
         single = {"weights": options.weights is not None, "speculate": options.speculate is not None}
         for name in (name for name, present in (single | {"no-fused": not options.fused}).items() if present):
             raise ValueError(f"{name}: it is for a model on a single GPU; leave --{name} or --split out.")
     if options.logprobs and not options.json and not options.writes_lines:
-        raise ValueError("logprobs: they are a part of the JSON; give --json, --gpus or --output with it.")
+        raise ValueError("logprobs: they are a part of the JSON; give --json, --gpus or --out with it.")
     for name in ("chat", "echo", "json", "table") if options.writes_lines else ():
         if getattr(options, name):
-            raise ValueError(f"{name}: --gpus and --output write a line of JSON for each sequence; leave --{name} out.")
+            raise ValueError(f"{name}: --gpus and --out write a line of JSON for each sequence; leave --{name} out.")
     if sum((bool(options.prompt), options.file is not None, options.chat)) > 1:
         raise ValueError("prompt: give one of --prompt, --file and --chat.")
 

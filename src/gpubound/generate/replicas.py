@@ -32,7 +32,7 @@ from .source import base_of_adapter, find_source, is_adapter
 from .workers import WorkerPool
 
 # Options that do not change an answer.
-UNRELATED = ("prompt", "file", "whole", "gpus", "split", "timeout", "output", "device", "ckpt", "verify", "k")
+UNRELATED = ("prompt", "file", "whole", "gpus", "split", "timeout", "out", "device", "ckpt", "verify", "k")
 PATHS = ("adapter", "tokenizer")
 MODEL_FILES = (".safetensors", ".bin", ".json")
 SAMPLES, BLOCK = 64, 1 << 20  # a file's checksum is that of so many blocks of so many bytes
@@ -43,14 +43,14 @@ BEGIN = b'{"number": '  # of a line
 def generate_lines(options: Generate, prompts: list[str]) -> int:
     """Generate and write the answers of all prompts that have none in the output yet."""
     devices, size = replica_devices(options), group_size(options, len(prompts))
-    lines = OrderedLines(options.output, prompts, options.n, fingerprint(options))
+    lines = OrderedLines(options.out, prompts, options.n, fingerprint(options))
 
     def name(first: int) -> str:
         last = min(first + size, len(prompts))
         return f"prompt {last}" if last == first + 1 else f"prompts {first + 1} to {last}"
 
     advice = "the answers before are in it. Free space, then give the same command again."
-    with explain_disk_full(options.output or "stdout", advice), closing(lines):
+    with explain_disk_full(options.out or "stdout", advice), closing(lines):
         groups = [
             first
             for first in range(0, len(prompts), size)
@@ -68,7 +68,7 @@ def generate_lines(options: Generate, prompts: list[str]) -> int:
     if pool.left:
         missing = ", ".join(map(name, pool.left[:5])) + (", ..." if len(pool.left) > 5 else "")
         raise GenerateError(
-            f"not answered: {missing}. The others are; with --output FILE, the same command goes on with what is missing."
+            f"not answered: {missing}. The others are; with --out FILE, the same command answers what is missing."
         )
     return 0
 
@@ -193,7 +193,7 @@ class OrderedLines:
         with writing(path), ExitStack() as on_error:
             out = on_error.enter_context(open(path, "a", encoding="utf-8", newline="\n"))
             if not flock(out.fileno(), path, "make sure that no other process writes there"):
-                raise ValueError(f"output: another process writes to {path}; wait until it has ended, or name another file.")
+                raise ValueError(f"out: another process writes to {path}; wait until it has ended, or name another file.")
             out.truncate(self._resume(path))
             on_error.pop_all()
         return out
@@ -222,16 +222,16 @@ class OrderedLines:
             raise ValueError(_not_ours(path, count)) from error
         if not 0 <= number < len(self.prompts) or prompt != self.prompts[number]:
             raise ValueError(
-                f"output: line {count} of {path} answers {shown(prompt)}, which is not prompt {number + 1} here; "
+                f"out: line {count} of {path} answers {shown(prompt)}, which is not prompt {number + 1} here; "
                 f"give the prompts that it was begun with, or name another file."
             )
         if mark != self.mark:
             raise ValueError(
-                f"output: line {count} of {path} was written by another model or with other settings; "
+                f"out: line {count} of {path} was written by another model or with other settings; "
                 f"give those that it was begun with, or name another file."
             )
         return number
 
 
 def _not_ours(path: Path, count: int) -> str:
-    return f"output: line {count} of {path} is no answer of gpubound generate; name another file."
+    return f"out: line {count} of {path} is no answer of gpubound generate; name another file."
