@@ -102,6 +102,7 @@ MORE = {
     "hc_pre of many tokens": ("hc_pre", lambda: example_of("hc_pre", 4, True)),
     "index_topk of more scores than a program holds": ("index_topk", scored),
     "layer_norm of wide rows": ("layer_norm", lambda: (torch.randn(2, 8192), torch.ones(8192), torch.ones(8192))),
+    "invariant_linear of many rows": ("invariant_linear", lambda: (torch.randn(4096, 128), torch.randn(1032, 128))),
     "lora_gradients of 16-bit adapters": (
         "lora_gradients",
         lambda: example_of("lora_gradients", 768, 768, 16, False, 1, False, True),

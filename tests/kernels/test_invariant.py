@@ -36,6 +36,15 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(device, dtype, source)
         assert torch.equal(product(x[first:last].contiguous(), weight), y[first:last])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("inputs, outputs", [(1024, 6144), (3072, 1024), (2048, 1024), (1024, 50304), (1040, 72)])
+def test_every_tile_of_a_product_has_the_same_bits(device, inputs, outputs):
+    x, weight = draw(device, torch.bfloat16, 4096, inputs), draw(device, torch.bfloat16, outputs, inputs, seed=1)
+    y = kernels.invariant_linear(x, weight)
+    for rows in (1, 8, 33, 64, 200, 256, 1024):
+        assert torch.equal(kernels.invariant_linear(x[:rows].contiguous(), weight), y[:rows]), rows
+
+
 def packed(device, dtype, heads=4, kv_heads=2, width=32):
     q, k, v = (draw(device, dtype, SEQUENCES[-1], n, width, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     return q, k, v, torch.tensor(SEQUENCES, device=device, dtype=torch.int32), width**-0.5
