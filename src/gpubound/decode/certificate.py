@@ -33,6 +33,7 @@ from ..models import Decoder
 from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
 from ..models.llama.checkpoint import changed_below
 from ..models.registry import switch
+from .host_view import HostView, StreamedModel
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .generate import FastDecoder
     from .transformer import FusedRunner
 
+WIDE = 1 << 26  # numbers of the head's weight that are in fp32 at a time
 PIECE = 512  # tokens that `accuracy` reads at a time, as separate texts
 
 
@@ -117,7 +119,13 @@ def reference_stages(
         yield f"model.layers.{number}.mlp", x
     x = plain_norm(x.to(home), model.norm)
     yield "model.norm", x
-    yield "lm_head", capped_(plain_linear(x, Linear(model.head)) * shape.logit_scale, shape.logit_cap)
+    parts = model.head_parts() if isinstance(model, RoundedModel) else model.head.split(_rows_at_once(model.head.shape[1]))
+    logits = torch.cat([plain_linear(x, Linear(part.to(home))) for part in parts], -1)
+    yield "lm_head", capped_(logits * shape.logit_scale, shape.logit_cap)
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(1, WIDE // columns)
 
 
 class RoundedModel:
@@ -130,13 +138,21 @@ class RoundedModel:
     def layers(self) -> Iterator[LayerWeights]:
         return (LayerWeights(attention.exact(), mlp.exact()) for attention, mlp in self.body.layers)
 
-    @property
-    def head(self) -> Tensor:
-        (head,) = self.body.head.exact()
-        return head.weight
+    def head_parts(self) -> Iterator[Tensor]:
+        """Yield the head's weight in parts: all of it may be the largest matrix by far."""
+        head: Any = self.body.head
+        packed, at_once = head.packed, _rows_at_once(head.packed.columns)
+        for start in range(0, packed.rows, at_once):
+            part = packed.part(slice(start, start + at_once))
+            yield head.form.unpack(part, torch.empty(part.rows, part.columns, device=part.words.device, dtype=torch.float32))
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return self.body.live.tables(length)
+
+
+def _definition(body: Any) -> Any:
+    """Return the model as it is, to be computed in fp32."""
+    return StreamedModel(body.live) if isinstance(body.live, HostView) else body.live
 
 
 def first_not_finite(model: Any, ids: Tensor) -> str:
@@ -197,7 +213,7 @@ def accuracy(body: Any, ids: Sequence[int] | Tensor) -> Accuracy:
 
 def _compare(body: Any, exact: Any, ids: Tensor) -> Tensor:
     """Return (T - 1, 4): divergence, same best, and both losses of every next token."""
-    original = reference_logits(body.live, ids[:-1]).log_softmax(-1)
+    original = reference_logits(_definition(body), ids[:-1]).log_softmax(-1)
     rounded = reference_logits(exact, ids[:-1], rounded=body.cache.rounded).log_softmax(-1)
     divergence = (original.exp() * (original - rounded)).sum(-1)
     losses = [-x.gather(-1, ids[1:, None])[:, 0] for x in (rounded, original)]
@@ -271,12 +287,12 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
     exactly = switch((base, {"rounds_inputs": False}) for base in decoder.model.modules() if isinstance(base, Base))
     try:
         with record_routing(body.live.reader.routers()) as choices, own_forward(decoder.model):
-            output = decoder.model(ids[None].to(body.live.device))
+            output = decoder.model(ids[None].to(body.live.original.device))
     finally:
         exactly()
     own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()
-    model_truth = reference_logits(body.live, ids, choices)
+    model_truth = reference_logits(_definition(body), ids, choices)
     own_missed = choices.missed  # before rounded weights and a rounded cache add theirs
     unrounded = model_truth if exact is body.live else reference_logits(exact, ids, choices)
     truth = unrounded if body.cache.kind is None else reference_logits(exact, ids, choices, body.cache.rounded)

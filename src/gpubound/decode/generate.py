@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device import label, plainly
+from ..device import label, plainly, resolve
 from ..errors import GenerateError
 from ..graph.guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
@@ -27,6 +27,7 @@ from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
 from .certificate import Accuracy, DecoderCertificate, accuracy, certify
 from .exact import ExactRunner, ExactStepper
+from .host_view import HostView
 from .images import check_images, image_inputs, image_prefill
 from .kv_cache import CacheLayout
 from .model_watch import ModelWatch
@@ -267,6 +268,7 @@ def decoder(
     devices: Sequence[str | torch.device] | None = None,
     split: str = "layers",
     exact: bool = False,
+    device: str | torch.device | None = None,
 ) -> FastDecoder:
     """Build a decoder that reads `model`'s weights in place: after a training step it generates with the new ones.
 
@@ -287,6 +289,8 @@ def decoder(
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
                 a small model guesses. The tokens are the same; they come sooner
     devices     None: the model's own. A list of GPUs: they share the model
+    device      None: the model's own. With `weights` another one: the rounded copies are made there, part by part, and the
+                model stays where it is, such as in host memory if a GPU has no room for it
     split       what of it: 'layers' are moved to the devices in stages, as their free memory allows, and groups of rows keep
                 all of them at work. 'tensors': each has a slice of every layer, copied, and all work on each token of few rows
     exact       True: the model's own modules by batch-invariant kernels. Tokens do not depend on the batch, log-probabilities
@@ -327,15 +331,22 @@ def decoder(
     if devices is None and split != "layers":
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
     gpus = None if devices is None else devices_of(devices, split)
+    target = first.device if device is None else resolve(device)
+    if target != first.device and (weights is None or gpus is not None or isinstance(speculate, Draft)):
+        other = "devices" if gpus is not None else "a draft" if weights is not None else "the model's own weights"
+        raise ValueError(
+            f"decoder: device: got {target} for a model on {first.device} together with {other}; give weights='int8', 'int4' "
+            f"or 'fp8' alone, whose copies can be made there, or move the model."
+        )
     drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) else []
     for draft in drafts:
         check_kind(draft)
-    with plainly(first.device if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):
+    with plainly(target if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):
         runner: ModelRunner
         if exact:
             runner = ExactRunner(model, config)
         elif gpus is None:
-            runner = runner_for(model, config, fused)
+            runner = runner_for(model, config, fused, target)
         else:
             runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
         drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
@@ -366,8 +377,11 @@ def check_kind(model: nn.Module) -> None:
         )
 
 
-def runner_for(model: Any, config: RunnerConfig, fused: bool) -> ModelRunner:
-    """Return the runner of a model on one device: its family's, that of the fused kernels, or one that calls its forward."""
+def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.device | None = None) -> ModelRunner:
+    """Return the runner of a model on one device: its family's, that of the fused kernels, or one that calls its forward.
+
+    device  of packed weights, where it is not the model's
+    """
     family = runner_of(model) if fused else None
     many = config.weights is None and config.max_batch * config.tokens > gemv_rows(config)
     view: Any  # of the weights, or the reason why the fused kernels cannot read them
@@ -381,6 +395,7 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool) -> ModelRunner:
     if family is not None:
         return family.runner(reader_of(model), config)
     if not isinstance(view, str):
+        view = view if device in (None, view.device) else HostView(view, device)
         hasten(kernel_calls(view, config.weights, tiled_gemm_rows(view, config) > 0, many), view.device, view.dtype)
         return FusedRunner(view, config)
     runner: ModelRunner

@@ -28,6 +28,7 @@ from ..kernels.dispatch import Call, can_launch
 from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Linear, Reader
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
+from .host_view import HostView
 from .kv_cache import PLAIN, Cache
 from .layer import GEMV_ROWS, CachedAttention, DenseMLP, Workspace, normed, normed_rows
 from .lora import adapter_names, form_of_layers
@@ -62,7 +63,7 @@ def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
     return FEW if config.tokens == 1 and config.weights is None and not coded else GEMV_ROWS
 
 
-def tiled_gemm_rows(live: WeightView, config: RunnerConfig) -> int:
+def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
     """Return the most rows of a tiled GEMM; 0 where there is none.
 
     It needs a dense model in bf16 without adapters, and one token a row: the kernels round x times its norm's gain, which may
@@ -76,7 +77,7 @@ def tiled_gemm_rows(live: WeightView, config: RunnerConfig) -> int:
     return next((rows for most, rows in TILED if largest <= most), 0)
 
 
-def kernel_calls(live: WeightView, weights: str | None, tiled: bool = False, many: bool = False) -> list[Call]:
+def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool = False, many: bool = False) -> list[Call]:
     """Return the products that the model's steps will call, so that their kernels' self-tests can begin in parallel.
 
     tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
@@ -119,7 +120,7 @@ class Layer(NamedTuple):
 class LayerGroup:
     """Consecutive layers on one device, with their cache, rotary tables and buffers."""
 
-    def __init__(self, live: WeightView, config: RunnerConfig, stage: LayerStage) -> None:
+    def __init__(self, live: WeightView | HostView, config: RunnerConfig, stage: LayerStage) -> None:
         self.numbers, self.device = stage.layers, stage.device
         tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(config.max_length)]
         self.cache = Cache(config, stage.layers, live.shape, live.dtype, self.device)
@@ -131,7 +132,7 @@ class LayerGroup:
         weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in layer for t in part.weights.tensors()}
         return f"stage {number}", str(self.device), described(self.numbers, sum(weights.values()), self.cache.nbytes)
 
-    def read_weights(self, live: WeightView, form: Any) -> None:
+    def read_weights(self, live: WeightView | HostView, form: Any) -> None:
         """Read the model's current weights. Copies of earlier ones are freed layer by layer."""
         self.workspace.adapting.begin(adapter_names(live.model))
         for index, number in enumerate(self.numbers):
@@ -193,7 +194,7 @@ class FusedRunner(ModelRunner):
     arg: Tensor
     measured: Accuracy | None = None
 
-    def __init__(self, live: WeightView, config: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
+    def __init__(self, live: WeightView | HostView, config: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
         """stages: devices of the layers, if there are several."""
         self.live, self.max_batch, self.max_length, self.tokens = live, config.max_batch, config.max_length, config.tokens
         self.config, self.device, self.vocab = config, live.device, live.shape.vocab
@@ -241,7 +242,7 @@ class FusedRunner(ModelRunner):
                 "are; pass weights=None."
             )
         self.taken += 1
-        self.form.begin(live.model, on_host=self.host is not None)
+        self.form.begin(live.model, self.device, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.

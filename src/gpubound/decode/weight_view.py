@@ -37,6 +37,11 @@ class WeightView:
 
     sliced = False
 
+    @property
+    def original(self) -> "WeightView":
+        """The view of the model where it is."""
+        return self
+
     def __init__(self, model: nn.Module, reader: Reader, max_length: int, neighbours: bool, spread: bool) -> None:
         self.model, self.reader, self.max_length, self.spread = model, reader, max_length, spread
         self.shape = reader.shape()

@@ -88,8 +88,8 @@ class LiveFormat(WeightFormat):
         super().__init__()
         self.kinds = Counter[str]()  # of quantised weights
 
-    def begin(self, model: nn.Module, on_host: bool) -> None:
-        """Prepare to read the model's current weights. on_host: for the CPU's step, which no kernel serves."""
+    def begin(self, model: nn.Module, device: torch.device, on_host: bool) -> None:
+        """Prepare to read the model's current weights on `device`. on_host: for the CPU's step, which no kernel serves."""
         self.on_host, self.dtype, self.kinds = (
             on_host,
             next(p.dtype for p in model.parameters() if p.is_floating_point()),
@@ -212,9 +212,10 @@ class PackedFormat(WeightFormat):
         self.kind, self.reads = kind, f"{kind} copies of the weights"
         self._versions: WeightVersions | None = None
 
-    def begin(self, model: nn.Module, on_host: bool) -> None:
-        """Prepare to pack the model's current weights. on_host: store the rounded values unpacked, for the CPU's step."""
-        again, self.on_host = self._versions is not None, on_host
+    def begin(self, model: nn.Module, device: torch.device, on_host: bool) -> None:
+        """Prepare to pack the model's current weights on `device`, where they need not be. on_host: store the rounded values
+        unpacked, for the CPU's step."""
+        again, self.device, self.on_host = self._versions is not None, device, on_host
         self._versions = WeightVersions(model)
         self.dtype = next(model.parameters()).dtype
         if again:
@@ -228,14 +229,14 @@ class PackedFormat(WeightFormat):
         return None if self._versions is None else self._versions.changed()
 
     def stacked(self, *layers: Linear) -> "PackedLinear":
-        return PackedLinear(self, pack_stacked([layer.weight for layer in layers], self.kind), layers)
+        return PackedLinear(self, pack_stacked([layer.weight for layer in layers], self.kind, self.device), layers)
 
     def gate_up(self, gate: Linear, up: Linear) -> "PackedLinear":
-        return PackedLinear(self, pack_gate_up(gate.weight, up.weight, self.kind), (gate, up), turns=2)
+        return PackedLinear(self, pack_gate_up(gate.weight, up.weight, self.kind, self.device), (gate, up), turns=2)
 
     def head(self, weight: Tensor) -> "PackedLinear":
         """Pack the head. It is unpacked for each use, since its scratch would be the largest of all."""
-        return PackedLinear(self, pack(weight, self.kind), [Linear(weight)], shared=False)
+        return PackedLinear(self, pack(weight, self.kind, self.device), [Linear(weight)], shared=False)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
         return PackedExperts(self, gate_up, down)

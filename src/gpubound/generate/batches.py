@@ -13,7 +13,7 @@ from ..decode.layer import GEMV_ROWS
 from ..decode.placement.plan import SPLITS
 from ..decode.request import SAMPLING, Choice, Generated, describe_sampling, model_sampling
 from ..decode.text import TextCodec
-from ..device import label, resolve
+from ..device import label, limit, resolve
 from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
 from ..models.diffusion import MaskedSampler
@@ -45,9 +45,11 @@ def check_decoding(options: Generate) -> None:
 def load(options: Generate, device: str) -> Saved:
     """Load the model that the options name onto `device`, or onto the devices that share it."""
     names = ("dtype", "tokenizer", "trust_remote_code", "adapter")
+    if options.memory is not None:
+        limit(options.memory)
     devices = split_devices(options) if options.split is not None else [resolve(device)]
     chosen = {name: getattr(options, name) for name in names}
-    saved = open_saved(options.ckpt, devices, **chosen, split=options.split or "layers")
+    saved = open_saved(options.ckpt, devices, **chosen, split=options.split or "layers", rounds=options.weights is not None)
     kind, unused = ("a masked diffusion model", DECODER_ONLY) if is_diffusion(saved) else ("a causal model", DIFFUSION_ONLY)
     for field in fields(options):
         if field.name in unused and field.default is not MISSING and getattr(options, field.name) != field.default:
@@ -162,6 +164,8 @@ def build_decoder(options: Generate, saved: Saved, probe: list[list[int]], lengt
     chosen |= {"speculate": options.speculate, "weights": options.weights, "cache": options.cache}
     if options.split is not None:
         chosen |= {"devices": list(saved.devices), "split": options.split}
+    elif options.weights is not None:
+        chosen["device"] = saved.device  # the model may be in host memory
     engine = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **chosen)
     for _ in range(2 if saved.device.type == "cuda" else 0):  # compile, then capture, before the clock starts
         engine.generate(probe, **decoder_settings(options, saved) | {"max_new_tokens": sum(engine.ladder), "stop": ()})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import lora
 from ..data import Tokenizer
 from ..data.tokenizer import adapt
-from ..device import host_bytes, label
+from ..device import host_bytes, label, usable_bytes
 from ..errors import DataError
 from ..layers.embedding_and_head import head_of
 from ..models.decoding import ends_of
@@ -84,6 +84,7 @@ def open_saved(
     trust_remote_code: bool = False,
     adapter: str | Path | None = None,
     split: str = "layers",
+    rounds: bool = False,
 ) -> Saved:
     """Load the model that `path` names.
 
@@ -91,6 +92,7 @@ def open_saved(
                gives each device a part. Quantised weights are read onto the devices directly if they are split by layers, or
                if the host's memory has no room for them.
     dtype      "auto" is the dtype that was saved
+    rounds     the decoder will round the weights: a folder's that would not fit a GPU besides stay in host memory
     tokenizer  a folder with another tokenizer than the model's
     adapter    a folder with an adapter, which is merged into the weights if they can hold all of it
     """
@@ -110,6 +112,8 @@ def open_saved(
     else:
         config, folder = read_config(source), source
         tok, generation = tok or _folder_tokenizer(source, trust_remote_code), read_generation(source, config)
+        if rounds and len(devices) == 1 and not _fits_rounded(source, devices[0]):
+            target = torch.device("cpu")
         direct = len(devices) > 1 and is_quantized(config) and (split == "layers" or not _fits_host(source))
         model = _from_folder(source, config, devices if direct else target, dtype_, trust_remote_code, devices[0])
     if adapter is not None:
@@ -126,6 +130,12 @@ def open_saved(
 def _fits_host(folder: Path) -> bool:
     free = host_bytes()
     return free is None or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free
+
+
+def _fits_rounded(folder: Path, device: torch.device) -> bool:
+    """Return whether the folder's weights fit a GPU beside their rounded copies, of at most half their size, and 1 GiB."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return device.type != "cuda" or 1.5 * size + (1 << 30) < usable_bytes(device)
 
 
 def _from_folder(

@@ -103,6 +103,9 @@ class Generate:
     """Write these lines to a file. An existing file is resumed."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
+    memory: str | None = None
+    """Use no more of a GPU than a card of this size has: "8 GB", "7.5 GiB", or a number of GiB. With --weights a model that
+    does not fit in its own precision stays in host memory, and only its rounded weights are on the GPU."""
     dtype: str = "auto"
     """auto (as saved), float32, bfloat16 or float16."""
     tokenizer: str | None = None

@@ -125,19 +125,20 @@ class Packed(NamedTuple):
 
 
 @torch.no_grad()
-def pack(weight: Tensor, kind: str) -> Packed:
-    """Round a matrix. Rows are independent of each other; a part at a time is wide in memory."""
+def pack(weight: Tensor, kind: str, device: torch.device | None = None) -> Packed:
+    """Round a matrix, on `device` or where it is. Rows are independent of each other; a part at a time is wide in memory."""
     if kind not in KINDS:
         raise ValueError(f"pack: kind: got {kind!r}, wanted one of {', '.join(KINDS)}.")
     if weight.dim() != 2 or not weight.is_floating_point() or not weight.numel():
         raise ValueError(f"pack: weight: got {weight.dtype} {tuple(weight.shape)}, wanted a floating-point matrix.")
     rows, columns = weight.shape
+    device = device or weight.device
     groups, slots = -(-columns // GROUP), 32 // BITS[kind]
-    words = torch.empty(rows, groups * GROUP // slots, device=weight.device, dtype=torch.int32)
+    words = torch.empty(rows, groups * GROUP // slots, device=device, dtype=torch.int32)
     fp8 = kind == "fp8"
-    scale = torch.empty(rows, 1 if fp8 else groups, device=weight.device, dtype=torch.float32 if fp8 else torch.bfloat16)
+    scale = torch.empty(rows, 1 if fp8 else groups, device=device, dtype=torch.float32 if fp8 else torch.bfloat16)
     for part, into, scales in zip(*(t.split(max(1, CHUNK // columns)) for t in (weight, words, scale))):
-        padded = F.pad(part.float(), (0, groups * GROUP - columns)).view(len(part), groups, GROUP)
+        padded = F.pad(part.to(device).float(), (0, groups * GROUP - columns)).view(len(part), groups, GROUP)
         levels, part_scales = _to_fp8(padded) if fp8 else _to_levels(padded, kind)
         scales.copy_(part_scales)
         into.copy_(_to_words(levels.view(len(part), groups, slots, -1), TABLE[kind].shifts).flatten(1))
@@ -162,17 +163,17 @@ def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
     return Packed(words, F.pad(scales, (0, beyond // MX), value=BIAS), columns, "fp4")
 
 
-def pack_stacked(weights: list[Tensor], kind: str) -> Packed:
+def pack_stacked(weights: list[Tensor], kind: str, device: torch.device | None = None) -> Packed:
     """One packed weight of several below each other."""
-    parts = [pack(weight, kind) for weight in weights]
+    parts = [pack(weight, kind, device) for weight in weights]
     if len(parts) == 1:
         return parts[0]
     return parts[0]._replace(words=torch.cat([p.words for p in parts]), scale=torch.cat([p.scale for p in parts]))
 
 
-def pack_gate_up(gate: Tensor, up: Tensor, kind: str) -> Packed:
+def pack_gate_up(gate: Tensor, up: Tensor, kind: str, device: torch.device | None = None) -> Packed:
     """Row 2i is gate's row i, row 2i + 1 up's."""
-    parts = [pack(weight, kind) for weight in (gate, up)]
+    parts = [pack(weight, kind, device) for weight in (gate, up)]
     words, scale = (torch.stack([p[i] for p in parts], 1).flatten(0, 1) for i in range(2))  # type: ignore[misc]
     return parts[0]._replace(words=words, scale=scale)
 

@@ -1,0 +1,78 @@
+"""A model in host memory as a decoder on a GPU reads it: its matrices are packed there one by one, the rest is copied.
+
+The embedding, norms and biases are copies on the GPU. The matrices of the layers and the head stay where they are: a weight
+format rounds them part by part, and keeps the packed numbers alone. So a model whose 16-bit weights do not fit the GPU can be
+decoded in 4 bits. As of any other model, weights that change are found at the next request, and all is packed again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.decode_product import Norm
+from ..models.decoding import DenseWeights, LayerWeights, Linear
+from .weight_view import WeightView
+
+
+class HostView:
+    """A WeightView on another device than its model's."""
+
+    sliced, adapted, apart = False, False, None
+
+    def __init__(self, original: WeightView, device: torch.device) -> None:
+        if any(type(layer.mlp) is not DenseWeights for layer in original.layers):
+            raise ValueError(
+                f"decoder: device: got {device} for a model with experts on {original.device}, wanted one with dense MLPs; "
+                f"move the model."
+            )
+        self.original, self.device, self.dtype = original, device, original.dtype
+        self.model, self.shape, self.coded = original.model, original.shape, original.coded
+        self.numbers, self.bytes_read = original.numbers, original.bytes_read
+        self._read()
+
+    def refresh(self) -> None:
+        """Read the weights again, after `moved` or when a module was replaced."""
+        self.original.refresh()
+        self._read()
+
+    def _read(self) -> None:
+        live = self.original
+        self.reader, self.moved = live.reader, live.moved  # which is another one after a refresh
+        self.layers = [LayerWeights(self._part(attention), self._part(mlp)) for attention, mlp in live.layers]
+        self.embed, self.norm, self.head = self._copy(live.embed), self._moved(live.norm), live.head.detach()
+
+    def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
+        return [(cos.to(self.device), sin.to(self.device)) for cos, sin in self.original.tables(length)]
+
+    def _part(self, weights: Any) -> Any:
+        """Return the weights of a part whose norms and biases are on the device."""
+        values = ((field.name, getattr(weights, field.name)) for field in fields(weights))
+        return replace(weights, **{name: self._moved(value) for name, value in values if isinstance(value, (Norm, Linear))})
+
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Norm):
+            return value._replace(weight=self._copy(value.weight))
+        return value if value.bias is None else value._replace(bias=self._copy(value.bias))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device)
+
+
+class StreamedModel:
+    """The model of a HostView for the definition in fp32: each layer is copied to the device when its turn comes."""
+
+    def __init__(self, view: HostView) -> None:
+        self._view, self.shape, self.embed, self.norm, self.head = view, view.shape, view.embed, view.norm, view.head
+        self.tables = view.tables
+
+    @property
+    def layers(self) -> Iterator[LayerWeights]:
+        return (LayerWeights(self._on_device(attention), self._on_device(mlp)) for attention, mlp in self._view.layers)
+
+    def _on_device(self, weights: Any) -> Any:
+        values = ((field.name, getattr(weights, field.name)) for field in fields(weights))
+        linears = ((name, value) for name, value in values if isinstance(value, Linear))
+        return replace(weights, **{name: one._replace(weight=one.weight.to(self._view.device)) for name, one in linears})
