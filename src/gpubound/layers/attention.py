@@ -7,6 +7,7 @@ as the product writes them: SDPA gets transposed views, and none of its kernels 
 Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head.
 """
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -47,12 +48,36 @@ class RotaryAngles:
         self.head_dim, self.theta = head_dim, theta
 
     def __call__(self, positions: Tensor) -> Rope:
-        i = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32)
-        turn = positions[..., None].float() * self.theta ** (-i / self.head_dim)
+        turn = positions[..., None].float() * self.frequencies(positions.device)
         return turn.cos(), turn.sin()
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        i = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        return self.theta ** (-i / self.head_dim)
 
     def stamp(self) -> object:
         return self.head_dim, self.theta
+
+
+class Llama3Angles(RotaryAngles):
+    """RotaryAngles of Llama 3.1 for texts longer than `positions`, those of its first training: slow pairs turn more slowly.
+
+    A pair that turns fewer than `low` times within `positions` turns at 1 / factor of its frequency, one that turns more than
+    `high` times at its own, and between them the frequency rises linearly with the number of turns.
+    """
+
+    def __init__(self, head_dim: int, theta: float, factor: float, low: float, high: float, positions: int) -> None:
+        super().__init__(head_dim, theta)
+        self.factor, self.low, self.high, self.positions = factor, low, high, positions
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        own = super().frequencies(device)
+        turns = self.positions * own / (2 * math.pi)
+        share = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return own * (share + (1 - share) / self.factor)
+
+    def stamp(self) -> object:
+        return self.head_dim, self.theta, self.factor, self.low, self.high, self.positions
 
 
 class RopeTable:

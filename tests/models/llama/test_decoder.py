@@ -30,6 +30,21 @@ FAMILIES = {
         transformers.LlamaForCausalLM,
         {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
     ),
+    "llama 3.1": (
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        {
+            "head_dim": 32,  # pairs that turn at their own frequency, at an eighth, and between
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
     "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, {}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 8}),
@@ -74,7 +89,9 @@ def test_loss_and_gradients_are_hugging_faces(family, tmp_path, monkeypatch):
     assert {n for n, _ in ours.named_parameters()} == set(wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"qkv_bias": True}, {"qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tied": True}, {"qkv_bias": True}, {"qk_norm": True}, {"rope_factor": 8.0, "rope_positions": 16}], ids=str
+)
 def test_an_export_loads_to_the_same_logits(options, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     torch.manual_seed(0)

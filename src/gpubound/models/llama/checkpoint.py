@@ -154,13 +154,14 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
             f"{path}: model_type is {family!r}, wanted one of {', '.join(SUPPORTED)}; use transformers with gb.place instead."
         )
     rope, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
-    kind = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
+    rope = scaling | rope
+    kind = rope.get("rope_type", rope.get("type", "default"))
     positions, heads = fields.size("max_position_embeddings", largest=2**31), fields.size("num_attention_heads")
     window = about.get("sliding_window") if about.get("use_sliding_window", family == "mistral") else None
     if window is not None:
         fields.size("sliding_window", largest=2**31)
     for missing, wanted in (
-        (f"no rope scaling {kind!r}", kind != "default"),
+        (f"no rope scaling {kind!r}", kind not in ("default", "llama3")),
         (f"no hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
         ("no sliding window shorter than its positions", window is not None and window < positions),
         ("no bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
@@ -185,11 +186,29 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
         tied=fields.flag("tie_word_embeddings"),
         head_width=head_dim,
         rope_theta=fields.number("rope_theta", rope.get("rope_theta", about.get("rope_theta", 10000.0))),
+        **(_llama3(fields, rope, path) if kind == "llama3" else {}),
         eps=fields.number("rms_norm_eps", about.get("rms_norm_eps")),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         positions=positions,
     )
+
+
+SCALING = {"rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor"}
+"""Fields of a DecoderConfig -> keys of rope_parameters."""
+
+
+def _llama3(fields: ConfigFields, rope: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of the rope scaling of Llama 3.1."""
+    numbers: dict[str, Any] = {name: fields.number(key, rope.get(key)) for name, key in SCALING.items()}
+    positions = fields.number("original_max_position_embeddings", rope.get("original_max_position_embeddings"))
+    if not numbers["rope_low"] < numbers["rope_high"] or positions < 1:
+        raise DataError(
+            f"{path / 'config.json'}: rope_parameters: got low_freq_factor {numbers['rope_low']:g}, high_freq_factor "
+            f"{numbers['rope_high']:g} and original_max_position_embeddings {positions:g}, wanted the first below the second, "
+            f"and a position at least."
+        )
+    return numbers | {"rope_positions": int(positions)}
 
 
 def _no_hf_family(config: DecoderConfig) -> str | None:
@@ -202,6 +221,10 @@ def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     if why := _no_hf_family(config):
         raise ValueError(f"save_hf: {why}; set one of them off.")
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    scaling: dict[str, Any] = {}
+    if config.rope_factor != 1:
+        scaling = {"rope_type": "llama3", "original_max_position_embeddings": config.rope_positions}
+        scaling |= {key: getattr(config, name) for name, key in SCALING.items()}
     return {
         "architectures": [f"{FAMILIES['hf_modules'][family]}ForCausalLM"],
         "model_type": family,
@@ -215,7 +238,7 @@ def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.positions,
         "rms_norm_eps": config.eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta} | scaling,
         "rope_theta": config.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,

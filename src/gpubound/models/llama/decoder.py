@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
 from ...kernels.norms import norm_shape
-from ...layers.attention import Angles, Attention, Mask, RopeTable, RotaryAngles, turn_calls
+from ...layers.attention import Angles, Attention, Llama3Angles, Mask, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
 from ...layers.embedding_and_head import look_up
 from ..decoding import Reader, Shape
@@ -38,6 +38,10 @@ class DecoderConfig:
     tied: bool = False
     head_width: int | None = None  # None: hidden / heads
     rope_theta: float = 10000.0
+    rope_factor: float = 1.0  # Llama 3.1's rope scaling, "llama3" (layers/attention.py Llama3Angles); 1: none
+    rope_low: float = 1.0
+    rope_high: float = 4.0
+    rope_positions: int = 8192
     eps: float = 1e-5
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -46,7 +50,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         kind = type(self).__name__
         self._check_types()
-        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "positions"):
+        for name in ("hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary", "positions", "rope_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{kind}: {name}: got {getattr(self, name)}, wanted 1 or more.")
         if self.hidden % self.heads and self.head_width is None:
@@ -55,6 +59,8 @@ class DecoderConfig:
             raise ValueError(
                 f"{kind}: heads {self.heads} is not a multiple of kv_heads {self.kv_heads}; choose one that divides it."
             )
+        if self.rope_low >= self.rope_high:
+            raise ValueError(f"{kind}: rope_low: got {self.rope_low}, wanted a number below rope_high, {self.rope_high}.")
 
     def _check_types(self) -> None:
         for field in fields(self):
@@ -63,7 +69,7 @@ class DecoderConfig:
             if not fits or (isinstance(value, bool) and bool not in kinds) or (float in kinds and not math.isfinite(value)):
                 wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise ValueError(f"{type(self).__name__}: {field.name}: got {value!r}, wanted a value of type {wanted}.")
-        for name in ("eps", "rope_theta", "head_width"):
+        for name in ("eps", "rope_theta", "rope_factor", "rope_low", "head_width"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{type(self).__name__}: {name}: got {value!r}, wanted a number above 0.")
@@ -71,6 +77,13 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         return self.head_width or self.hidden // self.heads
+
+    @property
+    def angles(self) -> RotaryAngles:
+        if self.rope_factor == 1:
+            return RotaryAngles(self.head_dim, self.rope_theta)
+        scaling = self.rope_factor, self.rope_low, self.rope_high, self.rope_positions
+        return Llama3Angles(self.head_dim, self.rope_theta, *scaling)
 
     @property
     def product_parameters(self) -> int:
@@ -109,7 +122,7 @@ class Trunk(nn.Module):
             for _ in range(config.layers)
         )
         self.norm = RMSNorm(config.hidden, config.eps, **where)
-        self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta))
+        self.rope = RopeTable(config.angles)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None) -> Tensor:
         x, rope = look_up(self.embed_tokens, input_ids), self.rope.of(input_ids, position_ids)
@@ -127,7 +140,7 @@ class OwnReader(Reader):
         return Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.head_dim**-0.5)
 
     def angles(self) -> list[Angles]:
-        return [RotaryAngles(self.config.head_dim, self.config.rope_theta)]
+        return [self.config.angles]
 
     def activation(self) -> str:
         return "silu"
