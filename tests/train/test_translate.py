@@ -1,4 +1,4 @@
-"""Configs of axolotl, TRL and torchtune, as recipes."""
+"""Configs of axolotl, TRL, LLaMA-Factory and torchtune, as recipes."""
 
 import pytest
 import yaml
@@ -60,6 +60,26 @@ loss_type: ipo
 max_prompt_length: 512
 output_dir: out
 """
+LLAMAFACTORY = """
+model_name_or_path: models/llama
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: all
+dataset: chats
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+output_dir: saves/lora
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+plot_loss: true
+"""
 TORCHTUNE = """
 output_dir: /tmp/lora
 model_dir: models/llama
@@ -96,7 +116,7 @@ CASES = {
             "lr": "2e-4", "train_on": "assistant", "precision": "auto", "recompute": "blocks", "warmup": 10, "clip": 1.0,
             "weight_decay": 0.0, "betas": [0.9, 0.999], "evals_per_epoch": 4,
         },
-        ["special_tokens"],
+        [],
     ),
     "trl": (
         TRL,
@@ -116,6 +136,16 @@ CASES = {
             "weight_decay": 0.0, "clip": 1.0, "betas": [0.9, 0.999], "seq": 1024, "validation": 0, "pack": "pairs",
         },
         ["max_prompt_length"],
+    ),
+    "llamafactory": (
+        LLAMAFACTORY,
+        {
+            "model": "models/llama", "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}, "data": ["chats"], "seq": 2048,
+            "chat_template": "llama3", "out": "saves/lora", "micro_batch": 1, "accumulate": 8, "lr": 1e-4, "epochs": 3.0,
+            "schedule": "cosine", "final": 0.0, "warmup": 0.1, "precision": "bf16", "weight_decay": 0.0, "clip": 1.0,
+            "betas": [0.9, 0.999], "validation": 0, "pack": "none",
+        },
+        ["dataset", "max_samples"],
     ),
     "torchtune": (
         TORCHTUNE,
@@ -145,6 +175,40 @@ def test_a_config_of_another_tool(text, ours, missing):
 def test_adapters_that_are_off_are_left_out(text):
     found = translate(yaml.safe_load(text), OPTIONS)
     assert "lora" not in found.values and any("lora_r" in line for line in found.left_out)
+
+
+@pytest.mark.parametrize(
+    "changes, ours, missing",
+    [
+        ({"finetuning_type": "full", "stage": "dpo", "pref_loss": "ipo"}, {
+            "objective": "dpo", "objective_options": {"loss": "ipo"}, "lora": None, "pack": "pairs"}, 2),
+        ({"lora_target": "q_proj, v_proj", "quantization_bit": 4}, {"lora": {
+            "rank": 8, "alpha": 16, "targets": ["q_proj", "v_proj"], "base": "nf4"}}, 2),
+        ({"stage": "ppo", "template": "qwen"}, {"chat_template": None}, 4),
+    ],
+)  # fmt: skip
+def test_stages_of_llamafactory(changes, ours, missing):
+    found = translate(yaml.safe_load(LLAMAFACTORY) | changes, OPTIONS)
+    assert {key: found.values.get(key) for key in ours} == ours and len(found.missing) == missing
+
+
+def test_what_is_done_here_anyway_is_no_loss():
+    data = {"path": "a.jsonl", "type": "chat_template", "roles_to_train": ["assistant"], "roles": {"user": ["user"]}}
+    found = translate({"base_model": "m", "datasets": [data | {"train_on_eos": "turn"}]}, OPTIONS)
+    assert not found.missing and sum("datasets" in line for line in found.left_out) == 3
+    found = translate({"base_model": "m", "datasets": [data | {"train_on_eos": "all"}]}, OPTIONS)
+    assert found.missing == ["datasets: train_on_eos: 'all'"]
+
+
+def test_evaluations_of_trl_have_data():
+    of = {"model_name_or_path": "m", "eval_strategy": "steps", "eval_steps": 10}
+    assert translate(of | {"dataset_name": "owner/name"}, OPTIONS).values["eval_data"] == "owner/name:test"
+    found = translate(of | {"dataset_name": "chats.jsonl"}, OPTIONS)
+    assert "eval_every" not in found.values and [line.partition(":")[0] for line in found.missing] == ["eval_strategy"]
+    least = {"lr_scheduler_type": "cosine_with_min_lr", "learning_rate": 1e-4, "bnb_4bit_quant_type": "nf4"}
+    for options in ({"min_lr_rate": 0.2}, {"min_lr": 2e-5}):
+        found = translate({"model_name_or_path": "m"} | least | {"lr_scheduler_kwargs": options}, OPTIONS)
+        assert found.values["final"] == pytest.approx(0.2) and not found.missing
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -6,7 +6,7 @@ gpubound train config.yaml --resume                go on from the newest whole c
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
 gpubound train config.yaml --gpus 8                on eight GPUs of this machine, a process each
 gpubound train config.yaml --compare lr=1e-3,lr=3e-3 --seeds 3    variants on the same tokens, in one table
-gpubound train --from axolotl.yaml --print         a config of axolotl, TRL or torchtune as one of ours
+gpubound train --from axolotl.yaml --print         a config of axolotl, TRL, LLaMA-Factory or torchtune as one of ours
 gpubound train --list                              the models that have a name
 """
 

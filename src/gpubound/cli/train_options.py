@@ -59,7 +59,8 @@ class Train(RankOptions, Recipe):
     quiet: bool = False
     """Log only warnings, fallbacks, and a training that failed or was stopped."""
     from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")] = None
-    """A config of axolotl, TRL, transformers or torchtune, translated; what could not be is listed. Options override it."""
+    """A config of axolotl, TRL, transformers, LLaMA-Factory or torchtune, translated; what could not be is listed. Options
+    override it."""
     print: bool = False
     """With --from: print the translated config, and exit."""
     list: bool = False

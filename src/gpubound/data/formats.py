@@ -7,6 +7,7 @@ a question with the text that answers it. Errors begin with `where`, the file an
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ ROLES = {
     "bot": "assistant", "function_call": "assistant", "system": "system", "tool": "tool", "observation": "tool",
     "function_response": "tool",
 }  # fmt: skip
+KNOWN_ROLES = {*ROLES, "developer", "ipython", "tools", "tool_call", "tool_response", "environment", "context"}
 
 
 @dataclass(frozen=True)
@@ -362,6 +364,9 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
         if not isinstance(value, str):
             raise DataError(f"{where}: {key}: got {shown(value)}, wanted {wanted}.")
         as_text(value, where)
+    role = message["role"]
+    if role not in KNOWN_ROLES and (close := get_close_matches(role.lower(), sorted(KNOWN_ROLES), n=1, cutoff=0.8)):
+        raise DataError(f"{where}: role: got {role!r}, wanted {close[0]!r} if that is meant: what it says would not be learnt.")
     message["content"] = content
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in calls]

@@ -170,14 +170,17 @@ class _PathTexts:
 
     def __iter__(self) -> Iterator[Document]:
         self.read = empty = 0
-        for reader in self.readers:
+        first = ""
+        for nth, reader in enumerate(self.readers):
             before = self.read
-            for document, done in reader():
+            for row, (document, done) in enumerate(reader()):
                 self.read = before + done
                 if document:
                     yield document
+                elif not empty:
+                    first = f"{self.files[nth]}: row {row}" if len(self.files) == len(self.readers) else f"row {row}"
                 empty += not document
-        _report_empty(str(self.path), empty)
+        _report_empty(str(self.path), empty, first)
 
 
 def _check_read_once(path: _PathTexts, owners: dict[tuple[int, int], _PathTexts]) -> None:
@@ -190,9 +193,10 @@ def _check_read_once(path: _PathTexts, owners: dict[tuple[int, int], _PathTexts]
             )
 
 
-def _report_empty(where: str, count: int) -> None:
+def _report_empty(where: str, count: int, first: str = "") -> None:
     if count:
-        notice(f"{where}: left out: {counted(count, 'row')} without anything to learn (empty, or two equal answers).")
+        facts = "empty, or two equal answers" + (f"; the first is {first}, counted from 0" if first else "")
+        notice(f"{where}: left out: {counted(count, 'row')} without anything to learn ({facts}).")
 
 
 def text_files(path: Path) -> list[Path]:

@@ -49,6 +49,15 @@ def _schedule(value: Any, values: Values) -> dict[str, Any]:
     return chosen | ({"final": 0.0} if falls and "final" not in values else {})
 
 
+def _schedule_options(value: Any, values: Values) -> dict[str, Any]:
+    if is_off(value):
+        return {}
+    if isinstance(value, Mapping) and value.keys() <= {"min_lr", "min_lr_rate"} and len(value) == 1:
+        least = _number(value.get("min_lr_rate", value.get("min_lr")))
+        return {"final": least if "min_lr_rate" in value else least / _number(values.get("learning_rate", values.get("lr")))}
+    raise ValueError(f"got {shown(value)}, wanted min_lr or min_lr_rate; schedules have the settings final and decay here")
+
+
 def _recompute(value: Any, values: Values) -> dict[str, Any]:
     return {"recompute": "cheap" if is_off(value) else "blocks"}
 
@@ -195,6 +204,7 @@ def _all_linear(value: Any, values: Values) -> dict[str, Any]:
 
 READ: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "scheduler"), _schedule),
+    "lr_scheduler_kwargs": _schedule_options,
     **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad_norm", "gradient_clip_val"), _clip),
     **dict.fromkeys(("optim", "optimizer_name", "optimizer_type"), _choice("optimizer", OPTIMIZERS)),
     **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "model_dtype"), _choice("precision", DTYPES)),

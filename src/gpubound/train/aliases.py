@@ -107,7 +107,7 @@ NOT_HERE = _names({
     "alpha_pattern layers_pattern loftq_config",
     "the rate is the same for all weights": "lr_groups embedding_lr layerwise_lr_decay loraplus_lr_ratio embedding_lr_scale",
     "models are read from a folder": "model_revision revision",
-    "only linear, cosine, wsd and constant schedules have settings here: final and decay": "lr_scheduler_kwargs",
+    "give a config of LLaMA-Factory with --from, which reads all of it": "stage finetuning_type",
     "give each path of data its weight, as in data: [{path: a.jsonl, weight: 2}]": "dataset_weights sampling_strategy "
     "dataset_mixture interleave_probs mix_strategy",
 })  # fmt: skip

@@ -1,4 +1,4 @@
-"""Configs of other trainers as recipes of this one: axolotl, TRL (and transformers' Trainer), torchtune.
+"""Configs of other trainers as recipes of this one: axolotl, TRL (and transformers' Trainer), LLaMA-Factory, torchtune.
 
 Each tool has a function that flattens its config into the names of aliases.py, with the defaults that the tool would take. What
 no key here means is listed, with the reason where there is one.
@@ -27,6 +27,7 @@ AXOLOTL = {
     "num_epochs": 1, "optim": "adamw_torch", "lr_scheduler": "cosine", "warmup_ratio": 0.03, "weight_decay": 0.0,
     "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "sample_packing": False, "val_set_size": 0,
 }  # fmt: skip
+LLAMAFACTORY = TRAINER | {"cutoff_len": 2048}
 TORCHTUNE = {"betas": [0.9, 0.999], "max_grad_norm": 0, "packing": False, "val_set_size": 0}
 """What each tool does where its config says nothing."""
 
@@ -41,6 +42,12 @@ TYPES = {
     "chatml.intel": "preference", "chat_template.default": "preference", "chatml": "preference",
 }  # fmt: skip
 """axolotl's types of a dataset."""
+AS_HERE = {
+    "roles_to_train": ["assistant"], "train_on_eos": "turn", "message_field_role": "role", "message_field_content": "content",
+    "message_property_mappings": {"role": "role", "content": "content"},
+    "roles": {"system": ["system"], "user": ["user"], "assistant": ["assistant"], "tool": ["tool"]},
+}  # fmt: skip
+"""axolotl's options of a dataset, with the values that say what is done here anyway."""
 TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "mistral": "mistral", "alpaca": "alpaca"}
 TORCHTUNE_DATA = {
     "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"), "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
@@ -66,13 +73,15 @@ def tool_of(values: Mapping[str, Any]) -> str:
     if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
         return "torchtune"
     names = {normal(name) for name in values}
+    if names & {"finetuning_type", "stage"} and "model_name_or_path" in names:
+        return "llamafactory"
     if "base_model" in names or isinstance(values.get("datasets"), list):
         return "axolotl"
     if names & {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "learning_rate", "output_dir"}:
         return "trl"
     raise ValueError(
         f"from: got the keys {', '.join(sorted(names)[:8])}, wanted a config of axolotl (base_model), TRL or transformers "
-        f"(model_name_or_path) or torchtune (_component_)."
+        f"(model_name_or_path), LLaMA-Factory (finetuning_type) or torchtune (_component_)."
     )
 
 
@@ -119,10 +128,17 @@ def _trl(values: Values, found: Translation) -> Values:
         flat = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} | flat
     name, split = flat.pop("dataset_name", None), flat.pop("dataset_train_split", None)
     configuration, test = flat.pop("dataset_config", None), flat.pop("dataset_test_split", None)
+    evaluates = not is_off(flat.get("eval_strategy", flat.get("evaluation_strategy")))
     if name is not None:
         flat["data"] = _hub(name, configuration, split)
-        if test is not None and not is_off(flat.get("eval_strategy", "no")):
-            flat["eval_data"] = _hub(name, configuration, test)
+        if evaluates and (test is not None or not _is_path(name)):
+            flat["eval_data"] = _hub(name, configuration, test or "test")
+    if evaluates and not {SAME.get(key, key) for key in flat} & {"eval_data", "validation", "val_set_size"}:
+        found.missing.append("eval_strategy: there is no data to evaluate on; give eval_data, or validation: 0.05")
+        for key in ("eval_strategy", "evaluation_strategy", "eval_steps"):
+            flat.pop(key, None)
+    if flat.get("bnb_4bit_quant_type") == "nf4":
+        found.left_out.append(f"bnb_4bit_quant_type: {flat.pop('bnb_4bit_quant_type')} is the format of 4 bits")
     flat = _with_defaults(flat, DPO if is_dpo else TRL)
     if is_dpo:
         loss = flat.pop("loss_type", None)
@@ -135,11 +151,53 @@ def _trl(values: Values, found: Translation) -> Values:
 
 def _hub(name: str, configuration: Any, split: Any) -> str:
     """Return a dataset of the hub as owner/name:configuration:split, and a path unchanged."""
-    if Path(name).exists() or "/" not in name or name.endswith((".json", ".jsonl", ".parquet", ".txt")):
+    if _is_path(name):
         return name
     if configuration is not None:
         return f"{name}:{configuration}:{split or 'train'}"
     return name if split in (None, "train") else f"{name}:{split}"
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).exists() or "/" not in name or name.endswith((".json", ".jsonl", ".parquet", ".txt"))
+
+
+def _llamafactory(values: Values, found: Translation) -> Values:
+    flat = {normal(name): value for name, value in values.items()}
+    stage, kind, template = flat.pop("stage", "sft"), flat.pop("finetuning_type", "lora"), flat.pop("template", None)
+    adapters = {name: flat.pop(name) for name in list(flat) if name.startswith("lora_")}
+    if kind == "lora":
+        rank, targets = adapters.pop("lora_rank", 8), adapters.pop("lora_target", "all")
+        flat |= {"lora_r": rank, "lora_alpha": adapters.pop("lora_alpha", 2 * rank)} | adapters
+        flat["lora_target_modules"] = "all-linear" if targets == "all" else [one.strip() for one in targets.split(",")]
+    elif kind == "full":
+        found.left_out += [f"{name}: finetuning_type is full" for name in adapters]
+    else:
+        found.missing.append(f"finetuning_type: {shown(kind)}")
+    if template in TEMPLATES:
+        flat["chat_template"] = TEMPLATES[template]
+    elif template not in (None, "default", "empty"):
+        found.missing.append(f"template: {shown(template)}; the tokenizer's is taken, or give a file as chat_template")
+    for name, key in (("dataset", "data"), ("eval_dataset", "eval_data")):
+        if isinstance(names := flat.pop(name, None), str):
+            flat[key] = [each.strip() for each in names.split(",")]
+            if unknown := [each for each in flat[key] if not Path(each).exists()]:
+                found.missing.append(f"{name}: {', '.join(unknown)}: names of dataset_info.json; give their files")
+    flat.pop("dataset_dir", None), flat.pop("plot_loss", None)
+    bits = flat.pop("quantization_bit", None)
+    flat |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, "val_set_size": flat.pop("val_size", 0)}
+    flat["packing"] = flat.pop("neat_packing", False) or flat.pop("packing", stage == "pt")
+    if flat.pop("mask_history", False):
+        flat["train_on"] = "last"
+    if "train_on_prompt" in flat:
+        flat["train_on_inputs"] = flat.pop("train_on_prompt")
+    beta, loss = flat.pop("pref_beta", None), flat.pop("pref_loss", "sigmoid")
+    flat = _with_defaults(flat, LLAMAFACTORY)
+    if stage in ("dpo", "kto"):
+        _preference(flat, beta, "kto" if stage == "kto" else None if loss == "sigmoid" else loss)
+    elif stage not in ("sft", "pt"):
+        found.missing.append(f"stage: {shown(stage)}")
+    return flat
 
 
 def _axolotl(values: Values, found: Translation) -> Values:
@@ -163,6 +221,9 @@ def _axolotl(values: Values, found: Translation) -> Values:
     for name in ("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "model_type", "tokenizer_type", "strict"):
         if flat.pop(name, None) is not None:
             found.left_out.append(f"{name}: the model's folder says it, or nothing needs it")
+    if (tokens := flat.get("special_tokens")) and set(tokens) == {"pad_token"}:
+        found.left_out.append("special_tokens: padding needs no token of its own")
+        del flat["special_tokens"]
     preference, beta = flat.pop("rl", None), flat.pop("rl_beta", flat.pop("dpo_beta", None))
     if str(flat.get("bf16")).lower() == "auto":
         flat["dtype"] = flat.pop("bf16")
@@ -189,7 +250,12 @@ def _datasets(flat: Values, name: str, key: str, found: Translation) -> None:
             formats.add(format)
         elif kind is not None:
             found.missing.append(f"{name}: type: {shown(kind)}; rows need the keys of a format that docs/training.md lists")
-        found.missing += [f"{name}: {option}: {shown(value)}" for option, value in entry.items() if not is_off(value)]
+        for option, value in entry.items():
+            here = AS_HERE.get(option)
+            if value == here or (isinstance(here, dict) and isinstance(value, dict) and value.items() <= here.items()):
+                found.left_out.append(f"{name}: {option}: it is so here")
+            elif not is_off(value):
+                found.missing.append(f"{name}: {option}: {shown(value)}")
     if paths:
         flat[key] = paths
     if len(formats) == 1 and key == "data":
@@ -265,4 +331,6 @@ def _filled(value: Any, values: Values) -> Any:
     return value
 
 
-FLATTEN: dict[str, Callable[[Values, Translation], Values]] = {"trl": _trl, "axolotl": _axolotl, "torchtune": _torchtune}
+FLATTEN: dict[str, Callable[[Values, Translation], Values]] = {
+    "trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory, "torchtune": _torchtune,
+}  # fmt: skip

@@ -29,6 +29,9 @@ OBJECTIVES = {
 }
 """(module, class) by name; imported on first use"""
 
+OF_KIND = {"texts": "next_token", "preferences": "dpo", "matches": "contrastive", "classes": "classification"}
+"""An objective for each kind of documents in a corpus."""
+
 
 class Objective:
     """(model, batch) -> (sum of the losses of all items that count, their number), both on the device.
@@ -58,7 +61,10 @@ class Objective:
 
     def why_not_kind(self, kind: str) -> str | None:
         """Return what it wants, and what to do, where it does not take a corpus of this kind."""
-        return None if kind == self.kind else f"which wants {self.kind}; give other data or objective"
+        if kind == self.kind:
+            return None
+        fits = next((name for begin, name in OF_KIND.items() if kind.startswith(begin)), None)
+        return f"which wants {self.kind}; give {f'objective: {fits}' if fits else 'another objective'}, or other data"
 
     def class_names(self) -> list[str] | None:
         """Return the names that labels of a run's rows may have in place of numbers."""
