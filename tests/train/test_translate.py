@@ -227,3 +227,9 @@ def test_what_is_no_config_of_another_tool(tmp_path, capsys):
     for words in (["--from", str(tmp_path / "c.yaml")], ["--print"], ["x.yaml", "--from", str(tmp_path / "c.yaml")]):
         assert main(["train", *words]) == 2
         assert capsys.readouterr().err.startswith("gpubound train: ")
+
+
+def test_a_refused_config_of_another_tool_names_from(tmp_path, capsys):
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    assert main(["train", str(tmp_path / "theirs.yaml")]) == 2
+    assert f"gpubound train --from {tmp_path / 'theirs.yaml'}" in capsys.readouterr().err

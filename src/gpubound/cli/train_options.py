@@ -153,7 +153,11 @@ def from_file(path: str, complete: bool = True) -> Train:
             options.recipe()
         return options
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        from ..train.translate import tool_of
+
+        tool = tool_of(values) if any(key in values for key in ("base_model", "finetuning_type", "checkpointer")) else None
+        other = f" It looks like a config of {tool}, which is translated: gpubound train --from {path}" if tool else ""
+        raise ValueError(f"{path}: {error}{other}") from error
 
 
 def checked(options: Train, default: Train, file: str | None) -> Recipe:
