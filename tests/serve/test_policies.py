@@ -283,6 +283,7 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
         for name in losses:
             found.optim_step(name, lr=1e-2)
     assert losses["second"][-1] < losses["second"][0] and len(captured) == 1
+    assert len({graph.pool for policy in found._policies.values() for graph in policy.step.captured}) == 1
     assert quantised or "graphs captured again" not in capsys.readouterr().err
 
 

@@ -401,3 +401,36 @@ def test_fp32_accumulation_keeps_what_bf16_loses():
     for value in (256.0, 1.0):
         (plain * value).sum().backward()
     assert plain.grad.eq(256).all()
+
+
+def alternating(device, dtype):
+    """Two steps of two models, taken alternately, the second's graphs in the pool of the first's; and each alone."""
+    numbers, steps = [], []
+    for share in (True, False):
+        models = [small().to(device) for _ in range(2)]
+        steps = [TrainStep(model, summed, AdamW(lr=1e-2), accumulate=2, precision=dtype, graph="require") for model in models]
+        if share:
+            steps[1].share_pool(steps[0])
+            shared = steps
+        batches = [[tuple(t.to(device) for t in batch) for batch in cut(draw(6, seed=i), 2)] for i in range(6)]
+        numbers.append([[step(batches[i]).read().loss for step in steps] for i in range(6)])
+    return shared, numbers
+
+
+@pytest.mark.slow
+def test_a_step_may_share_the_pool_of_another():
+    (first, second), (shared, alone) = alternating("cpu", "fp32")
+    assert shared == alone
+    first.captured[0].pool = (0, 7)
+    assert second._graphs.pool == (0, 7)
+    with pytest.raises(ValueError, match="before the first step"):
+        second.share_pool(first)
+    first.close()
+    assert second._graphs.pool is None and first.closed and not second.closed
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_that_share_a_pool_give_the_same_numbers():
+    (first, second), (shared, alone) = alternating("cuda", "bf16")
+    assert len({graph.pool for step in (first, second) for graph in step.captured}) == 1
+    assert torch.tensor(shared).sub(torch.tensor(alone)).abs().max() < 1e-2

@@ -368,7 +368,12 @@ class Policies:
     def _step(self, name: str, options: dict[str, Any], loss: RequestedLoss) -> TrainStep:
         self._turn_to(name)
         optimizer = AdamW(options["lr"], tuple(options["betas"]), weight_decay=options["weight_decay"])
-        return TrainStep(self.model, loss, optimizer, accumulate=2, clip=options["clip"], **self._settings)
+        step = TrainStep(self.model, loss, optimizer, accumulate=2, clip=options["clip"], **self._settings)
+        for policy in self._policies.values():
+            if not policy.step.closed:  # their steps are taken one after the other
+                step.share_pool(policy.step)
+                break
+        return step
 
     def _turn_to(self, name: str) -> None:
         """Let the adapter `name` train and be on alone, as when its TrainStep was made."""

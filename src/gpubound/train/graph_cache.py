@@ -64,6 +64,7 @@ class GraphCache:
         self.captured: list[Captured] = []
         self.off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
+        self._sharing = [self]  # the caches of one memory pool
         self._known: dict[Any, Captured] = {}  # by kind, and a micro-batch's key
         self._broken: dict[Any, Exception] = {}  # what cannot be captured
         self._reported: list[Exception | None] = []  # of these, as fallbacks
@@ -169,6 +170,18 @@ class GraphCache:
     def drop(self) -> None:
         self._known.clear()
         self.captured.clear()
+        self._sharing.remove(self)
+        self._sharing = [self]
+
+    def share_pool(self, other: "GraphCache") -> None:
+        """Capture in the memory pool of another step's graphs, with which this step's never run at the same time."""
+        self._sharing = other._sharing
+        self._sharing.append(self)
+
+    @property
+    def pool(self) -> Any:
+        """The handle of the memory pool, once there is a graph in it."""
+        return next((cache.captured[0].pool for cache in self._sharing if cache.captured), None)
 
     def _try(self, key: Any, capture_graph: Callable[[], Captured]) -> None:
         """Capture a graph unless that succeeded or failed before."""
@@ -228,9 +241,8 @@ class GraphCache:
         if batch is not None and isinstance(step.loss, Objective):
             step.loss.prepare(step.model, batch.whole())
         tensors = () if batch is None else batch.tensors
-        pool = self.captured[0].pool if self.captured else None
         written = [step.model, *(step.state() if state is None else state)]
-        return capture(part, *tensors, pool=pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate)
+        return capture(part, *tensors, pool=self.pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate)
 
     def _tolerance(self) -> float:
         """Adam's first updates are ± the rate whatever the gradient, so an element that is all noise may go either way."""

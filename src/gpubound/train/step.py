@@ -345,6 +345,17 @@ class TrainStep(NotCopyable):
         Each further shape of micro-batch adds one, and so does a model in another mode, with other hooks or adapters."""
         return self._graphs.captured
 
+    def share_pool(self, other: "TrainStep") -> None:
+        """Capture graphs in the memory pool of another step's: two steps that are taken alternately, on one stream, then keep
+        the activations of one. To be called before the first step."""
+        if self.captured:
+            raise ValueError("share_pool: this TrainStep has captured its graphs; call it before the first step.")
+        self._graphs.share_pool(other._graphs)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def assert_alike(self) -> None:
         """Raise RankError on every rank if one's weights or optimizer state have other bits than the first's.
 
