@@ -49,6 +49,9 @@ SHAPES: dict[str, list[tuple]] = {
     "geglu": [(72, False)],
     "hc_pre": [(), (4, True)],
     "hc_write": [(), (4, True, 6), (4, True, 0, True)],
+    "invariant_attention": [(64,), (128,), (256,)],
+    "invariant_cached_attention": [(64,), (128,), (256,)],
+    "invariant_linear": [(), (40_960, 1032)],
     "layer_norm": NORMS,
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
     "lora_down": [

@@ -32,7 +32,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return implementation("invariant_linear", x)(x, weight, bias)
 
 
-@definition(lambda g: (frozen(draw(g, 70, 80)), frozen(draw(g, 72, 80)), frozen(draw(g, 72))))
+@definition(lambda g, rows=70, outputs=72: (frozen(draw(g, rows, 80)), frozen(draw(g, outputs, 80)), frozen(draw(g, outputs))))
 @torch.no_grad()
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     compute = torch.promote_types(x.dtype, torch.float32)
@@ -56,7 +56,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
     return implementation("invariant_attention", q)(q, k, v, bounds, scale)
 
 
-@definition(lambda g: (*_draw(g, 150, 4, 2, 32), ints(0, 70, 70, 150), 32**-0.5))
+@definition(lambda g, width=32: (*_draw(g, 150, 4, 2, width), ints(0, 70, 70, 150), width**-0.5))
 @torch.no_grad()
 def invariant_attention_reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
@@ -84,9 +84,9 @@ def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, 
     return implementation("invariant_cached_attention", q)(q, k, v, blocks, position, scale)
 
 
-def _cached_example(g: torch.Generator) -> tuple:
-    q, k, v = (frozen(draw(g, *shape)) for shape in ((2, 3, 4, 32), (5, 2, BLOCK, 32), (5, 2, BLOCK, 32)))
-    return q, k, v, ints(3, 1, 4, 2).view(2, 2), ints(70, 20), 32**-0.5
+def _cached_example(g: torch.Generator, width: int = 32) -> tuple:
+    q, k, v = (frozen(draw(g, *shape, width)) for shape in ((2, 3, 4), (5, 2, BLOCK), (5, 2, BLOCK)))
+    return q, k, v, ints(3, 1, 4, 2).view(2, 2), ints(70, 20), width**-0.5
 
 
 @definition(_cached_example)

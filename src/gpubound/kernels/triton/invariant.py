@@ -36,10 +36,11 @@ def _dot(a, b, total, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _invariant_linear_kernel(x, weight, bias_ptr, y, N, O, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                             DEPTH: tl.constexpr, GROUP: tl.constexpr, DESCRIBED: tl.constexpr, FLAT: tl.constexpr,
+def _invariant_linear_kernel(x, weight, bias_ptr, y, N, O, K, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                             GROUP: tl.constexpr, DESCRIBED: tl.constexpr, EVEN: tl.constexpr, FLAT: tl.constexpr,
                              WIDE: tl.constexpr):  # fmt: skip
-    """DESCRIBED: x, weight and y are tensor descriptors. FLAT: a program takes several tiles, and loads ahead across them."""
+    """DESCRIBED: x, weight and y are tensor descriptors. EVEN: DEPTH divides K. FLAT: a program takes several tiles, and loads
+    ahead across them."""
     down, across = tl.cdiv(N, ROWS), tl.cdiv(O, COLUMNS)
     for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=FLAT):
         band = tile // (GROUP * across)
@@ -54,7 +55,7 @@ def _invariant_linear_kernel(x, weight, bias_ptr, y, N, O, K: tl.constexpr, ROWS
             else:
                 k = start + tl.arange(0, DEPTH)
                 x_mask, w_mask = (row < N)[:, None], (column < O)[None]
-                if K % DEPTH != 0:
+                if not EVEN:
                     x_mask, w_mask = x_mask & (k < K)[None], w_mask & (k < K)[:, None]
                 x_tile = tl.load(x + row.to(tl.int64)[:, None] * K + k[None], mask=x_mask, other=0.0)
                 w_tile = tl.load(weight + column.to(tl.int64)[None] * K + k[:, None], mask=w_mask, other=0.0)
@@ -178,8 +179,8 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
         blocks = [tile.rows, tile.depth], [tile.columns, tile.depth], [tile.rows, tile.columns]
         operands = of(x, blocks[0]), of(weight, blocks[1]), bias, of(y, blocks[2])
     _invariant_linear_kernel[(min(tiles, multiprocessors) if flat else tiles,)](
-        *operands, rows, outputs, inputs, tile.rows, tile.columns, tile.depth, GROUP, described, flat, interpreted(),
-        num_warps=tile.warps, num_stages=tile.stages,
+        *operands, rows, outputs, inputs, tile.rows, tile.columns, tile.depth, GROUP, described,
+        inputs % tile.depth == 0, flat, interpreted(), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
