@@ -20,9 +20,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import Chip, interpreted
 from ..invariant import BLOCK
-from ..plans.types import cdiv, job_of, power_of_two
+from ..plans.types import SPARE, cdiv, job_of, power_of_two
 
-ROWS = 64  # of a tile of attention: those of one product of a warp group of Hopper's
+# Of a tile of attention: those of one product of a warp group of Hopper's. In fp32, without tensor cores, the compiler writes
+# out all multiplications of a tile: 64 rows of 128 took it 44 s.
+ROWS = {2: 64, 4: 16}
 GROUP = 8  # rows of tiles that programs take together, so that what they read stays in the L2
 LOG2_E = 1.4426950408889634
 
@@ -189,7 +191,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
     out, lse = torch.empty_like(q), torch.empty(heads, tokens, device=q.device, dtype=torch.float32)
-    sequence, first = _tiles(bounds, tokens, ROWS // (heads // k.shape[1]))
+    sequence, first = _tiles(bounds, tokens, _rows(q, k) // (heads // k.shape[1]))
     strides = [(0, t.stride(1), t.stride(0)) for t in (k, v)]
     _attend(len(sequence), q, k, v, out, lse, (sequence, first, bounds, None, None), scale, strides, tokens)
     return out, lse
@@ -198,7 +200,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
 @torch.no_grad()
 def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float) -> Tensor:
     (batch, tokens, heads, _), out = q.shape, torch.empty_like(q)
-    programs = batch * cdiv(tokens, ROWS // (heads // k.shape[1]))
+    programs = batch * cdiv(tokens, _rows(q, k) // (heads // k.shape[1]))
     strides = [t.stride()[:3] for t in (k, v)]
     _attend(programs, q, k, v, out, None, (None, None, None, position, blocks), scale, strides, tokens)
     return out
@@ -210,11 +212,18 @@ def _attend(
 ) -> None:  # fmt: skip
     """indices: of a program's queries and keys. strides: of k and v, from one block, head and token to the next."""
     (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if indices[-1] is None else indices[-1].shape[1]
+    padded = max(16, power_of_two(width))
+    shared, size = _chip(q).shared_bytes - SPARE, padded * q.element_size()  # and bytes of a key
+    stages = max(1, min(3, (shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
     _invariant_attention_kernel[(programs, kv_heads)](
         q, k, v, out, lse, *indices, scale * LOG2_E, *strides[0], *strides[1], tokens, heads, width,
-        max(16, power_of_two(width)), heads // kv_heads, blocks, blocks > 1, ROWS, BLOCK, interpreted(), num_warps=4,
-        num_stages=3 if q.element_size() == 2 else 1,
+        padded, heads // kv_heads, blocks, blocks > 1, _rows(q, k), BLOCK, interpreted(), num_warps=4, num_stages=stages,
     )  # fmt: skip
+
+
+def _rows(q: Tensor, k: Tensor) -> int:
+    """Return the rows of a tile, which has one token at least."""
+    return max(ROWS[q.element_size()], power_of_two(q.shape[-2] // k.shape[1]))
 
 
 def _tiles(bounds: Tensor, tokens: int, each: int) -> tuple[Tensor, Tensor]:
