@@ -222,7 +222,7 @@ def _axolotl(values: Values, found: Translation) -> Values:
         if flat.pop(name, None) is not None:
             found.left_out.append(f"{name}: the model's folder says it, or nothing needs it")
     if (tokens := flat.get("special_tokens")) and set(tokens) == {"pad_token"}:
-        found.left_out.append("special_tokens: padding needs no token of its own")
+        found.left_out.append("special_tokens: rows are padded without a special token")
         del flat["special_tokens"]
     preference, beta = flat.pop("rl", None), flat.pop("rl_beta", flat.pop("dpo_beta", None))
     if str(flat.get("bf16")).lower() == "auto":
