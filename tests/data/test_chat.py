@@ -158,6 +158,33 @@ def test_templates_by_name_write_and_mask_as_transformers(name, tmp_path):
     assert learnt == tokenizer.decode(np.array(ids)[np.array(both["assistant_masks"]) == 1]).replace("\n", "")
 
 
+@pytest.mark.parametrize("pack", ["examples", "none"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_row_holds_the_prompts_of_its_answers(name, pack, tmp_path):
+    """Each example of a row is a whole chat, whatever else the row holds."""
+    inner = train_tokenizer(["it is one? two? be brief"], 270).inner
+    inner.add_special_tokens(["</s>", "<s>", *NAMED[name]])
+    tokenizer = Tokenizer(inner, "</s>", bos_token="<s>").with_template(name)
+    chats = [SYSTEM, HISTORY, HISTORY[:2], [*HISTORY, *HISTORY[:2]]]
+    corpus = Corpus.build(chats, tokenizer, tmp_path / "c", progress=False)
+    longest = int(np.diff(corpus.offsets()).max())
+    fields = ("input_ids", "labels", "segment_ids")
+    feed, found = corpus.batches(2 * longest if pack == "examples" else longest, 1, "cpu", pack=pack, fields=fields), []
+    for batch in feed:
+        ids, labels, segments = (batch[key][0] for key in fields)
+        for number in segments[segments >= 0].unique():
+            inside = segments == number
+            text, answers = tokenizer.decode(ids[inside]), tokenizer.decode(labels[inside & (labels >= 0)]).count("it is")
+            (chat,) = (
+                chat
+                for chat in chats
+                if tokenizer.render(chat).startswith(text[:-1]) and answers == sum(m["role"] == "assistant" for m in chat)
+            )
+            assert text.startswith(tokenizer.render(chat[:-1], prompt=True))
+            found.append(chats.index(chat))
+    assert sorted(found) == [0, 1, 2, 3] and (len(feed) == 4) == (pack == "none")
+
+
 def test_a_template_is_named_a_text_or_a_file(tmp_path, said):
     (tmp_path / "chat.jinja").write_text(CHATML)
     tokenizer = chatting(None)

@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def pairs(self) -> bool:
-        """Whether documents belong together: preferences, and matches."""
+        """Return whether documents belong together, as preferences and matches do."""
         return self.group > 1
 
     def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> CorpusFeed:
