@@ -102,6 +102,11 @@ def test_without_a_config_the_missing_key_is_named(capsys):
     assert "model" in capsys.readouterr().err
 
 
+def test_several_gpus_are_refused(capsys):
+    assert main(["rl", "--gpus", "2"]) == 2
+    assert "--device cuda:<index>" in capsys.readouterr().err
+
+
 def test_the_example(base, tmp_path, monkeypatch, capsys):
     """examples/rl_arithmetic as it stands, on another base, and shorter."""
     runpy.run_path(str(EXAMPLE / "prompts.py"))["main"](tmp_path / "runs" / "sums")

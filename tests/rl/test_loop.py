@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -9,12 +10,19 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.errors import DataError, RewardError
+from gpubound.errors import DataError, DeviceError, RewardError
+from gpubound.rl.batches import advantages, micro_batches
 from gpubound.rl.episodes import Episode
+from gpubound.rl.loop import sample
+from gpubound.rl.prepare import prepare
 from gpubound.rl.prompts import RLPrompt
+from gpubound.rl.recipe import RLRecipe
 from gpubound.rl.rewards import AnswerGroup, Scoring, read_rewards
+from gpubound.rl.run import RLRun, figures_of
+from gpubound.train.loop import Stop
+from gpubound.train.step import TrainStep
 
-from .policies import NEW, PROMPTS, WANTED, policy, sevens, train
+from .policies import KEYS, NEW, PROMPTS, WANTED, policy, sevens, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +98,67 @@ def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
         assert torch.equal(one, other)
 
 
+OVERLAP = {"overlap": True, "row_tokens": 20, "micro_batch": 2}
+
+
+def test_overlap_samples_from_the_weights_before_the_update(tmp_path):
+    """Beside a loop of this test, which samples the next step's answers, and then takes the step in one call."""
+    run = train(tmp_path / "run", steps=4, **OVERLAP)
+    recipe = RLRecipe(**KEYS | OVERLAP | {"out": str(tmp_path / "other"), "steps": 4})
+    other, stop = prepare(recipe, policy(), PROMPTS, None, sevens, None, None, False), Stop()
+    with Scoring(other.rewards) as scoring:
+        sampled, rewards = sample(other, scoring, stop), []
+        for step in range(4):
+            rewards.append(figures_of(sampled.every)["reward"])
+            batches = micro_batches(sampled.groups, advantages(sampled.groups, recipe.scaled), other.shape, other.device)
+            assert len(batches) > 1
+            sampled = sample(other, scoring, stop, ahead=1) if step < 3 else None
+            other.step(batches)
+            other.done += 1
+    other.step.close()
+    assert [record["reward"] for record in run.tape.steps()] == rewards
+    for one, same in zip(run.model.parameters(), other.model.parameters()):
+        assert torch.equal(one, same)
+    gaps = [record["largest_gap"] for record in run.tape.steps()]
+    assert gaps[0] < 1e-4 and min(gaps[1:]) > 1e-2, "all answers but the first are one update old"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{}, {"row_tokens": 20, "micro_batch": 2, "passes": 2, "dynamic": True}])
+def test_a_run_with_overlap_learns_and_resumes_exactly(shape, tmp_path):
+    keys = {"overlap": True, "steps": 8} | shape
+    whole = train(tmp_path / "whole", save_every=1, keep=9, **keys)
+    assert whole.tape.steps()[-1]["reward"] > whole.tape.steps()[0]["reward"] + 0.1
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    for path in (tmp_path / "part" / "checkpoints").glob("step-*"):
+        if int(path.name[5:]) > 3:  # goes on from a checkpoint between two steps, which has answers in flight
+            shutil.rmtree(path)
+    run = train(tmp_path / "part", resume=True, **keys)
+    assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
+
+
+@pytest.mark.slow
+def test_ctrl_c_beside_a_step_with_overlap_loses_nothing(tmp_path):
+    calls = []
+
+    def interrupting(completion_ids, **_):
+        calls.append(len(completion_ids))
+        if len(calls) == 10:  # while the answers of the third step are sampled, and the second step's gradients computed
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return sevens(completion_ids)
+
+    run = train(tmp_path / "run", rewards=interrupting, steps=5, **OVERLAP)
+    assert run.stopped == "SIGINT" and run.done in (1, 2)
+    run, whole = train(tmp_path / "run", steps=5, resume=True, **OVERLAP), train(tmp_path / "whole", steps=5, **OVERLAP)
+    assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
+
+
+def test_overlap_wants_the_importance(tmp_path):
+    with pytest.raises(ValueError, match="truncate"):
+        train(tmp_path, overlap=True, truncate=None)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapters", [False, True])
 def test_on_a_gpu_steps_are_captured(adapters, tmp_path):
@@ -105,6 +174,23 @@ def test_on_a_gpu_steps_are_captured(adapters, tmp_path):
     assert "captured as 2 graphs" in run.tape.about["verdict"] or "captured as 1 graph" in run.tape.about["verdict"]
     assert records[-1]["reward"] > records[1]["reward"] + 0.1
     assert max(record["gap"] for record in records[1:]) < 0.05, "both round to bf16"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_overlap_samples_and_learns_what_one_stream_does(tmp_path, monkeypatch):
+    """The answers of the first two steps are sampled from the same weights: the second's while gradients are computed."""
+    runs = []
+    for name in ("two", "one"):
+        torch.manual_seed(0)
+        config = gb.DecoderConfig(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, vocabulary=64)
+        model = gb.Decoder(config).cuda()
+        gb.place(model)
+        keys = OVERLAP | {"samples": 16, "lr": 1e-3, "graph": "require", "device": "cuda"}
+        runs.append(train(tmp_path / name, model=model, steps=3, **keys).tape.steps())
+        monkeypatch.setattr(RLRun, "add_aside", lambda run, batches: [run.step.add(batch) for batch in batches])
+    for two, one in zip(*runs):
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1)
+    assert [record["reward"] for record in runs[0][:2]] == [record["reward"] for record in runs[1][:2]]
 
 
 def raises(completion_ids, **_):
@@ -127,9 +213,10 @@ def exits(completion_ids, **_):
         (hangs, "0.2 seconds"),
         (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"),
         (lambda completion_ids: [1.0], "1 numbers"),
+        (lambda completion_ids: [1e39] * len(completion_ids), "fp32"),
         (lambda completion_ids: "good", "good"),
     ],
-    ids=["raises", "exits", "hangs", "nan", "count", "text"],
+    ids=["raises", "exits", "hangs", "nan", "count", "large", "text"],
 )
 def test_a_reward_that_fails_is_named_and_the_steps_before_are_saved(reward, words, tmp_path):
     with pytest.raises(RewardError, match=words) as error:
@@ -137,6 +224,27 @@ def test_a_reward_that_fails_is_named_and_the_steps_before_are_saved(reward, wor
     assert (tmp_path / "run" / "checkpoints" / "step-00000000").is_dir() and "--resume" in str(error.value)
     assert "\n" not in str(error.value)
     assert train(tmp_path / "run", steps=1, resume=True).done == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["rollout", "step", "step with overlap"])
+def test_out_of_memory_is_one_sentence_and_nothing_is_lost(part, tmp_path, monkeypatch):
+    keys = {"steps": 3} | (OVERLAP if part == "step with overlap" else {})
+    calls, (owner, name) = [], {"rollout": (RLRun, "answers"), "step": (TrainStep, "__call__")}.get(part, (RLRun, "add_aside"))
+    plain = getattr(owner, name)
+
+    def failing(*given, **named):
+        calls.append(given)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("of the test")
+        return plain(*given, **named)
+
+    monkeypatch.setattr(owner, name, failing)
+    with pytest.raises(DeviceError, match="micro_batch") as error:
+        train(tmp_path / "run", **keys)
+    assert "\n" not in str(error.value) and "--resume" in str(error.value)
+    run, whole = train(tmp_path / "run", resume=True, **keys), train(tmp_path / "whole", **keys)
+    assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
 
 
 def test_rewards_of_a_file_in_processes(tmp_path):
@@ -239,6 +347,13 @@ def test_a_resumed_run_keeps_the_answers_of_each_step_once(tmp_path):
     samples.write_text(before + before.splitlines()[-1].replace('"step": 2', '"step": 3') + '\n{"step": 3, "pro')
     assert whole.done == 2 and train(tmp_path, steps=2, resume=True).done == 2
     assert samples.read_text() == before
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="2 processes"):
+        train(tmp_path)
 
 
 def test_a_key_that_there_is_not_is_named(tmp_path):

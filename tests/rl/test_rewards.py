@@ -54,6 +54,14 @@ def test_functions_are_named_and_weighted():
     assert functions[1].call == Regex("a")
 
 
+def test_numbers_may_be_those_of_numpy():
+    import numpy as np
+
+    from gpubound.rl.rewards import _call
+
+    assert _call(lambda: np.ones(2, np.float32), {}) == _call(lambda: [np.float32(1), True], {}) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [

@@ -76,6 +76,10 @@ OPTIONS = {field.name: field for field in dataclasses.fields(RLOptions)}
 def main(argv: Sequence[str]) -> int:
     command_line = list(argv)
     file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    if any(each.partition("=")[0] == "--gpus" for each in argv):
+        raise ValueError(
+            "rl: --gpus: a run samples and learns on one GPU; leave it out, or choose one by --device cuda:<index>."
+        )
     options = arguments(RLOptions, argv, "rl", RLOptions())
     if file is not None:
         options = arguments(RLOptions, argv, "rl", from_file(file))

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..formatting import hint, shown
 from .episodes import Episode
-from .rewards import CODE, FromFile
+from .rewards import CODE, FromFile, one_line
 from .sandbox import run_code
 
 
@@ -60,7 +60,10 @@ def read_environment(environment: Any) -> Callable[[Episode], Any] | None:
             raise ValueError(f"environment: got {environment!r}, wanted file.py:function; {known}")
         environment = FromFile(path, name, "environment").function if path else KNOWN[environment]
     if inspect.isclass(environment):
-        environment = environment()
+        try:
+            environment = environment()
+        except Exception as error:
+            raise ValueError(f"environment: {environment.__name__}() raised {one_line(error)}.") from error
     if not callable(environment):
         raise ValueError(f"environment: got {shown(environment)}, wanted a function of a conversation.")
     return environment

@@ -5,6 +5,7 @@ text, messages ({"role": ..., "content": ...}), token ids, or None to end the co
 conversations are sampled. The policy reads its tokens; they are not learnt.
 """
 
+import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,12 +191,13 @@ class Episodes:
                     f"environment: returned {shown(reply)} to a prompt that is no chat, wanted a text or token ids."
                 )
             return list(messages), tokenizer.inner.encode(reply, add_special_tokens=False).ids
+        messages = json.loads(json.dumps(messages, default=str))  # they are rendered, shown and saved
         mark = token_hex(16)
-        chat = [*text, {"role": "assistant", "content": mark}, *map(dict, messages)]
+        chat = [*text, {"role": "assistant", "content": mark}, *messages]
         _, found, after = tokenizer.render(chat, prompt=True).rpartition(mark)
         if not found:
             raise RewardError("environment: the chat template does not write the assistant's turns as they are; use another.")
         ids = tokenizer.inner.encode(after, add_special_tokens=False).ids
         if episode.finish == "stop" and ids[:1] == episode.tokens[-1:]:  # the policy itself ended its turn
             del ids[0]
-        return list(map(dict, messages)), ids
+        return messages, ids

@@ -4,13 +4,15 @@ import logging
 import time
 from contextlib import closing
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import nn
 
-from ..errors import GenerateError, RewardError
+from ..distributed.rendezvous import rank_and_world
+from ..errors import DeviceError, GenerateError, RewardError
 from ..files import explain_disk_full, locked
-from ..formatting import hint
+from ..formatting import hint, readable
 from ..trace import say
 from ..train.loop import Stop
 from .batches import advantages, micro_batches
@@ -18,6 +20,7 @@ from .prepare import prepare
 from .recipe import RLRecipe
 from .rewards import AnswerGroup, Scoring
 from .run import RLRun, figures_of
+from .sampled import Sampled
 
 
 def train(
@@ -47,6 +50,11 @@ def train(
     known = [each.name for each in fields(RLRecipe)]
     if unknown := [key for key in keys if key not in known]:
         raise ValueError(f"rl: {unknown[0]!r} is no key of an RLRecipe; {hint(unknown[0], known, 'they are')}")
+    if (world := rank_and_world()[1]) > 1:
+        raise ValueError(
+            f"rl: got {world} processes, started by torchrun, wanted one: a run samples and learns on one GPU. Start it "
+            f"without torchrun, or one for each GPU, by --device cuda:<index> and with an out of its own."
+        )
     module = policy if isinstance(policy, nn.Module) else None
     recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
@@ -54,6 +62,14 @@ def train(
         run = prepare(recipe, module, prompts, eval_prompts, rewards, environment, tokenizer, resume)
         try:
             take_steps(run, log)
+        except torch.OutOfMemoryError as error:
+            run.save(wait=True)
+            rows, tokens = run.shape.rows, run.shape.tokens
+            raise DeviceError(
+                f"rl: out of memory in step {run.done + 1:,}, with {rows} rows of {tokens:,} tokens learnt at once, and a "
+                f"cache of {readable(run.decoder.body.cache_bytes())}: give a smaller micro_batch or rollout_rows. "
+                f"{run.checkpoints.folder} has the steps before, and answers that were sampled: go on with --resume."
+            ) from error
         finally:
             run.step.close()
         return run
@@ -67,11 +83,11 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
         if run.eval_prompts and not run.done:
             write({"step": 0} | run.evaluate(scoring), [])
         while not run.finished and not stop.asked:
-            began = time.perf_counter()
-            sampled = sample(run, scoring, stop)
+            began, following = time.perf_counter(), None
+            fresh = sample(run, scoring, stop) if run.ahead is None else None
+            run.ahead = sampled = run.ahead or fresh  # checkpoints hold them until they are learnt
             if sampled is None:
                 break
-            scored = time.perf_counter()
 
             # Learn: one update a pass. Of answers that are all worth the same nothing is learnt.
             record: dict[str, Any] = {"step": run.done + 1}
@@ -83,8 +99,17 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                     batch |= run.reference_of(batch)
                     if recipe.passes > 1:
                         batch["old_logprobs"] = objective.logprobs(run.model, batch)
-                result = None
-                for _ in range(recipe.passes):
+                if not recipe.overlap:
+                    result = step(batches)
+                else:  # the gradients are computed while the next answers are sampled: both read the weights before the update
+                    run.add_aside(batches)
+                    if run.done + 1 < recipe.steps:
+                        following = sample(run, scoring, stop, ahead=1)
+                        if following is None:
+                            step.discard()
+                            break
+                    result = run.update()
+                for _ in range(recipe.passes - 1):
                     result = step(batches)
                 assert result is not None, "there is a micro-batch"
                 values, figures = result.read(), objective.take_figures()
@@ -103,11 +128,12 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
             learnt = time.perf_counter()
 
             # Record.
-            run.done += 1
+            run.done, run.ahead = run.done + 1, following
             record |= figures_of(sampled.every) | {"seconds": learnt - began}
             record["sampled_per_s"] = record["tokens"] / sampled.seconds
-            waited = scored - began - sampled.seconds
-            for phase, seconds in (("sample", sampled.seconds), ("reward", waited), ("learn", learnt - scored)):
+            new = [each for each in (fresh, following) if each is not None]
+            shares = {"sample": sum(each.seconds for each in new), "reward": sum(each.waited for each in new)}
+            for phase, seconds in (shares | {"learn": learnt - began - sum(shares.values())}).items():
                 record[f"{phase}_share"] = seconds / record["seconds"]
             failed: RewardError | None = None
             if run.eval_prompts and (run.finished or (recipe.eval_every and run.done % recipe.eval_every == 0)):
@@ -129,26 +155,20 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
     say(f"{run.folder.resolve().name}: {run.conclude()}")
 
 
-class Sampled(NamedTuple):
-    """The scored answers of a step: `groups`, which are learnt, and all that were sampled for them."""
-
-    groups: list[AnswerGroup]
-    every: list[AnswerGroup]
-    seconds: float  # of sampling
-
-
-def sample(run: RLRun, scoring: Scoring, stop: Stop) -> Sampled | None:
+def sample(run: RLRun, scoring: Scoring, stop: Stop, ahead: int = 0) -> Sampled | None:
     """Sample the answers of the next step, and score those to a prompt while others are still being sampled.
 
     None if Ctrl-C comes before all are there: the rollout is repeated from its seed when the run goes on.
+
+    ahead  1: of the step after the next one
     """
     recipe, position = run.recipe, run.order.position
-    groups, every, seconds = list[AnswerGroup](), list[AnswerGroup](), 0.0
+    groups, every, seconds, waited = list[AnswerGroup](), list[AnswerGroup](), 0.0, 0.0
     try:
         for attempt in range(recipe.rounds if recipe.dynamic else 1):
             began = time.perf_counter()
             new = [AnswerGroup(run.prompts[i]) for i in run.order.take(recipe.prompts_per_step - len(groups))]
-            asked, seed = [group.prompt for group in new], run.seed_of(attempt)
+            asked, seed = [group.prompt for group in new], run.seed_of(run.done + ahead, attempt)
             with closing(run.answers(asked, recipe.samples, recipe.temperature, seed, lambda: stop.asked)) as answers:
                 for answer in answers:
                     group = new[answer.number]
@@ -158,20 +178,25 @@ def sample(run: RLRun, scoring: Scoring, stop: Stop) -> Sampled | None:
                         scoring.submit(group)
                     if stop.asked:
                         break
-            seconds += time.perf_counter() - began
+            ended = time.perf_counter()
+            seconds += ended - began
             if any(len(group.answers) < recipe.samples for group in new):
                 run.order.position = position
                 return None
             scoring.collect()
+            waited += time.perf_counter() - ended
             every += new
             groups += [group for group in new if group.has_signal or not recipe.dynamic]
             if len(groups) == recipe.prompts_per_step:
                 break
+    except torch.OutOfMemoryError:
+        run.order.position = position
+        raise
     except (RewardError, GenerateError) as error:
         run.order.position = position
         run.save(wait=True)
         raise type(error)(
-            f"{error} Step {run.done + 1:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
+            f"{error} Step {run.done + 1 + ahead:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
             f"cause, and go on with --resume."
         ) from error
-    return Sampled(groups, every, seconds)
+    return Sampled(groups, every, seconds, waited)

@@ -61,7 +61,8 @@ def prepare(
     checkpoints = Checkpoints(folder / "checkpoints", recipe.keep)
     checkpoint = newest_checkpoint(checkpoints, resume)
     shape = RowShape.of(recipe.prompts_per_step * recipe.samples, seq, recipe.row_tokens, recipe.micro_batch, recipe.pack)
-    training, objective = recipe.training(shape.most), recipe.objective()
+    training = recipe.training(max(2, shape.most) if recipe.overlap else shape.most)  # one alone has no `add`
+    objective = recipe.objective()
     torch.manual_seed(recipe.seed)
     if policy is None:
         assert known is not None

@@ -71,6 +71,8 @@ class RLRecipe:
     """With --dynamic: how often at most."""
     passes: int = 1
     """Updates on the answers of a step; those after the first are off-policy, by a ratio that is clipped."""
+    overlap: bool = False
+    """Sample the answers of the next step while this one's gradients are computed, on two streams: they are one update old."""
     variant: str = "grpo"
     """The loss: reinforce, grpo, dr_grpo, dapo or gspo."""
     advantages: str = "auto"
@@ -139,6 +141,11 @@ class RLRecipe:
             raise ValueError(f"rl: temperature: got {self.temperature}, wanted more than 0, such as 1: answers must differ.")
         if not self.timeout > 0:
             raise ValueError(f"rl: timeout: got {self.timeout}, wanted a number of seconds above 0.")
+        if self.overlap and self.truncate is None:
+            raise ValueError(
+                "rl: truncate: got none with overlap, whose answers are one update old: the importance that truncate bounds "
+                "corrects for that; give a number, such as 2, or leave overlap out."
+            )
         self.objective(), self.training()  # each refuses what it cannot make
 
     def objective(self) -> Any:

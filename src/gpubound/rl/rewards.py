@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.pool import AsyncResult, ThreadPool
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from ..formatting import hint, shown
 from .prompts import RLPrompt
 from .sandbox import run_code
 
+LARGEST = 3e38  # of a number in fp32
 WORKERS = min(8, os.cpu_count() or 1)
 INTERRUPTS_IGNORED = (signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the run answers it
 CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -165,8 +167,8 @@ class FromFile:
             module = importlib.util.module_from_spec(spec)
             try:
                 spec.loader.exec_module(module)
-            except Exception as error:
-                raise ValueError(f"{self.what}: {self.path} raised {type(error).__name__}: {error}.") from error
+            except (Exception, SystemExit) as error:
+                raise ValueError(f"{self.what}: {self.path} raised {one_line(error)}.") from error
             function = getattr(module, self.name, None)
             if not callable(function):
                 raise ValueError(f"{self.what}: {self.path} has no function {self.name!r}.")
@@ -238,10 +240,15 @@ class Scoring:
                 values = self._values(function, group, result)
                 group.parts[function.name] = values
                 group.rewards = [total + function.weight * value for total, value in zip(group.rewards, values)]
+            if wrong := [total for total in group.rewards if not abs(total) <= LARGEST]:
+                raise RewardError(
+                    f"rewards: their weighted sum is {wrong[0]:g} for an answer to {_named(group)}, wanted numbers that are "
+                    f"finite in fp32."
+                )
 
     def _values(self, function: RewardFunction, group: AnswerGroup, result: AsyncResult) -> list[float]:
         what = f"rewards: {function.name}"
-        where = f"for the answers to {shown(group.prompt.text or group.prompt.ids)}"
+        where = f"for the answers to {_named(group)}"
         try:
             # Those before it are done, so this one runs by now, and has all of the time from here on.
             values = result.get(self.timeout)
@@ -262,6 +269,10 @@ class Scoring:
         return values
 
 
+def _named(group: AnswerGroup) -> str:
+    return shown(group.prompt.text or group.prompt.ids)
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's class and text on one line."""
     text = " ".join(str(error).split())
@@ -276,7 +287,7 @@ def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
         raise RuntimeError(f"it ended its thread or process by {one_line(error)}") from None
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if not isinstance(values, list | tuple) or not all(isinstance(value, int | float) for value in values):
+    if not isinstance(values, list | tuple) or not all(isinstance(value, Real) for value in values):  # those of NumPy, too
         return f"{shown(values)}, a {type(values).__name__}"
     return [float(value) for value in values]
 

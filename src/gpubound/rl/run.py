@@ -34,6 +34,7 @@ from ..train.adapters import check_base, load_trained_state, merge as merge_adap
 from ..train.checkpoint import Checkpoint, Checkpoints, joined
 from ..train.checkpoint.checkpoints import WHERE
 from ..train.checkpoint.resume import restore_rng, rng_states
+from ..train.device_step import StepResult
 from ..train.objectives.policy import Policy
 from ..train.step import TrainStep
 from ..version import __version__
@@ -42,11 +43,12 @@ from .episodes import Episode, Episodes
 from .prompts import PromptOrder, RLPrompt
 from .recipe import RLRecipe
 from .rewards import AnswerGroup, RewardFunction, Scoring
+from .sampled import Sampled, as_state, from_state
 
 LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
     "lora", "environment", "turns", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "dynamic", "rounds",
-    "passes", "variant", "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy", "truncate", "optimizer", "lr",
-    "schedule", "warmup", "final", "weight_decay", "betas", "clip", "precision", "seed",
+    "passes", "overlap", "variant", "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy", "truncate", "optimizer",
+    "lr", "schedule", "warmup", "final", "weight_decay", "betas", "clip", "precision", "seed",
 )  # fmt: skip
 SHOWN = 4  # answers of a step that are kept to be read
 SAMPLES = "samples.jsonl"
@@ -75,10 +77,13 @@ class RLRun:
     base: dict[str, int] = field(default_factory=dict)  # checksums of the frozen model's files
     id: str = field(default_factory=lambda: secrets.token_hex(8))  # marks its exports
     done: int = 0
+    ahead: Sampled | None = None  # the answers of the next step, where they were sampled before the last update
     order: PromptOrder = field(init=False)
     evaluations: dict[int, float] = field(default_factory=dict)  # held-out reward by step
     stopped: str | None = None  # the signal that ended it
     silent: bool = False  # a step without a signal has been reported
+
+    _side: Any = None  # stream
 
     def __post_init__(self) -> None:
         self.order = PromptOrder(len(self.prompts), self.recipe.seed)
@@ -111,9 +116,24 @@ class RLRun:
         )  # fmt: skip
         return self.episodes.play(rollout, prompts, stopping)
 
-    def seed_of(self, attempt: int = 0) -> int:
-        """Return the seed of the next step's rollout: a resumed run repeats it."""
-        return (self.recipe.seed * 1_000_003 + self.done * 64 + attempt) & ((1 << 63) - 1)
+    def seed_of(self, done: int, attempt: int = 0) -> int:
+        """Return the seed of the rollout of a step after `done` others: a resumed run repeats it."""
+        return (self.recipe.seed * 1_000_003 + done * 64 + attempt) & ((1 << 63) - 1)
+
+    def add_aside(self, batches: list[dict[str, Tensor]]) -> None:
+        """Launch the gradients of micro-batches on a second stream; `update` waits for it. On a CPU they are computed now."""
+        if self.device.type == "cuda":
+            self._side = self._side or torch.cuda.Stream(self.device)
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._side):
+            for batch in batches:
+                self.step.add(batch)
+
+    def update(self) -> StepResult:
+        """Update the weights by the gradients of `add_aside`."""
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        return self.step.update()
 
     def reference_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the log-probabilities of the reference for a batch, where the step does not compute them itself."""
@@ -147,6 +167,9 @@ class RLRun:
         reward = self.evaluations.get(self.done)
         score = None if reward is None or not math.isfinite(reward) else -reward
         tensors = self.state() | joined(random=rng_states(ALONE, self.device))
+        if self.ahead is not None:
+            columns, facts["ahead"] = as_state(self.ahead, self.prompts)
+            tensors |= joined(ahead=columns)
         self.checkpoints.save(self.done, tensors, facts, score, wait=wait)
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -168,6 +191,8 @@ class RLRun:
         restore_rng(_part(tensors, "random."), ALONE, self.device, self.recipe.seed, checkpoint.step)
         self.done, self.order.position, self.id = checkpoint.step, facts["position"], facts["id"]
         self.evaluations = {int(step): reward for step, reward in facts["evaluations"].items()}
+        if facts.get("ahead") is not None:
+            self.ahead = from_state(_part(tensors, "ahead."), facts["ahead"], self.prompts)
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:
@@ -292,7 +317,7 @@ class RLRun:
 
 def _shown_answer(answer: Episode) -> Any:
     """Return an answer to be read: a text, without a tokenizer token ids; of several turns, all messages."""
-    return answer.turns if len(answer.turns) > 1 else answer.turns[0]["content"]
+    return answer.turns[0]["content"] if len(answer.turns) == 1 else answer.turns
 
 
 def figures_of(groups: list[AnswerGroup]) -> dict[str, float]:
