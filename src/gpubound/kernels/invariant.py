@@ -73,7 +73,11 @@ def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, 
     q (B, T, H, D) -> (B, T, H, D). k and v (blocks, G, L, D): the cache. blocks (B, P, int32): the blocks of each sequence, a
     row of L positions or pages of BLOCK. Positions after a sequence's last token are not read.
     """
-    _check("invariant_cached_attention", q.flatten(0, 1), k.transpose(1, 2).flatten(0, 1), v.transpose(1, 2).flatten(0, 1))
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError(
+            f"invariant_cached_attention: got q, k and v of {q.dim()}, {k.dim()} and {v.dim()} dimensions, wanted 4."
+        )
+    _check("invariant_cached_attention", q, k[:, :, 0], v[:, :, 0])
     require("invariant_cached_attention", "blocks", blocks, torch.int32, (len(q), "P"), q.device, "the kernel reads it")
     require("invariant_cached_attention", "position", position, torch.int32, (len(q),), q.device, "the kernel reads it")
     if k.stride() != v.stride() or k.stride(3) != 1 or (blocks.shape[1] > 1 and k.shape[2] != BLOCK):
@@ -117,12 +121,12 @@ def _draw(g: torch.Generator, tokens: int, heads: int, kv_heads: int, width: int
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q (N, H, D), k and v (M, G, D)."""
-    same = q.dim() == k.dim() == 3 and k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.shape[2] == k.shape[2]
-    if not same or not q.is_contiguous() or k.stride(2) != 1 or v.stride(2) != 1 or q.shape[1] % k.shape[1]:
+    """Check q (..., H, D), k and v (M, G, D)."""
+    same = q.dim() >= k.dim() == 3 and k.shape == v.shape and q.dtype == k.dtype == v.dtype and q.shape[-1] == k.shape[2]
+    if not same or not q.is_contiguous() or k.stride(2) != 1 or v.stride(2) != 1 or q.shape[-2] % k.shape[1]:
         raise ValueError(
             f"{op}: got q, k and v of {q.dtype} {tuple(q.shape)}, {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}, "
             f"wanted one dtype and width, a contiguous q, dense heads, and a number of heads that those of k divide."
         )
-    if q.shape[1] // k.shape[1] > BLOCK:
-        raise ValueError(f"{op}: got {q.shape[1] // k.shape[1]} query heads for each of k, wanted at most {BLOCK}.")
+    if q.shape[-2] // k.shape[1] > BLOCK:
+        raise ValueError(f"{op}: got {q.shape[-2] // k.shape[1]} query heads for each of k, wanted at most {BLOCK}.")
