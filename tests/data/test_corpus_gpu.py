@@ -17,7 +17,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("pack, options", [("stream", {}), ("examples", {}), ("pairs", {}), ("none", {"buckets": 2})])
 def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pack, options):
-    corpus.pairs = pack == "pairs"
+    corpus.group = 2 if pack == "pairs" else 1
     served, plain = (
         corpus.batches(16, 2, CUDA, pack=pack, **options),
         corpus.batches(16, 2, "cpu", pack=pack, mode="ring", **options),
@@ -36,7 +36,7 @@ def test_a_corpus_on_the_device_copies_nothing_and_waits_for_nothing(corpus, pac
 
 @pytest.mark.parametrize("pack", ["stream", "examples", "pairs"])
 def test_each_replay_of_a_captured_fetch_draws_the_next_batch(corpus, pack):
-    corpus.pairs = pack == "pairs"
+    corpus.group = 2 if pack == "pairs" else 1
     served, plain = corpus.batches(16, 2, CUDA, pack=pack), corpus.batches(16, 2, "cpu", pack=pack)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

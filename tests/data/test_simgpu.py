@@ -18,7 +18,7 @@ def sim():
 
 @pytest.mark.parametrize("pack, options", [("stream", {}), ("examples", {}), ("pairs", {}), ("none", {"buckets": 2})])
 def test_a_resident_corpus_costs_the_host_nothing(corpus, sim, pack, options):
-    corpus.pairs = pack == "pairs"
+    corpus.group = 2 if pack == "pairs" else 1
     served, plain = corpus.batches(16, 2, sim, pack=pack, **options), corpus.batches(16, 2, "cpu", pack=pack, **options)
     with watch() as ledger:
         on_device = [served.take() for _ in range(2 * len(served))]
