@@ -77,6 +77,43 @@ def test_a_placed_model_trains_as_the_model_itself(method, folder, tmp_path):
         assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
+TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"packing": True, "max_length": 24}, {"assistant_only_loss": True}], ids=lambda s: next(iter(s))
+)
+def test_a_placed_model_trains_on_packed_rows_and_on_answers_alone(settings, folder, tmp_path):
+    """Packed examples are one row whose positions restart, and the placed model keeps them apart as transformers does."""
+    data, runs = texts("prompt", "completion"), []
+    if "assistant_only_loss" in settings:
+        data = data.map(lambda row: {"messages": [
+            {"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["completion"]}]},
+            remove_columns=["prompt", "completion"])  # fmt: skip
+    for placed in (False, True):
+        model, tokenizer, seen = load(folder), PreTrainedTokenizerFast.from_pretrained(folder), []
+        tokenizer.chat_template = TEMPLATE
+        if placed:
+            assert gb.place(model, "cpu").verified
+        args = trl.SFTConfig(output_dir=str(tmp_path), max_steps=4, **SETTINGS, **settings)
+        trainer = trl.SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
+        compute = trainer.compute_loss
+
+        def recorded(model, inputs, *more, seen=seen, compute=compute, **options):
+            seen.append(inputs)
+            return compute(model, inputs, *more, **options)
+
+        trainer.compute_loss = recorded
+        runs.append(losses(trainer))
+        if "packing" in settings:
+            assert all((batch["position_ids"] == 0).sum() > 4 and "attention_mask" not in batch for batch in seen)
+        else:
+            assert all(0 < (batch["labels"] != -100).sum() < batch["attention_mask"].sum() - 12 for batch in seen)
+    assert len(runs[0]) == 4 and runs[1] == pytest.approx(runs[0], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
