@@ -123,9 +123,10 @@ def test_conversations_end_where_there_is_no_room(tmp_path):
         (lambda episode: "a text", "tokenizer"),
         (lambda episode: [WORDS], str(WORDS)),
         (lambda episode: 7, "wanted a text"),
+        (lambda episode: episode.tokens.clear() or [1], "state"),
         (lambda episode: time.sleep(3), "0.2 seconds"),
     ],
-    ids=["raises", "exits", "text", "token", "number", "hangs"],
+    ids=["raises", "exits", "text", "token", "number", "clears", "hangs"],
 )
 def test_an_environment_that_fails_is_named_and_nothing_is_lost(environment, words, tmp_path):
     with pytest.raises(RewardError, match=words) as error:

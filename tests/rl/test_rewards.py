@@ -31,12 +31,28 @@ def test_unit_tests_run_the_last_block_of_code():
         ("x = bytearray(1 << 31)", "MemoryError"),
         ("open('file', 'wb').write(bytes(1 << 22))", ""),
         ("import sys; sys.exit(3)", "exit code 3"),
+        ("exit(0)\nassert False", "exit"),
+        ("import os\nos._exit(0)\nassert False", "exit"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 4096)", "x"),
     ],
-    ids=["computes", "sleeps", "memory", "disk", "exit"],
+    ids=["computes", "sleeps", "memory", "disk", "exit code", "exit", "os._exit", "errors"],
 )
 def test_code_meets_its_limits(code, words):
     passed, why, _ = run_code(code, seconds=0.5)
     assert not passed and words in why
+
+
+def test_an_answer_cannot_exit_before_its_tests():
+    answers = [
+        "def f(n): exit(0)",
+        "import os\ndef f(n): os._exit(0)",
+        "raise SystemExit",
+        "def f(n): return n + 1",
+        "def f(n): 3",
+    ]
+    case = "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(1), 2)\nunittest.main()"
+    assert UnitTests()(completions=answers, tests=["assert f(1) == 2"] * 5) == [0, 0, 0, 1, 0]
+    assert UnitTests()(completions=answers, tests=[case] * 5) == [0, 0, 0, 1, 0]
 
 
 def test_code_that_ends_passes_without_the_environment(monkeypatch):

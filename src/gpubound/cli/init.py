@@ -192,6 +192,9 @@ variant: grpo                 # or reinforce, dr_grpo, dapo, gspo
 kl: 0.0                       # of the divergence from the model that the run began with
 entropy: 0.0
 # passes: 2                   # updates on the answers of a step
+# overlap: true               # sample the next answers while gradients are computed: they are one update old
+# environment: python_tool    # what replies to the policy; also retry_tests, or file.py:function of yours
+# turns: 4                    # with an environment: the most turns of the policy, and seq, the most tokens in all
 
 lr: 1e-6                      # for adapters 2e-5
 schedule: constant            # or linear, cosine, wsd

@@ -134,6 +134,8 @@ class Episodes:
                     where = shown(episode.prompt.text or episode.prompt.ids)
                     raise RewardError(f"environment: raised {one_line(reply)} in the conversation after {where}.") from reply
                 messages, ids = reply
+                if not len(episode.tokens) == len(episode.logprobs) == len(episode.learnt):
+                    raise RewardError("environment: changed the tokens of its conversation; write into its state alone.")
                 room = self.seq - len(episode.prompt.ids) - len(episode.tokens) - len(ids)
                 if not ids or room < 1:
                     ended.append(episode)

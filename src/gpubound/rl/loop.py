@@ -53,7 +53,7 @@ def train(
     if (world := rank_and_world()[1]) > 1:
         raise ValueError(
             f"rl: got {world} processes, started by torchrun, wanted one: a run samples and learns on one GPU. Start it "
-            f"without torchrun, or one for each GPU, by --device cuda:<index> and with an out of its own."
+            f"without torchrun, or one for each GPU, by --device cuda:<index> and with another out each."
         )
     module = policy if isinstance(policy, nn.Module) else None
     recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
