@@ -18,6 +18,8 @@ from ..files import check_replaceable, make_folder, read_json, read_text, regula
 from ..trace import notice
 from .chat import NAMED, read_template, render, write_chats
 from .formats import Completion, Conversation, Messages, strings
+from .gguf_file import GgufFile, gguf_in
+from .gguf_tokenizer import tokenizer_of
 from .progress import Progress
 from .texts import Texts
 
@@ -183,11 +185,15 @@ class Tokenizer:
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
-        """Load a tokenizer.json, or a folder with one, as every Hugging Face model with a fast tokenizer has."""
+        """Load a tokenizer.json, or a folder with one, as every Hugging Face model with a fast tokenizer has, or with a GGUF
+        file."""
         import tokenizers
 
         folder = Path(path) if Path(path).is_dir() else Path(path).parent
         file = folder / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        if not file.exists() and (gguf := gguf_in(folder)) is not None:
+            inner, eos, chat, special = tokenizer_of(GgufFile(gguf))
+            return Tokenizer(inner, eos, chat, **special)
         if not file.exists():
             raise ValueError(f"tokenizer: {file} does not exist, wanted a tokenizer.json or a folder with one.")
         regular(file)

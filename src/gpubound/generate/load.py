@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..data import Tokenizer
+from ..data.gguf_file import gguf_in
 from ..data.tokenizer import adapt
 from ..device import host_bytes, label, usable_bytes
 from ..errors import DataError
@@ -188,7 +189,7 @@ def _from_checkpoint(
 
 
 def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
-    if (folder / "tokenizer.json").exists():
+    if (folder / "tokenizer.json").exists() or gguf_in(folder) is not None:
         return Tokenizer.load(folder)
     if not any((folder / name).exists() for name in SLOW):
         raise ValueError(f"{folder} has no tokenizer.json, and texts must become tokens; give one with --tokenizer FOLDER.")

@@ -39,7 +39,7 @@ def find_source(path: str | Path, trust_remote_code: bool = False) -> "Path | Ch
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").exists() or (folder / ADAPTER).exists()
+    return any((folder / name).exists() for name in ("config.json", ADAPTER)) or any(folder.glob("*.gguf"))
 
 
 def is_adapter(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..data.gguf_file import CURE as CURE, GgufFile, gguf_in
 from ..errors import DataError
 from ..files import read_json, regular, sibling
 from .registry import WRAPPERS
@@ -25,7 +26,6 @@ WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-CURE = "download the model again"
 LARGEST = 2**24  # of a size: the product of two still fits into the 63 bits in which torch counts bytes
 
 
@@ -33,8 +33,15 @@ class Beyond(DataError):
     """Raised for a valid config of a model that our decoder does not implement."""
 
 
+def has_config(folder: Path) -> bool:
+    """Return whether `read_config` finds a config, in config.json or in a GGUF file."""
+    return (folder / "config.json").exists() or gguf_in(folder) is not None
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
+        if (file := gguf_in(folder)) is not None:
+            return GgufFile(file).config()
         raise DataError(f"{folder} is not a Hugging Face model folder: it has no config.json; give a folder with one.")
     return read_json(folder / "config.json", CURE)
 
@@ -151,8 +158,11 @@ def layer_counts(about: dict[str, Any]) -> list[tuple[str, int]]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the single weight file, which has priority as in transformers, or the files that the index names."""
+    """Return the single weight file, which has priority as in transformers, or the files that the index names, or the GGUF
+    file."""
     index = path / INDEX
+    if (gguf := gguf_in(path)) is not None:
+        return [gguf]
     if (path / WEIGHTS).exists() or not index.exists():
         names = [WEIGHTS]
     else:

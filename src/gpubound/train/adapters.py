@@ -17,7 +17,8 @@ from ..layers.linear_product import multiply_by_records
 from ..layers.quantized_base import Base
 from ..lora.base import FORMATS, InCodes, report_quantised, suited
 from ..lora.layers import adapted_layers
-from ..models.folder import weight_files
+from ..models.folder import read_config, weight_files
+from ..models.quantized.choose import scheme_of
 from ..models.storing import allocate, read_parts, stored_state
 from ..trace import notice
 from .checkpoint import Checkpoint
@@ -59,6 +60,22 @@ def load_quantised(folder: str | Path, family: Any, format: str, device: torch.d
     return model
 
 
+def check_published(folder: str | Path, adapters: Lora | None) -> None:
+    """Raise ValueError if the folder's weights are quantised already, and would be trained or quantised again."""
+    if (scheme := scheme_of(Path(folder), read_config(Path(folder)))) is None:
+        return
+    if adapters is None:
+        raise ValueError(
+            f"model: {folder} is quantised ({scheme.name}), and such weights do not train; train adapters, lora: {{rank: 16}}, "
+            "or take the model's 16-bit weights."
+        )
+    if adapters.base is not None:
+        raise ValueError(
+            f"lora: base: got {adapters.base!r}, but {folder} is quantised already ({scheme.name}) and is read as it is; leave "
+            "base out."
+        )
+
+
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the part of the model's state that a run may change: without frozen parameters and quantisation scales."""
     state = model.state_dict(keep_vars=True)
@@ -76,7 +93,8 @@ def load_trained_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 def base_of(folder: str | Path) -> dict[str, int]:
     """Return the checksums of a Hugging Face folder's config and weights, at 2.8 GB/s."""
-    return {file.name: checksum(file) for file in (Path(folder, "config.json"), *weight_files(Path(folder)))}
+    files = [Path(folder, "config.json"), *weight_files(Path(folder))]
+    return {file.name: checksum(file) for file in files if file.exists()}  # a GGUF file has its config itself
 
 
 def check_base(folder: str | Path, now: dict[str, int], checkpoint: Checkpoint) -> None:

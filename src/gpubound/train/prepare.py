@@ -22,12 +22,14 @@ from ..formatting import readable
 from ..layers.embedding_and_head import head_of
 from ..lora.base import FORMATS, InCodes, encode as quantise, report_quantised
 from ..measure.memory_phases import MemoryPhases
+from ..models.folder import read_config
 from ..models.language_model import LanguageModel
+from ..models.quantized.choose import scheme_of
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
-from .adapters import add as add_adapters, base_of, check_base, frozen_bytes, load_quantised
+from .adapters import add as add_adapters, base_of, check_base, check_published, frozen_bytes, load_quantised
 from .changes import ALLOWED, allowed_keys, changes_rows, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
@@ -134,6 +136,8 @@ def report_resumption(run: Run, changes: dict[str, str]) -> None:
 def check_inputs(recipe: Recipe) -> None:
     """Raise the errors of the recipe's model and data that show without reading them."""
     check_model(recipe.model)
+    if not is_named(recipe.model):
+        check_published(recipe.model, recipe.adapters)
     check_data(recipe)
     stages = [own for _, own in recipe.stages()]
     for own in stages:
@@ -264,6 +268,8 @@ def build_shards(recipe: Recipe, tokenizer: Tokenizer, device: torch.device, ran
     adapters, dtype, folder = recipe.adapters, precision_named(recipe.precision_on(device)).dtype, Path(recipe.model)
     if is_named(recipe.model):
         return shard_deferred(lambda meta: _new(recipe, tokenizer, meta), blocks_of, ranks, dtype)
+    if scheme_of(folder, read_config(folder)) is not None:
+        raise ValueError(f"parallel: fsdp: {folder} is quantised already, and its codes are not sharded; take ddp.")
     outline = family_of(recipe.model).unread(folder)
     _check_vocabulary(recipe, tokenizer, outline)
 

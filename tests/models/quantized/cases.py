@@ -315,7 +315,10 @@ BLOCKS: dict[str, tuple[int, int, Callable[[np.random.Generator], tuple[bytes, l
 def gguf_tensor(
     name: str, g: np.random.Generator, rows: int, columns: int
 ) -> tuple[tuple[int, tuple[int, ...], bytes], Tensor]:
+    """Draw a tensor of 40 different blocks in random order."""
     kind, size, writer, _ = BLOCKS[name]
-    parts = [writer(g) for _ in range(rows * columns // size)]
-    numbers = torch.tensor([x for _, values in parts for x in values], dtype=torch.float64).view(rows, columns)
-    return (kind, (rows, columns), b"".join(raw for raw, _ in parts)), numbers
+    parts = [writer(g) for _ in range(40)]
+    order = g.integers(0, len(parts), rows * columns // size)
+    raw = np.array([np.frombuffer(raw, np.uint8) for raw, _ in parts])[order]
+    numbers = torch.tensor([values for _, values in parts], dtype=torch.float64)[torch.from_numpy(order)]
+    return (kind, (rows, columns), raw.tobytes()), numbers.view(rows, columns)

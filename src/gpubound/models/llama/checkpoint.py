@@ -11,11 +11,10 @@ import torch
 
 from ...data import Tokenizer
 from ...errors import DataError
-from ...files import read_json
 from ...layers.fused_weights import hooked
 from ...layers.linear_product import multiply_by_records
 from ...lora.layers import of_peft
-from ..folder import Beyond, ConfigFields, dtype_of, needs_transformers, read_config
+from ..folder import Beyond, ConfigFields, dtype_of, has_config, needs_transformers, read_config
 from ..language_model import LanguageModel
 from ..quantized.choose import scheme_of
 from ..quantized.fill import fill
@@ -51,8 +50,7 @@ def make(name: str, vocabulary: int, positions: int, device: torch.device) -> De
 
 
 def reads(folder: Path) -> bool:
-    file = folder / "config.json"
-    return file.exists() and read_json(file).get("model_type") in SUPPORTED
+    return has_config(folder) and read_config(folder).get("model_type") in SUPPORTED
 
 
 def sizes(model: LanguageModel) -> Sizes:

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from ...data.gguf_file import gguf_in
 from ...errors import DataError
-from ..folder import INDEX, WEIGHTS, Stored, stored_tensors
+from ..folder import Stored, stored_tensors
 from .bitsandbytes import FourBits, Int8
 from .fp8 import Fp8Scheme
 from .gguf import Gguf
@@ -16,7 +17,7 @@ READ = "GPTQ, AWQ, FP8, compressed-tensors of 4 and 8 bits, bitsandbytes and GGU
 
 def scheme_of(folder: Path, config: dict[str, Any]) -> Scheme | None:
     """Return the scheme of the folder's weights; None if they are not quantised. Raise DataError for an unknown one."""
-    if (file := gguf_file(folder)) is not None:
+    if (file := gguf_in(folder)) is not None:
         return Gguf(file)
     options = config.get("quantization_config", config.get("compression_config"))
     if options is None:
@@ -43,19 +44,6 @@ def _kind(options: dict[str, Any]) -> type[Scheme] | None:
             return Fp8Scheme
         return Integers if form in ("int-quantized", "pack-quantized", "naive-quantized") and types == {"int"} else None
     return {"gptq": Gptq, "awq": Awq, "fp8": Fp8Scheme}.get(str(method))
-
-
-def gguf_file(folder: Path) -> Path | None:
-    """Return the folder's GGUF file, if no safetensors hold its weights."""
-    if (folder / WEIGHTS).exists() or (folder / INDEX).exists():
-        return None
-    files = sorted(folder.glob("*.gguf"))
-    if len(files) > 1:
-        raise DataError(
-            f"{folder} holds {len(files)} GGUF files, first {files[0].name} and {files[1].name}; wanted one, in a folder for "
-            "itself."
-        )
-    return files[0] if files else None
 
 
 def numbers_stored(scheme: Scheme) -> dict[str, Stored]:

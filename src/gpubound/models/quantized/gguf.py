@@ -1,7 +1,6 @@
-"""A GGUF file: its header, its block formats, and the config of its model.
+"""The block formats of a GGUF file (data/gguf_file.py).
 
-A file begins with metadata (key, type, value) and the tensors' names, shapes (columns first), types and offsets; the data
-follow. A row of a tensor is blocks of 32 or 256 columns. Numbers are as llama.cpp computes them in fp32:
+A row of a tensor is blocks of 32 or 256 columns. Numbers are as llama.cpp computes them in fp32:
 
     Q4_0 (q - 8) d                Q4_1 q d + m        Q5_0 (q - 16) d        Q5_1 q d + m        Q8_0 q d      32 columns
     Q4_K, Q5_K q (d s) - (e m)    d, e fp16; s, m 6 bits for every 32 of 256 columns
@@ -10,32 +9,18 @@ follow. A row of a tensor is blocks of 32 or 256 columns. Numbers are as llama.c
 llama.cpp stores q and k of a Llama with the rows of each head in another order, which is undone.
 """
 
-import struct
 from collections.abc import Callable
-from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ...data.gguf_file import PLAIN, GgufFile, hf_name
 from ...errors import DataError
-from ..folder import CURE, Stored
+from ..folder import Stored
 from .scheme import Held, Scheme, Take, Values, Weight, hold_levels
-
-MAGIC, ALIGNMENT = b"GGUF", 32
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-STRING, ARRAY = 8, 9
-PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-NAMES = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-MODELS = ("llama", "qwen2", "qwen3")  # values of general.architecture
 
 
 class Blocks(NamedTuple):
@@ -45,86 +30,6 @@ class Blocks(NamedTuple):
     columns: int
     nbytes: int
     read: Callable[[Tensor, int], Weight]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of the file: its rows and columns, type, first byte."""
-
-    shape: tuple[int, ...]
-    type: int
-    start: int
-
-
-class GgufFile:
-    """Header of a GGUF file; `rows` reads a tensor's bytes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with path.open("rb") as file:
-            self._data = mmap(file.fileno(), 0, access=ACCESS_READ)
-        self._at = 0
-        try:
-            self._read_header()
-        except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
-            raise DataError(f"{path} is no whole GGUF file: {error}; {CURE}.") from error
-
-    def _read_header(self) -> None:
-        if self._data[:4] != MAGIC:
-            raise ValueError(f"it begins with {bytes(self._data[:4])!r}, not {MAGIC!r}")
-        self._at = 4
-        version = self._scalar("<I")
-        if version not in (2, 3):
-            raise ValueError(f"version {version}, wanted 2 or 3")
-        tensors, pairs = self._scalar("<Q"), self._scalar("<Q")
-        self.metadata: dict[str, Any] = {self._string(): self._value(self._scalar("<I")) for _ in range(pairs)}
-        found = []
-        for _ in range(tensors):
-            name, sizes = self._string(), [self._scalar("<Q") for _ in range(self._scalar("<I"))]
-            found.append((name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")))
-        alignment = self.metadata.get("general.alignment", ALIGNMENT)
-        start = -(-self._at // alignment) * alignment
-        self.tensors = {name: Entry(shape, kind, start + offset) for name, shape, kind, offset in found}
-
-    def _scalar(self, form: str) -> Any:
-        (value,) = struct.unpack_from(form, self._data, self._at)
-        self._at += struct.calcsize(form)
-        return value
-
-    def _string(self) -> str:
-        size = self._scalar("<Q")
-        self._at += size
-        if self._at > len(self._data):
-            raise ValueError("a string ends after the file")
-        return self._data[self._at - size : self._at].decode()
-
-    def _value(self, kind: int) -> Any:
-        if kind == STRING:
-            return self._string()
-        if kind == ARRAY:
-            of, count = self._scalar("<I"), self._scalar("<Q")
-            return [self._value(of) for _ in range(count)]
-        if kind not in SCALARS:
-            raise ValueError(f"a value of type {kind}")
-        return self._scalar(SCALARS[kind])
-
-    def numbers(self, name: str) -> Tensor:
-        """Return the tensor's bytes as rows, or its numbers where it is not quantised."""
-        entry = self.tensors[name]
-        if entry.type in PLAIN:
-            dtype = PLAIN[entry.type][1]
-            nbytes = dtype.itemsize * int(np.prod(entry.shape))
-            return self._bytes(name, entry.start, nbytes).view(dtype).view(entry.shape)
-        blocks = TYPES[entry.type]
-        columns = entry.shape[-1]
-        rows = int(np.prod(entry.shape[:-1]))
-        nbytes = rows * columns // blocks.columns * blocks.nbytes
-        return self._bytes(name, entry.start, nbytes).view(rows, -1, blocks.nbytes)
-
-    def _bytes(self, name: str, start: int, nbytes: int) -> Tensor:
-        if start + nbytes > len(self._data):
-            raise DataError(f"{self.path} ends within {name}; {CURE}.")
-        return torch.from_numpy(np.frombuffer(self._data, np.uint8, nbytes, start).copy())
 
 
 def half(blocks: Tensor, at: int) -> Tensor:
@@ -221,21 +126,14 @@ class Gguf(Scheme):
         super().__init__(path.parent, stored, {})
         kinds = {about.dtype for about in stored.values() if about.dtype not in ("F32", "F16", "BF16")}
         self.name = f"GGUF, {', '.join(sorted(kinds))}"
-        about = self.file.metadata
-        self.heads = {"q_proj": about[self.key("attention.head_count")]} if self.permuted else {}
-        if self.permuted:
-            self.heads["k_proj"] = about.get(self.key("attention.head_count_kv"), self.heads["q_proj"])
+        self.heads: dict[str, int] = {}
+        if self.file.architecture == "llama":
+            self.heads["q_proj"] = self.file.value("attention.head_count")
+            self.heads["k_proj"] = self.file.value("attention.head_count_kv", self.heads["q_proj"])
         for name, one in stored.items():
             layer, _, part = name.rpartition(".")
             if part == "weight" and len(one.shape) == 2 and one.dtype in kinds:
                 self.layers[layer] = one.shape[0], one.shape[1]
-
-    @property
-    def permuted(self) -> bool:
-        return self.file.metadata.get("general.architecture") == "llama"
-
-    def key(self, name: str) -> str:
-        return f"{self.file.metadata.get('general.architecture')}.{name}"
 
     def tensors(self, layer: str) -> list[str]:
         return [f"{layer}.weight"]
@@ -256,53 +154,17 @@ class Gguf(Scheme):
         return numbers if order is None else numbers[order.to(numbers.device)]
 
     def raw(self, name: str) -> Tensor:
-        return self.file.numbers(self._theirs[name])
+        """Read a tensor's numbers, or its blocks (rows, blocks of a row, bytes)."""
+        name = self._theirs[name]
+        entry = self.file.tensors[name]
+        if entry.type in PLAIN:
+            dtype = PLAIN[entry.type][1]
+            return self.file.bytes(name, dtype.itemsize * prod(entry.shape)).view(dtype).view(entry.shape)
+        blocks, rows = TYPES[entry.type], prod(entry.shape[:-1])
+        nbytes = rows * entry.shape[-1] // blocks.columns * blocks.nbytes
+        return self.file.bytes(name, nbytes).view(rows, -1, blocks.nbytes)
 
     def _order(self, layer: str, rows: int) -> Tensor | None:
         """Return the order of the rows of q or k: llama.cpp alternates those of a head's first and second half."""
         heads = self.heads.get(layer.rpartition(".")[2])
         return None if heads is None else torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
-
-    def config(self) -> dict[str, Any]:
-        """Return the config.json of the model that the file describes."""
-        about, model = self.file.metadata, self.file.metadata.get("general.architecture")
-        if model not in MODELS:
-            raise DataError(f"{self.file.path}: general.architecture: got {model!r}, wanted one of {', '.join(MODELS)}.")
-        need = {
-            "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length", "num_hidden_layers": "block_count",
-            "num_attention_heads": "attention.head_count", "max_position_embeddings": "context_length",
-            "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-        }  # fmt: skip
-        if missing := [key for key in map(self.key, need.values()) if key not in about]:
-            raise DataError(f"{self.file.path} has no {missing[0]}; {CURE}.")
-        config = {ours: about[self.key(theirs)] for ours, theirs in need.items()}
-        scaled = about.get(self.key("rope.scaling.type"), "none") != "none" or "rope_freqs.weight" in self.file.tensors
-        if scaled:
-            raise DataError(
-                f"{self.file.path}: its rotary angles are scaled, which its metadata describe in part; put the model's own "
-                "config.json into the folder."
-            )
-        heads = config["num_attention_heads"]
-        return config | {
-            "model_type": model,
-            "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model] + "ForCausalLM"],
-            "num_key_value_heads": about.get(self.key("attention.head_count_kv"), heads),
-            "head_dim": about.get(self.key("attention.key_length"), config["hidden_size"] // heads),
-            "rope_theta": about.get(self.key("rope.freq_base"), 10000.0),
-            "vocab_size": self.stored["model.embed_tokens.weight"].shape[0],
-            "tie_word_embeddings": "lm_head.weight" not in self.stored,
-            "hidden_act": "silu",
-            "dtype": "float16",
-            "bos_token_id": about.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": about.get("tokenizer.ggml.eos_token_id"),
-            "pad_token_id": about.get("tokenizer.ggml.padding_token_id"),
-        }
-
-
-def hf_name(name: str) -> str:
-    """Return Hugging Face's name of a tensor: blk.0.attn_q.weight is model.layers.0.self_attn.q_proj.weight."""
-    stem, _, part = name.rpartition(".")
-    block, _, rest = stem.removeprefix("blk.").partition(".")
-    if stem.startswith("blk."):
-        return f"model.layers.{block}.{NAMES.get(rest, rest)}.{part}"
-    return f"{NAMES.get(stem, stem)}.{part}"

@@ -1,0 +1,214 @@
+"""Quantised folders as a whole: GGUF files, models of transformers, memory while they are read, and what is refused."""
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gpubound as gb
+from gpubound.data import Tokenizer
+from gpubound.errors import DataError
+from gpubound.layers.linear_product import format_of
+from gpubound.layers.quantized_base import Base, dequantised
+from gpubound.models import Decoder, DecoderConfig
+from gpubound.models.hf_loading import load_foreign
+from gpubound.models.llama.checkpoint import load_hf, reads
+
+from .cases import BLOCKS, gguf_tensor, write, write_gguf
+
+SMALL = DecoderConfig(hidden=256, intermediate=256, layers=1, heads=4, kv_heads=2, vocabulary=64)
+WORDS = ["<|end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "th", "the", "Ġthe", "in", "ing"]
+NAMES = {
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
+
+
+def gguf_folder(folder: Path, kinds: dict[str, str], architecture: str = "llama") -> dict[str, torch.Tensor]:
+    """Write a GGUF file alone; return Hugging Face's weights by name, in fp64 those of blocks."""
+    model, g = Decoder(SMALL), np.random.default_rng(0)
+    numbers: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
+
+    def plain(name: str, ours: str, value: torch.Tensor) -> None:
+        tensors[name], numbers[ours] = (0, tuple(value.shape), value.detach().numpy().tobytes()), value.detach()
+
+    embedding, blocks = gguf_tensor("Q8_0", g, SMALL.vocabulary, SMALL.hidden)
+    tensors["token_embd.weight"], numbers["model.embed_tokens.weight"] = embedding, blocks
+    plain("output.weight", "lm_head.weight", model.lm_head.weight)
+    plain("output_norm.weight", "model.norm.weight", torch.rand(SMALL.hidden) + 0.5)
+    for n in range(SMALL.layers):
+        for theirs, ours in (("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")):
+            plain(f"blk.{n}.{theirs}.weight", f"model.layers.{n}.{ours}.weight", torch.rand(SMALL.hidden) + 0.5)
+        for short, theirs in NAMES.items():
+            part = "self_attn" if short in "qkvo" else "mlp"
+            name = f"model.layers.{n}.{part}.{short}_proj"
+            tensor, values = gguf_tensor(kinds[short], g, *model.get_submodule(name).weight.shape)
+            heads = {"q": SMALL.heads, "k": SMALL.kv_heads}.get(short)
+            if heads and architecture == "llama":  # row r of half h of a head is at 2 r + h
+                width = len(values) // heads
+                rows = [head * width + 2 * r + h for head in range(heads) for h in (0, 1) for r in range(width // 2)]
+                values = values[rows]
+            tensors[f"blk.{n}.{theirs}.weight"], numbers[f"{name}.weight"] = tensor, values
+    tokens = WORDS + [f"<{n}>" for n in range(SMALL.vocabulary - len(WORDS))]
+    about = {
+        "general.architecture": architecture, "block_count": SMALL.layers, "embedding_length": SMALL.hidden,
+        "feed_forward_length": SMALL.intermediate, "attention.head_count": SMALL.heads, "context_length": 64,
+        "attention.head_count_kv": SMALL.kv_heads, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 500.0,
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] + [1] * (len(tokens) - 1), "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.merges": ["t h", "th e", "Ġ the", "i n", "in g"],
+    }  # fmt: skip
+    whole = ("general", "tokenizer")
+    metadata = {key if key.startswith(whole) else f"{architecture}.{key}": value for key, value in about.items()}
+    write_gguf(folder / "model.gguf", metadata, tensors)
+    return numbers
+
+
+ALL_Q8 = dict.fromkeys(NAMES, "Q8_0")
+MIXED = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "o": "Q4_K", "gate": "Q4_K", "up": "Q4_K", "down": "Q6_K"}
+
+
+@pytest.mark.parametrize("architecture, kinds", [("llama", MIXED), ("qwen3", ALL_Q8), ("llama", dict.fromkeys(NAMES, "Q4_0"))])
+def test_a_gguf_file_alone_is_a_model(tmp_path, architecture, kinds):
+    numbers = gguf_folder(tmp_path, kinds, architecture)
+    assert reads(tmp_path)
+    if architecture == "qwen3":  # whose q_norm and k_norm it lacks
+        with pytest.raises(DataError, match="q_norm"):
+            load_hf(tmp_path)
+        return
+    model = load_hf(tmp_path, dtype=torch.float32).eval()
+    config = model.config
+    assert (config.rope_theta, config.positions, config.tied) == (500.0, 64, False)
+    for name, wanted in numbers.items():
+        p = model.get_parameter(name)
+        values = dequantised([p], torch.float32) if format_of(p).coded else p
+        assert torch.equal(values, wanted.float()), name
+    kind = BLOCKS[kinds["v"]][3]
+    assert format_of(model.get_submodule("model.layers.0.self_attn.v_proj").weight).name == kind
+    assert len(gb.decoder(model, max_length=32).generate([[1, 2, 3]], max_new_tokens=4, stop=()).tokens[0]) == 4
+
+
+def test_the_tokenizer_of_a_gguf_file(tmp_path):
+    gguf_folder(tmp_path, ALL_Q8)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.eos == 0 and tokenizer.vocab_size == SMALL.vocabulary
+    ids = tokenizer.encode("singing the")
+    assert [tokenizer.inner.id_to_token(i) for i in ids] == ["s", "ing", "ing", "Ġthe"]
+    assert tokenizer.decode(ids) == "singing the"
+    assert tokenizer.encode("<|end|>a") == [0, 1]
+
+
+def test_a_damaged_gguf_file_is_named(tmp_path):
+    gguf_folder(tmp_path, ALL_Q8)
+    file = tmp_path / "model.gguf"
+    whole = file.read_bytes()
+    for size in (3, 30, 2000, len(whole) - 400_000):
+        file.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=r"model\.gguf"):
+            load_hf(tmp_path)
+    file.write_bytes(b"GGML" + whole[4:])
+    with pytest.raises(DataError, match="GGML"):
+        load_hf(tmp_path)
+    file.write_bytes(whole)
+    (tmp_path / "other.gguf").write_bytes(whole)
+    with pytest.raises(DataError, match="2 GGUF files"):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq-asymmetric", "fp8-blocks", "nf4"])
+def test_a_model_of_transformers_keeps_its_codes(tmp_path, name):
+    """Beyond our Decoder, here by the scaling of its rotary angles."""
+    pytest.importorskip("transformers")
+    numbers = write(tmp_path, name)
+    about = json.loads((tmp_path / "config.json").read_text())
+    scaling = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (tmp_path / "config.json").write_text(json.dumps(about | {"rope_parameters": scaling, "rope_scaling": scaling}))
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert sum(isinstance(m, Base) for m in model.modules()) == 14
+    twin = type(model)(model.config).eval()
+    twin.load_state_dict({key: value.float() for key, value in numbers.items()})
+    ids = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-5, atol=1e-5)
+    decoder = gb.decoder(model, max_length=32)
+    assert decoder.path == "", decoder.path
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **settings)[0, 4:].tolist()
+    assert decoder.generate(ids.tolist(), max_new_tokens=8).tokens == [wanted]
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"quant_method": "quip"}, "'quip'"),
+        ({"quant_method": "gptq", "bits": 3}, "got 3, wanted 4 or 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"\(4, 'gemv'\)"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "nvfp4"),
+        ([], r"got \[\], wanted an object"),
+    ],
+)
+def test_an_unknown_quantisation_is_one_sentence(tmp_path, options, said):
+    write(tmp_path, "gptq")
+    about = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": options}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(DataError, match=said) as error:
+        load_hf(tmp_path)
+    assert "wanted" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_missing_and_misshapen_parts_are_named(tmp_path):
+    write(tmp_path, "fp8-blocks")
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    save_file({key: t for key, t in whole.items() if key != name}, file)
+    with pytest.raises(DataError, match="down_proj"):
+        load_hf(tmp_path)
+    save_file(whole | {name: whole[name][:1].contiguous()}, file)
+    with pytest.raises(DataError, match=r"down_proj: got scales \(1, 4\)"):
+        load_hf(tmp_path)
+
+
+def test_reading_holds_the_codes_and_one_layer(tmp_path):
+    config = DecoderConfig(hidden=256, intermediate=1024, layers=6, heads=4, kv_heads=2, vocabulary=64)
+    write(tmp_path, "awq", config)
+    with Alive() as alive:
+        model = load_hf(tmp_path, dtype=torch.bfloat16)
+    weights, layer = 6 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 1024 * 256), 1024 * 256
+    kept = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert kept < 0.6 * weights, "4.4 bits a weight, the embedding and the head"
+    # A layer's levels are a byte each, and four while they are unpacked and packed.
+    assert alive.peak < kept + 14 * layer
+    assert alive.peak < 2 * weights / 2, "half of the model in 16 bits"
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes that were alive at a time, by the storages of the results of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, tuple[int, list[weakref.ref]]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self.tensors.setdefault(storage.data_ptr(), (storage.nbytes(), []))[1].append(weakref.ref(tensor))
+        self.tensors = {key: one for key, one in self.tensors.items() if any(ref() is not None for ref in one[1])}
+        self.peak = max(self.peak, sum(size for size, _ in self.tensors.values()))
+        return result
