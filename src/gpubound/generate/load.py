@@ -26,6 +26,7 @@ from ..models.folder import (
     read_generation,
 )
 from ..models.hf_loading import load_foreign
+from ..models.quantized.choose import scheme_of
 from ..models.registry import family_of, is_named, is_quantized
 from ..trace import fallback
 from ..train.adapters import base_of, check_base, load_trained_state, merge, trained_state
@@ -152,6 +153,7 @@ def _from_folder(
     reason = None
     try:
         family_of(str(folder)).config_of(config, folder)
+        scheme_of(folder, config)
     except Beyond:
         reason = f"it is a {config.get('model_type')!r} model beyond our own decoder"
     if reason is None:

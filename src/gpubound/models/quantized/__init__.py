@@ -7,5 +7,6 @@ choose.py finds the scheme of a folder; fill.py fills a model, and hf.py one of 
 fp8.py          compressed-tensors and fine-grained FP8: a scale a weight, a row or a block
 int4.py         GPTQ, AWQ, and integers of compressed-tensors
 bitsandbytes.py NF4 and FP4, with and without double quantisation; int8
+mxfp4.py        experts of gpt-oss
 gguf.py         a GGUF file: its header, config and block formats
 """

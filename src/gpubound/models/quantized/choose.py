@@ -5,18 +5,19 @@ from typing import Any
 
 from ...data.gguf_file import gguf_in
 from ...errors import DataError
-from ..folder import Stored, stored_tensors
+from ..folder import Beyond, Stored, stored_tensors
 from .bitsandbytes import FourBits, Int8
 from .fp8 import Fp8Scheme
 from .gguf import Gguf
 from .int4 import Awq, Gptq, Integers
+from .mxfp4 import Mxfp4
 from .scheme import Scheme
 
-READ = "GPTQ, AWQ, FP8, compressed-tensors of 4 and 8 bits, bitsandbytes and GGUF"
+READ = "GPTQ, AWQ, FP8, MXFP4, compressed-tensors of 4 and 8 bits, bitsandbytes and GGUF"
 
 
 def scheme_of(folder: Path, config: dict[str, Any]) -> Scheme | None:
-    """Return the scheme of the folder's weights; None if they are not quantised. Raise DataError for an unknown one."""
+    """Return the scheme of the folder's weights; None if they are not quantised. Raise Beyond for an unknown one."""
     if (file := gguf_in(folder)) is not None:
         return Gguf(file)
     options = config.get("quantization_config", config.get("compression_config"))
@@ -27,11 +28,17 @@ def scheme_of(folder: Path, config: dict[str, Any]) -> Scheme | None:
     kind = _kind(options)
     if kind is None:
         what = " ".join(str(options[key]) for key in ("quant_method", "format") if key in options) or sorted(options)
-        raise DataError(
+        raise Beyond(
             f"{folder / 'config.json'}: quantization_config: got {what!r}, wanted one of {READ}; take another quantisation of "
             "the model, or its 16-bit weights."
         )
-    return kind(folder, stored_tensors(folder), options)
+    scheme = kind(folder, stored_tensors(folder), options)
+    if expert := next((layer for layer in scheme.layers if ".experts." in layer), None):
+        raise Beyond(
+            f"{folder / 'config.json'}: quantization_config: got {scheme.name} of experts, first {expert}, wanted dense "
+            "layers, or gpt-oss in MXFP4; take another quantisation of the model, or its 16-bit weights."
+        )
+    return scheme
 
 
 def _kind(options: dict[str, Any]) -> type[Scheme] | None:
@@ -43,7 +50,7 @@ def _kind(options: dict[str, Any]) -> type[Scheme] | None:
         if form in ("float-quantized", "naive-quantized") and types == {"float"}:
             return Fp8Scheme
         return Integers if form in ("int-quantized", "pack-quantized", "naive-quantized") and types == {"int"} else None
-    return {"gptq": Gptq, "awq": Awq, "fp8": Fp8Scheme}.get(str(method))
+    return {"gptq": Gptq, "awq": Awq, "fp8": Fp8Scheme, "mxfp4": Mxfp4}.get(str(method))
 
 
 def numbers_stored(scheme: Scheme) -> dict[str, Stored]:

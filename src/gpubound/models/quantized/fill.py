@@ -56,7 +56,8 @@ def fill(model: Model, scheme: Scheme, device: torch.device, dtype: torch.dtype)
         read.add(tensor.data_ptr())
     if absent := [name for name, address in missing if address not in read]:  # a tied one was read under another name
         raise DataError(f"{scheme.folder} lacks {absent[:3]} ({len(absent)} tensors in all); {CURE}.")
-    kinds, reasons, nbytes = Counter[str](), dict[str, list[str]](), 0
+    kinds, reasons = Counter[str](), dict[str, list[str]]()
+    nbytes = of_modules = scheme.read_modules(model, take)
     for name, layer in layers.items():
         kind, why = _fill_layer(name, layer, scheme, take, device, dtype)
         kinds[kind] += 1
@@ -70,6 +71,8 @@ def fill(model: Model, scheme: Scheme, device: torch.device, dtype: torch.dtype)
         fallback(f"{scheme.folder.name}: {len(names)} quantised weights", f"{names[0]}{rest} are read in {precision}: {why}")
     held = ", ".join(f"{count} weights in {kind}" for kind, count in kinds.items() if kind)
     wide = f"; embedding or head in {precision}" * bool(widened)
+    if of_modules:
+        held = ", ".join(filter(None, (held, "experts")))
     if held:
         notice(f"{scheme.folder.name}: {scheme.name}: {held} as published, {readable(nbytes)}{wide}.")
     return model

@@ -167,4 +167,4 @@ class Gguf(Scheme):
     def _order(self, layer: str, rows: int) -> Tensor | None:
         """Return the order of the rows of q or k: llama.cpp alternates those of a head's first and second half."""
         heads = self.heads.get(layer.rpartition(".")[2])
-        return None if heads is None else torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+        return None if heads is None else torch.arange(rows, device="cpu").view(heads, -1, 2).transpose(1, 2).flatten()

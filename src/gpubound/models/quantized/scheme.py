@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...errors import DataError
 from ...kernels.packed_weights import TABLE, Packed, pack_levels
@@ -63,6 +63,10 @@ class Scheme:
     def dense(self, name: str, take: Take) -> Tensor:
         """Read a tensor that is not quantised."""
         return take(name)
+
+    def read_modules(self, model: nn.Module, take: Take) -> int:
+        """Read the weights of modules that are no linear layers. Return their bytes."""
+        return 0
 
     def plain_names(self) -> set[str]:
         """Return the names of tensors that are not quantised."""
