@@ -8,6 +8,7 @@ from torch import nn
 
 from gpubound.graph import capture, memory, recording
 from gpubound.graph.memory import EQUAL, CopyBudget, StorageCopy, difference, elements_of
+from gpubound.kernels.tensor_state import made_record
 from tests.messages import message
 
 from .cases import drawn, said
@@ -43,6 +44,21 @@ class TestMemory:
         assert live.equal(drawn(7, seed=1))
         kept.restore()
         assert live.view(torch.uint8).equal(first.view(torch.uint8))
+
+    def test_dequantised_numbers_are_compared_a_few_at_a_time(self, monkeypatch):
+        """The intermediates in fp64 are many times as large: of 16 million numbers at once they took 0.7 GB of a small GPU."""
+        live, sizes, compare = torch.arange(-4, 5, dtype=torch.int8), [], memory._largest_difference
+
+        def noting(pairs):
+            pairs = list(pairs)
+            sizes.extend(t.nbytes for pair in pairs for t in pair)
+            return compare(pairs)
+
+        monkeypatch.setattr(memory, "_largest_difference", noting)
+        made_record(live).numbers = lambda raw: iter([raw.view(torch.int8).float() / 4])
+        kept = StorageCopy(live, "", CopyBudget(CPU))
+        live[6] = 3
+        assert kept.difference().absolute == 1 / 4 and sum(sizes) == 2 * 9 * 4 and max(sizes) <= memory.COMPARED
 
     def test_zeros_take_nothing_until_they_change(self):
         live = torch.zeros(9, dtype=torch.int16)
