@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..device import constant
 from .dispatch import implementation, require
-from .registry import definition, draw
+from .registry import definition, draw, frozen
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -109,7 +109,7 @@ def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
     return implementation("dequantize_nf4", out)(weight, out)
 
 
-@definition(lambda g: (to_nf4(draw(g, 9, 64 * 31).detach()), draw(g, 9, 64 * 31).detach()))
+@definition(lambda g: (to_nf4(draw(g, 9, 64 * 31).detach()), frozen(draw(g, 9, 64 * 31))))
 @torch.no_grad()
 def dequantize_nf4_reference(weight: Nf4, out: Tensor) -> Tensor:
     codes, largest = weight.codes, absmax_of(weight)
