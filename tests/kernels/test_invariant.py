@@ -6,6 +6,7 @@ import torch
 from gpubound import kernels
 from gpubound.kernels.invariant import BLOCK
 from gpubound.kernels.registry import load
+from gpubound.kernels.triton import invariant as fast
 
 from .cases import TOLERANCE, draw, pairwise, same
 
@@ -38,7 +39,11 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(device, dtype, source)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("inputs, outputs", [(1024, 6144), (3072, 1024), (2048, 1024), (1024, 50304), (1040, 72)])
-def test_every_tile_of_a_product_has_the_same_bits(device, inputs, outputs):
+@pytest.mark.parametrize("alone", [True, False])
+def test_every_tile_of_a_product_has_the_same_bits(device, inputs, outputs, alone, monkeypatch):
+    """alone: without torch's products."""
+    if alone:
+        monkeypatch.setattr(fast, "_equal_to_torch", lambda x, weight: False)
     x, weight = draw(device, torch.bfloat16, 4096, inputs), draw(device, torch.bfloat16, outputs, inputs, seed=1)
     y = kernels.invariant_linear(x, weight)
     for rows in (1, 8, 33, 64, 200, 256, 1024):

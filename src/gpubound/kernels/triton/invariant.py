@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -169,6 +170,34 @@ def _chip(x: Tensor) -> Chip:
 
 @torch.no_grad()
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if bias is None and _equal_to_torch(x, weight):
+        return F.linear(x, weight)
+    return _linear(x, weight, bias)
+
+
+_equal: dict[tuple[Any, ...], bool] = {}  # whether torch's product has the kernel's bits, by sizes, dtype and device
+
+
+def _equal_to_torch(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's product (cuBLAS) is known to have the bits of the kernel for these sizes.
+
+    It has where it does not split the sum (H200: of 35 sizes all but few rows of 3,072 inputs), and is faster: 256 rows of a
+    0.6b model's layer take 29 us in place of 37. The first call tries it on random numbers, and waits for the device; inside a
+    capture the kernel computes sizes that were not tried.
+    """
+    if not x.is_cuda or not _described(x, weight):
+        return False
+    key = *x.shape, len(weight), x.dtype, x.device
+    if key not in _equal:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        draws = torch.Generator(x.device).manual_seed(0)
+        a, b = (torch.randn(t.shape, generator=draws, device=t.device, dtype=t.dtype) for t in (x, weight))
+        _equal[key] = torch.equal(F.linear(a, b), _linear(a, b, None))
+    return _equal[key]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, inputs), outputs = x.shape, len(weight)
     y, multiprocessors = torch.empty(rows, outputs, device=x.device, dtype=x.dtype), _chip(x).sms
     described = _described(x, weight, y)
