@@ -9,6 +9,7 @@ from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
 from gpubound.kernels.decode_product import EARLY, LATE, Norm
 from gpubound.kernels.plans.types import AttentionPlan
 from gpubound.kernels.registry import load
+from gpubound.kernels.triton import decode_attention as fast
 from tests.messages import message
 
 from .cases import TOLERANCE, draw, pairwise, same
@@ -65,6 +66,15 @@ def test_a_window_hides_what_is_older(device, window):
     same("out", got, want, 1e-5)
     if window < 149:
         assert not torch.allclose(got[-1], case("triton")[0][-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_fill_a_gpu_have_a_plan_of_their_own(device, dtype, monkeypatch):
+    monkeypatch.setattr(fast, "MANY", 1)
+    case = Case(device, dtype, [0, 31, 33, 149], normed=True)
+    asked = plans.asked_by(lambda: case("triton", tiles=32))
+    assert [job.way for job in asked] == ["many"]
+    same("out", case("triton", tiles=32)[0], case("reference")[0], max(TOLERANCE[dtype], 1e-5))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 16])

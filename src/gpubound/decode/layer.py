@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels import add_norm, norm_rows, rms_norm, rope
-from ..kernels.decode_attention import Heads, Scratch
+from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
 from ..layers.attention import attend
@@ -33,6 +33,7 @@ GEMV_ROWS = 8  # the most rows of a GEMV, whose kernels give a row the same bits
 # H200, a step of 1 row at 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by
 # themselves: 32 rows at 160 tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
 GEMV_SPLITS, GEMM_SPLITS = (32, 1), (16, 4)
+MANY_SPLITS = 16, 32  # where every row and kv head has a program already: those that find no part only take time
 SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
@@ -135,7 +136,7 @@ class CachedAttention(Part):
         self.o = self.product(form.stacked(w.o), w.o)
         self._qkv = workspace.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
         self._mixed = workspace.buffer("mixed", rows, s.heads * s.head_dim, dtype=workspace.dtype)
-        most = max(n * _splits(n)[0] for n in (rows, min(rows, GEMV_ROWS)))
+        most = max(n * _splits(n, s.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
         self._partial = workspace.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = workspace.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
         self._angles = workspace.no_rotation if w.table is None else workspace.tables[w.table]
@@ -184,7 +185,7 @@ class CachedAttention(Part):
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.workspace.shape, self.weights
         heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0)
-        splits, tiles = _splits(rows)
+        splits, tiles = _splits(rows, s.kv_heads)
         partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
         scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)
         self.workspace.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
@@ -331,5 +332,7 @@ def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def _splits(rows: int) -> tuple[int, int]:
-    return GEMV_SPLITS if rows <= GEMV_ROWS else GEMM_SPLITS
+def _splits(rows: int, kv_heads: int) -> tuple[int, int]:
+    if rows <= GEMV_ROWS:
+        return GEMV_SPLITS
+    return MANY_SPLITS if rows * kv_heads >= MANY else GEMM_SPLITS

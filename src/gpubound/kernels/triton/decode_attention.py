@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_attention import LARGEST, TINY, Heads, LayerCache, Scratch, written
+from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, written
 from ..decode_product import EARLY, Norm
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from ._launch import bump_versions, launch, options
@@ -435,7 +435,8 @@ def decode_attention(
             dependent == EARLY, num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
-    launch(job_of("decode_attention", "", (group, D // 2, KV, wide_dtype), cache.k), run)
+    way = "many" if position.numel() * KV >= MANY else ""
+    launch(job_of("decode_attention", way, (group, D // 2, KV, wide_dtype), cache.k), run)
     results = written(cache, out)
     bump_versions(*results)
     return results
