@@ -112,7 +112,7 @@ def write_examples(out: Path, quick: bool) -> None:
 
 def of_ours(out: Path, name: str) -> dict[str, Any]:
     """The held-out loss by epoch, losses of steps, and the seconds of an epoch after the first: training alone."""
-    records = [json.loads(line) for line in (out / name / "steps.jsonl").open()]
+    records = [json.loads(line) for line in (out / name / "steps.jsonl").read_text().splitlines()]
     evaluated = [record for record in records if "held_out" in record]
     seconds, epoch = [record["seconds"] for record in records if "seconds" in record], len(records) // max(1, len(evaluated))
     later = seconds[epoch:] or seconds
@@ -211,7 +211,7 @@ def measured(session: Session, runs: list[str], peers: list[str], options: argpa
     """Train with seed 0 one after another, then the other seeds at once while the first are judged, and print both tables."""
     import torch
 
-    chats = [json.loads(line)["messages"] for line in (session.out / "chats-eval.jsonl").open()]
+    chats = [json.loads(line)["messages"] for line in (session.out / "chats-eval.jsonl").read_text().splitlines()]
     found: dict[str, dict[str, Any]] = {}
 
     def collect(name: str, process: subprocess.Popen, began: float | None = None) -> None:

@@ -92,6 +92,8 @@ def test_a_run_takes_negatives_in_chunks(rows, base, tmp_path):
     options = {"temperature": 0.1, "negatives": 1, "chunk": 4}
     run, records = train(of_classes(rows, base, tmp_path / "run", objective_options=options, **of))
     assert run.stage.recipe.micro_batch == 6 and run.stage.training.group == 3 and "accuracy" in records[-1]
+    with pytest.raises(ValueError, match="multiple of 3"):
+        prepare(of_classes(rows, base, tmp_path / "odd", objective_options=options, **of | {"micro_batch": 7}), progress=False)
     with pytest.raises(ValueError, match="negatives: 1"):
         prepare(of_classes(rows, base, tmp_path / "other", objective_options={"negatives": 2}, **of), progress=False)
 

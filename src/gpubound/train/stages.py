@@ -132,6 +132,11 @@ class Stage:
         packing = self.packing
         if self.training.masked and not any(mask.any() for mask in self.training.masks()):
             raise DataError(f"{where}data: the training documents hold no token to learn; give chats with assistants' turns.")
+        if recipe.micro_batch % packing.group:
+            raise ValueError(
+                f"{where}micro_batch: got {recipe.micro_batch} rows, wanted a multiple of {packing.group}: so many belong "
+                f"together."
+            )
         if not packing.batches(recipe.micro_batch):
             facts = "" if recipe.pack == "stream" else f" ({packing})"
             raise DataError(
