@@ -10,7 +10,7 @@ from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch import watch
-from gpubound.watch.events import NUMBER
+from gpubound.watch.events import NUMBER, cause_of
 from gpubound.watch.pretend import simgpu
 
 from .evidences import at, row, seen
@@ -71,7 +71,44 @@ def test_a_value_that_is_shown(capsys):
         total.append(loss.item() + len(text))
 
     fixes = list(named(step).values())
-    assert sorted(map(fixes.count, (remedies.RARELY, remedies.LATER))) == [1, 2] and len(fixes) == 4
+    assert [*map(fixes.count, (remedies.RARELY, remedies.LATER, remedies.SUMMED))] == [2, 1, 1] and len(fixes) == 4
+
+
+def test_a_value_whose_name_is_only_shown(capsys):
+    """The print may be of several lines, and the name may be read in it alone."""
+    loss, best = torch.ones((), device=simgpu()), 0.0
+
+    def step():
+        shown = loss.mean().item()
+        decides = loss.mean().item()
+        print(
+            "loss",
+            shown,
+            loss.item(),
+        )
+        if decides > best:
+            print("best", decides)
+
+    general = cause_of("sync", "item").remedy
+    assert list(named(step).values()).count(remedies.RARELY) == 2
+    assert [code for code, fix in named(step).items() if fix == general] == ["decides = loss.mean().item()"]
+
+
+def test_a_sum_and_what_is_shown_rarely(capsys):
+    loss, counter = torch.ones((), device=simgpu()), iter(range(9))
+
+    def step(total=0.0):
+        total += loss.item()
+        if next(counter) % 4 == 0:
+            print(loss.item())
+        return total
+
+    with watch(device=simgpu()) as ledger:
+        for _ in range(4):
+            step()
+            ledger.step()
+    found = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted)).findings
+    assert [finding.fix for finding in found] == [remedies.SUMMED, remedies.RARE]
 
 
 def test_an_index_of_numpy_is_copied_each_time():

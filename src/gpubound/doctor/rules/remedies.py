@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import linecache
 import re
+from functools import lru_cache
 
 from ...watch.events import NUMBER, SCALARS, cause_of
 from ...watch.ledger import LedgerRow
+from ...watch.source_line import Site
 
 # Files in which a library reads or copies, and what its caller can do about it.
 LIBRARIES = {
@@ -27,6 +31,10 @@ SHOWN = re.compile(
 )
 METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
+RARE = "it is shown in few steps already; raise the interval if its price is worth it"
+OFTEN = 0.5  # a step
+SUMMED = "add up or collect loss.detach() instead, and read the result when it is shown"
+APPENDED = re.compile(r"\.append\(.*\.item\(\)")
 LATER = "give the meter loss.detach(), and read its sum when it is shown"
 VALUES = frozenset({"item", "print", SCALARS})  # reads of a value, not of a size and not of a mask
 INDEX = "copy the index to the device once: index = torch.as_tensor(index, device=x.device)"
@@ -36,16 +44,68 @@ SCALAR = 16  # bytes
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)
 
 
-def of_read(row: LedgerRow) -> str:
-    """Return the remedy of a wait."""
+def of_read(row: LedgerRow, count: float = 1.0) -> str:
+    """Return the remedy of a wait. `count` is how often it is a step."""
     if row.place.through:  # events.THROUGH has its cause
         return cause_of("sync", row.what, row.place.through).remedy
     if remedy := _of_library(row):
         return remedy
-    code = row.place.site.code if row.place.site else ""
-    if row.what in VALUES and METER.search(code):
+    if row.what in VALUES and row.place.site is not None:
+        return _of_value(row.place.site, count) or cause_of("sync", row.what).remedy
+    return cause_of("sync", row.what).remedy
+
+
+def _of_value(site: Site, count: float) -> str:
+    """Return the remedy of a value that is read to be shown or summed; empty for one that decides something."""
+    statement, scope = _statement(site)
+    text = ast.unparse(statement) if statement is not None else site.code
+    if METER.search(text):
         return LATER
-    return RARELY if row.what in VALUES and SHOWN.search(code) else cause_of("sync", row.what).remedy
+    if SHOWN.search(text) or (scope is not None and _only_shown(statement, scope)):
+        return RARELY if count > OFTEN else RARE
+    if isinstance(statement, ast.AugAssign) or APPENDED.search(text):
+        return SUMMED
+    return ""
+
+
+def _only_shown(statement: ast.stmt | None, scope: ast.AST) -> bool:
+    """Return whether the name that a statement assigns is only read by statements that show it."""
+    if not isinstance(statement, ast.Assign) or not isinstance(target := statement.targets[0], ast.Name):
+        return False
+    uses = [
+        each
+        for each in ast.walk(scope)
+        if _is_simple(each) and any(isinstance(n, ast.Name) and n.id == target.id and _is_read(n) for n in ast.walk(each))
+    ]
+    tests = [n.test for n in ast.walk(scope) if isinstance(n, (ast.If, ast.While))]
+    decides = any(isinstance(n, ast.Name) and n.id == target.id for test in tests for n in ast.walk(test))
+    return bool(uses) and not decides and all(SHOWN.search(ast.unparse(each)) for each in uses)
+
+
+def _is_read(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Load)
+
+
+def _is_simple(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return))
+
+
+def _statement(site: Site) -> tuple[ast.stmt | None, ast.AST | None]:
+    """Return the plain statement around a line, which may begin before it, and the function or module that it is in."""
+    tree = _parsed(site.file)
+    covering = [n for n in ast.walk(tree) if getattr(n, "lineno", 0) <= site.line <= (getattr(n, "end_lineno", 0) or 0)]
+    statements = [n for n in covering if _is_simple(n)]
+    functions = [n for n in covering if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return (statements[-1], functions[-1] if functions else tree) if statements else (None, None)  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=64)
+def _parsed(file: str) -> ast.Module:
+    """Return a file's syntax tree; an empty one if it cannot be parsed."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def of_copy(row: LedgerRow) -> str:

@@ -249,7 +249,7 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         count = evidence.count_per_step(rows)
         what = ", ".join(dict.fromkeys(row.what for row in rows))
         calls = evidence.calls_at(first.place)
-        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=of_read(first), waits=True)
+        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=of_read(first, count), waits=True)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
