@@ -20,7 +20,7 @@ from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.doctor.rules.host import in_the_way, loop_around, loop_of
 from gpubound.watch.source_line import Site, Stack, stack_of
 
-from .evidences import STEPS, at, row, seen, steps
+from .evidences import STEPS, at, replace, row, seen, steps
 
 SCRIPT = """\
 def train(loader):
@@ -40,6 +40,7 @@ for epoch in range(3):
 """
 BATCH, FORWARD, BACKWARD, UPDATE, READ = 3, 4, 6, 7, 8
 ADAM = Site("/somewhere/torch/optim/adam.py", 1, "_multi_tensor_adam", "torch._foreach_add_()", 1)
+BACKWARD_OF = Site("/somewhere/torch/_tensor.py", 1, "backward", "torch.autograd.backward()", 1)
 ENGINE = Site("/somewhere/torch/autograd/graph.py", 1, "_engine_run_backward", "", 1)
 
 
@@ -113,6 +114,26 @@ def test_a_line_that_launches_through_a_library_is_no_work_of_the_host(script):
     assert "host_work" not in {finding.kind for finding in diagnose(evidence).findings}
     alone = seen(steps(lambda loop: loop, run=0.2), samples=Samples(late, late), step_ms=[0.3])
     assert "host_work" in {finding.kind for finding in diagnose(alone).findings}
+
+
+def test_torch_s_own_code_and_lines_with_a_finding_of_their_own_are_no_work_of_the_host(script):
+    """A module of torch launches many kernels in one op, and a loader and an op of the CPU have findings of their own."""
+    rnn = Site("/somewhere/torch/nn/modules/rnn.py", 1100, "forward", "result = _VF.lstm(", 1100)
+    place = {n: type(at(1))(Site(script, n, "train", "", n)) for n in (2, BATCH)}
+    late = {
+        Stack((Site(script, FORWARD, "train", "", FORWARD),), rnn): 40, stack(script, BACKWARD, BACKWARD_OF): 20,
+        Stack((place[2].site,)): 20, Stack((place[BATCH].site,)): 20,
+    }  # fmt: skip
+
+    def body(loop):
+        return loop.doing("data", 20.0, name="data 1")
+
+    rows = row("cpu_op", "stack", place[BATCH]), row("launch", "addmm", at(99))
+    evidence = seen(steps(body, run=0.2), *rows, samples=Samples(late, late), step_ms=[0.3], named_lines={"data 1": place[2]})
+    kinds = {(finding.kind, finding.site.line) for finding in diagnose(evidence).findings if finding.site}
+    assert ("cpu_op", BATCH) in kinds and "host_work" not in {kind for kind, _ in kinds}
+    alone = replace(evidence, rows=[rows[1]], named_lines={})
+    assert {f.site.line for f in diagnose(alone).findings if f.kind == "host_work"} == {2, BATCH}
 
 
 def test_findings_and_the_gpu_add_up_to_the_step(verdict):

@@ -157,7 +157,7 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
         if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
             raise Refused(f"{name} is no number at first, in line {value.lineno}")
     for use in _uses(source, statement, name):
-        if _in_every_step(source, use, loop):
+        if in_every_step(source, use, loop):
             raise Refused(f"{name} is used in every step, in line {use.lineno}")
         parent = source.parents[use]
         if isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Call) and name_of(parent.func) == "range"):
@@ -167,7 +167,7 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
     return edits
 
 
-def _in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
+def in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
     """Return whether a node runs whenever the loop's body does: it is in the body, and under no `if`."""
     inside = node
     for outer in source.above(node):
@@ -234,7 +234,7 @@ def propose_rarely(source: SourceText, line: int) -> list[Edit]:
     if not isinstance(call, ast.Call) or last_name(call) not in SHOWING:
         raise Refused("the line does not print or log by itself")
     loop = source.loop(statement)
-    if not isinstance(loop, ast.For) or not _in_every_step(source, statement, loop):
+    if not isinstance(loop, ast.For) or not in_every_step(source, statement, loop):
         raise Refused("the line is in no for loop, or not in every step of it")
     over = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
     target = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target

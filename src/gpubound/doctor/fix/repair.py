@@ -18,6 +18,8 @@ from ...files import reading, replacing
 from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
+from .autocast import BF16
+from .meters import METERS
 from .options import options_of, with_options
 from .reads import RARELY, READS
 from .source import LOOPS, Edit, Patch, Refused, SourceText, constant, imported, last_name, name_of, with_keywords
@@ -217,7 +219,8 @@ TF32 = Patch("tf32", frozenset({"precision"}), "fp32 products run in TF32", prop
 
 # In the order in which they are tried: what changes least comes first.
 PATCHES: dict[str, Patch] = {
-    patch.name: patch for patch in (READS, WAITS, LOADER, PINNED, COPIES, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, RARELY, TF32)
+    patch.name: patch
+    for patch in (READS, METERS, WAITS, LOADER, PINNED, COPIES, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, RARELY, TF32, BF16)
 }
 
 

@@ -62,11 +62,18 @@ def cpu_ops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
             "cpu_op", rows[0].place, count, text, fix="move model and batches to the device: model.to(device), x.to(device)"
         )
         return
-    for rows in lines:
-        if (count := evidence.count_per_step(rows)) >= EVERY:
-            names = ", ".join(list(dict.fromkeys(row.what for row in rows))[:3])
-            ms = evidence.sampled_at(rows[0].place) if evidence.samples.total else waited(evidence, prices, rows)
-            yield estimate("cpu_op", rows[0].place, count, f"{count:.3g} ops a step on the CPU: {names}", ms)
+    for rows, count in computing(evidence):
+        names = ", ".join(list(dict.fromkeys(row.what for row in rows))[:3])
+        ms = evidence.sampled_at(rows[0].place) if evidence.samples.total else waited(evidence, prices, rows)
+        yield estimate("cpu_op", rows[0].place, count, f"{count:.3g} ops a step on the CPU: {names}", ms)
+
+
+def computing(evidence: Measurements) -> Iterator[tuple[list[LedgerRow], float]]:
+    """Yield the ops on the CPU of each line that has some in every step, and their number a step."""
+    for some in evidence.by_line("cpu_op"):
+        rows = [row for row in some if _own(row)]
+        if rows and (count := evidence.count_per_step(rows)) >= EVERY:
+            yield rows, count
 
 
 def idle(evidence: Measurements) -> bool:

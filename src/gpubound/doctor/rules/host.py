@@ -17,7 +17,8 @@ from ...watch.events import MASKING
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import LIBRARY, Place, Site, Stack, owner
 from ..price.prices import Line, Measurements, Prices, line_of
-from .waits import StallCandidate, estimate, writes_checkpoint
+from .compute import computing
+from .waits import StallCandidate, estimate, spans_of, writes_checkpoint
 
 BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one
@@ -93,12 +94,13 @@ def _in_engine(stack: Stack) -> bool:
 def late_lines(evidence: Measurements, loop: Loop | None) -> list[tuple[Place, float]]:
     """Return lines with the milliseconds a step in which the GPU is idle while the host works there, the longest first.
 
-    The loader, the optimizer and autograd's engine are left out. A line is the user's, unless the loop is a library's.
+    Torch's own code is left out: modules, autograd and optimizers launch, and the loader has a finding of its own. A line is
+    the user's, unless the loop is a library's.
     """
     library = loop is not None and owner(loop.site.file) is LIBRARY
     late: Counter[Place] = Counter()
     for stack, count in evidence.samples.late.items():
-        if stack.sites and not (_updates(stack) or stack.loading or _in_engine(stack)):
+        if stack.sites and stack.torch is None and not stack.loading:
             site = stack.sites[0] if library else stack.user or stack.sites[0]
             late[Place(site)] += count
     return [(place, evidence.sampled_ms(count)) for place, count in late.most_common()]
@@ -113,7 +115,11 @@ def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         if row.kind == "launch":
             launches[line_of(Place(row.place.line if library else row.place.site))] += row.count / max(evidence.steps, 1)
     every = evidence.sampled_ms(sum(evidence.samples.late.values())) / max(sum(launches.values()), 1)
+    named = {line_of(place) for place, _ in spans_of(evidence, "data").values()}
+    named |= {line_of(rows[0].place) for rows, _ in computing(evidence)}
     for place, late in late_lines(evidence, loop):
+        if line_of(place) in named:
+            continue
         launching = launches[line_of(place)] * max(prices.pace or 0.0, every)
         if late >= PER_LAUNCH * launching and (prices.share(late - launching) or 0.0) >= WORK:
             text = f"the GPU is idle for {late:.3g} ms a step while the host is in this line"

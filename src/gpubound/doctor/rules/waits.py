@@ -197,7 +197,8 @@ def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         lines = sorted({row.place.site.line for row in rows if row.place.site})
         text += f"; the same index on lines {', '.join(map(str, lines))}" if len(lines) > 1 else ""
         calls = frozenset[int]().union(*(evidence.calls_at(row.place) for row in rows))
-        prepared = copy_preparation(evidence.tape, calls) if evidence.tape else frozenset[int]()
+        staged = rows[0].pageable  # the host has nothing to do for a copy of pinned memory
+        prepared = copy_preparation(evidence.tape, calls) if evidence.tape and staged else frozenset[int]()
         fix = CONVERTED if prepared and kind != "d2h" else fix
         claim = StallCandidate(kind, rows[0].place, count, text, calls, prepared, fix=fix, waits=True)
         if len(lines) > 1 and (ms := prices.saved(calls, prepared)[0]) is not None:  # a box of the page leaves out one line
