@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Categorical, Distribution
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
@@ -144,6 +145,26 @@ def test_every_library_is_recognised_by_its_path(library):
     assert other.fix != finding.fix, "a file of another name is not the library's"
 
 
+def test_a_list_as_an_index_and_the_lengths_of_packed_sequences():
+    device = simgpu()
+    x, y, lengths = torch.ones(2, 3, device=device), torch.ones(2, 3, 1, device=device), torch.tensor([2, 3]).to(device)
+
+    def step():
+        x[x < x[:, [-1]]] = -1.0
+        pack_padded_sequence(y, lengths.cpu(), batch_first=True, enforce_sorted=False)
+
+    assert list(named(step).values()) == [remedies.LIBRARIES["torch/nn/utils/rnn.py"], remedies.SLICE]
+    host = lengths.cpu()
+    packed = named(lambda: (x[:, -1:], pack_padded_sequence(y, host.flip(0), batch_first=True)))
+    assert not packed, "the advice leaves no copy"
+
+
+def test_a_clone_inside_a_library_is_not_the_user_s_to_leave_out():
+    stall = row("clone", "clone", at(7, "scaler.step(optimizer)"))
+    via = at(7, via="amp/grad_scaler.py")
+    assert diagnose(seen(None, stall)).findings and not diagnose(seen(None, row("clone", "clone", via))).findings
+
+
 def test_what_a_value_decides_keeps_the_general_advice():
     general = diagnose(seen(None, row("sync", "item", at(7, "if loss.item() > best:")))).findings[0].fix
     assert general not in (remedies.RARELY, remedies.LATER)
@@ -159,10 +180,11 @@ def test_cpu_work_on_the_line_of_a_copy_is_part_of_it():
     with watch(device=device) as ledger:
         for _ in range(2):
             torch.tensor([1.0, 2.0]).double().to(device).sum()
-            (torch.ones(3) * 2).tolist()
+            (torch.ones(2) + 1).tolist()  # a few numbers
+            (torch.ones(99) * 2).tolist()
             ledger.step()
     verdict = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted))
     assert [(finding.kind, finding.site.code) for finding in verdict.findings] == [
         ("h2d", "torch.tensor([1.0, 2.0]).double().to(device).sum()"),
-        ("cpu_op", "(torch.ones(3) * 2).tolist()"),
+        ("cpu_op", "(torch.ones(99) * 2).tolist()"),
     ]

@@ -131,7 +131,7 @@ class OpSensor(Sensor):
         if device is not None and ops.on_host(device):
             # Work done on the CPU. Scalars are bookkeeping, such as an optimizer's step count.
             if not moves and not self.beneath and ops.launches(func) and any(t.numel() > 1 for t in ops.tensors(args)):
-                ledger.record("cpu_op", func._opname)
+                ledger.record("cpu_op", func._opname, bytes=max(t.numel() * t.element_size() for t in ops.tensors(args)))
         elif device is not None and ledger.wants(device):
             if repeats_layout(func, args, kwargs):
                 self._clones.cloned(args[0], here(ledger.origins))

@@ -67,7 +67,7 @@ def _kept(meter: ast.ClassDef, method: str) -> set[str]:
     while before != len(kept):
         before = len(kept)
         for node in ast.walk(functions[method]):
-            if not _uses(node, value, kept):
+            if not isinstance(node, ast.stmt) or not _uses(node, value, kept):
                 continue
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             attribute = name_of(target) if target is not None else ""

@@ -25,7 +25,7 @@ def repeats(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 def clones(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in evidence.by_line("clone"):
-        if (count := evidence.count_per_step(rows)) >= EVERY:
+        if rows[0].place.via is None and (count := evidence.count_per_step(rows)) >= EVERY:
             amount = evidence.bytes_per_step(rows)
             ms = copying(evidence, prices, count, amount)
             yield estimate("clone", rows[0].place, count, f"{readable(amount)} a step", ms)
@@ -49,6 +49,7 @@ def copying(evidence: Measurements, prices: Prices, count: float, amount: float)
     return max(prices.of_launches(count) or 0.0, amount / max(rates) / 1e3) if rates else None
 
 
+FEW_BYTES = 128  # of an op's largest tensor: numbers, such as the parameters of a distribution; unless there are MANY
 ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
 
 
@@ -72,7 +73,9 @@ def computing(evidence: Measurements) -> Iterator[tuple[list[LedgerRow], float]]
     """Yield the ops on the CPU of each line that has some in every step, and their number a step."""
     for some in evidence.by_line("cpu_op"):
         rows = [row for row in some if _own(row)]
-        if rows and (count := evidence.count_per_step(rows)) >= EVERY:
+        count, amount = evidence.count_per_step(rows), sum(row.bytes for row in rows)
+        few = count < MANY and 0 < amount <= FEW_BYTES * sum(row.count for row in rows)
+        if count >= EVERY and not few:
             yield rows, count
 
 

@@ -15,10 +15,14 @@ from ...watch.source_line import Site
 LIBRARIES = {
     "torch/distributions/": "pass validate_args=False, or Distribution.set_default_validate_args(False) once at the start",
     "torch/nn/modules/transformer.py": "pass is_causal (True for a causal mask), so that the mask is not compared",
+    "torch/nn/utils/rnn.py": "keep the lengths on the CPU, and sort the batch by them before (enforce_sorted=True)",
     "torch/utils/tensorboard/": "write scalars every n steps, not in every one",
     "transformers/trainer.py": "pass TrainingArguments(logging_nan_inf_filter=False), and raise logging_steps",
     "transformers/masking_utils.py": "leave attention_mask out where no token is padding",
     "accelerate/optimizer.py": 'train in bf16, which needs no GradScaler: Accelerator(mixed_precision="bf16")',
+    "accelerate/utils/operations.py": "give the DataLoader pin_memory=True and DataLoaderConfiguration non_blocking=True",
+    "lightning/fabric/utilities/apply_func.py": "pass pin_memory=True to the DataLoader",
+    "lightning_fabric/utilities/apply_func.py": "pass pin_memory=True to the DataLoader",
     "torchmetrics/": "pass validate_args=False, and call compute() every n steps",
     "lightning/pytorch/callbacks/progress/": "log with prog_bar=False, or TQDMProgressBar(refresh_rate=50)",
     "pytorch_lightning/callbacks/progress/": "log with prog_bar=False, or TQDMProgressBar(refresh_rate=50)",
@@ -39,6 +43,8 @@ LATER = "give the meter loss.detach(), and read its sum when it is shown"
 VALUES = frozenset({"item", "print", SCALARS})  # reads of a value, not of a size and not of a mask
 INDEX = "copy the index to the device once: index = torch.as_tensor(index, device=x.device)"
 INDEXED = re.compile(r"[\w)]\[([A-Za-z_]\w*)\](?!\s*=[^=])")
+LISTED = re.compile(r"\w\[(?:[^\[\]]*,\s*)?\[[-\d\s,]+\]")  # x[:, [-1]]
+SLICE = "a list as an index is copied to the device each time: take a slice (x[:, -1:]), or index with a tensor made there once"
 WRITTEN = re.compile(r"\]\s*=[^=]")  # x[i] = number
 SCALAR = 16  # bytes
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)
@@ -115,6 +121,8 @@ def of_copy(row: LedgerRow) -> str:
     code = row.place.site.code if row.place.site else ""
     if row.kind == "d2h" and SHOWN.search(code):
         return RARELY
+    if row.kind == "h2d" and LISTED.search(code):
+        return SLICE
     if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
         return NUMBER.remedy
     return INDEX if index_of(row) else ""

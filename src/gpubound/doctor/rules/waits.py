@@ -223,9 +223,9 @@ def _by_index(by_line: list[list[LedgerRow]]) -> list[list[LedgerRow]]:
 def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
     """Return the kind and the remedy of one line's copies."""
     first, site = rows[0], rows[0].place.site
-    if len({row.kind for row in rows}) == 2:
-        return "d2h", ROUND_TRIP
     remedy = of_copy(first)
+    if len({row.kind for row in rows}) == 2:
+        return "d2h", remedy if first.place.via and remedy else ROUND_TRIP
     if first.kind == "d2h":
         return "d2h", remedy or DOWNLOAD.remedy
     if first.detail == "pageable, non_blocking":  # said to be non_blocking: the driver stages it, and the host waits
