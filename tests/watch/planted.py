@@ -143,11 +143,6 @@ def number_at_indices(kit):
 
 
 @plant
-def host_mask(kit):
-    kit.x[kit.host > 0] = kit.scalar  # here
-
-
-@plant
 def device_fill_value(kit):
     return kit.x.masked_fill(kit.mask, kit.scalar)  # here
 

@@ -72,6 +72,22 @@ def test_the_backward_of_a_masked_scatter_waits(sim):
 
 
 @pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (lambda x: x.histc(4), events.BOUNDS),
+        (lambda x: torch.linspace(0.0, x[0], 4, device=x.device), events.READ),
+        (lambda x: torch.linalg.pinv(x[None]), events.FACTORISED),
+        (lambda x: torch.normal(x, x), events.DEVIATION),
+        (lambda x: x.masked_fill(x > 0, x[0]), events.FILL_VALUE),
+    ],
+)
+def test_ops_that_read_inside_are_named_with_their_remedy(sim, line, cause):
+    with pytest.raises(StallError) as error, no_stall():
+        line(torch.ones(4, device=sim))
+    assert cause.remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
     "line",
     [
         lambda x, index: x.masked_fill(x > 0, torch.tensor(1.0)),
@@ -80,6 +96,9 @@ def test_the_backward_of_a_masked_scatter_waits(sim):
         lambda x, index: torch.where(x > 0, x, 0.0),
         lambda x, index: x.index_fill_(0, index, 1.0),
         lambda x, index: x.__setitem__(x > 0, 1.0),
+        lambda x, index: x[torch.arange(4) > 1],
+        lambda x, index: x.histc(4, 0, 1),
+        lambda x, index: torch.linspace(0.0, 1.0, 4, device=x.device),
     ],
 )
 def test_a_number_that_becomes_an_argument_of_the_kernel_does_not_wait(sim, line):

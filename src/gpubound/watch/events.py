@@ -43,6 +43,8 @@ DEVIATION = Cause(
     "checks from the host that no standard deviation is negative",
     "write mean + std * torch.randn_like(mean), which checks nothing",
 )
+BOUNDS = Cause("reads the smallest and the largest value for its bounds", "pass min= and max=")
+FACTORISING = ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_matrix_exp", "linalg_pinv")
 FACTORISED = Cause(
     "waits for a factorisation and its error code", "factorise every n steps, or iterate on the device by products"
 )
@@ -73,8 +75,8 @@ WAITING_OPS: dict[str, tuple[str, Cause]] = {
         "linalg error check",
         Cause("checks a factorisation from the host", "use the _ex form (torch.linalg.inv_ex, solve_ex, cholesky_ex)"),
     ),
-    "_linalg_eigh": ("linalg.eigh", FACTORISED),
-    "_linalg_svd": ("linalg.svd", FACTORISED),
+    **{name: (name.strip("_").replace("_", ".", 1), FACTORISED) for name in FACTORISING},
+    "_to_sparse": ("to_sparse", shape("keep it dense, or make the sparse tensor once")),
 }
 
 # Python calls that read or wait without a dispatched op, named as in ops.py.
@@ -112,9 +114,11 @@ KINDS: dict[str, Cause] = {
 }
 
 MASKING = "boolean mask"  # name of the wait of an op with a boolean mask
-FILLING, DRAWING = "fill value", "torch.normal"
+FILLING, DRAWING, BINNING = "fill value", "torch.normal", "histc"
 EMPTIED = "empty_cache"  # frees memory
-_BY_WORDS = WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK, FILLING: FILL_VALUE, DRAWING: DEVIATION}
+_BY_WORDS = (
+    WAITING_CALLS | dict(WAITING_OPS.values()) | {MASKING: MASK, FILLING: FILL_VALUE, DRAWING: DEVIATION, BINNING: BOUNDS}
+)
 
 
 def cause_of(kind: str, what: str = "", through: str = "") -> Cause:

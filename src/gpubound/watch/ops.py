@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import accelerator
 from .events import (
+    BINNING,
+    BOUNDS,
     DEVIATION,
     DOWNLOAD,
     DRAWING,
@@ -31,6 +33,7 @@ from .events import (
     MASK_PUT,
     MASKING,
     NUMBER,
+    READ,
     SCALARS,
     UPLOAD,
     WAITING_OPS,
@@ -195,15 +198,22 @@ def _indexes(func, args, kwargs, home) -> tuple[Move, ...]:
         return on_host(t) and not _counts(t.device, home)
 
     index_tensors = [i for i in indices if isinstance(i, torch.Tensor)]
-    masks = [i for i in index_tensors if i.dtype in (torch.bool, torch.uint8) and not elsewhere(i)]
+    host = [i for i in index_tensors if elsewhere(i) and i.numel()]
+    masks = [i for i in index_tensors if _is_mask(i) and not elsewhere(i)]
     numbers = [value for value in rest[:1] if elsewhere(value) and value.dim() == 0]
     adds = bool(rest[1] if len(rest) > 1 else kwargs.get("accumulate"))
     if numbers and not adds and len(index_tensors) == len(masks) == 1:
         return ()  # x[mask] = number: torch turns it into masked_fill
-    moves = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in index_tensors if elsewhere(i) and i.numel()]
+    moves = [Move("h2d", UP, target.device, UPLOAD, i.nbytes, source=i) for i in host if not _is_mask(i)]
+    # Torch finds the places of a mask on the host, in pinned memory.
+    moves += [Move("h2d", UP, target.device, UPLOAD, i.nbytes, True, False, i) for i in host if _is_mask(i)]
     moves += [Move("h2d", UP, target.device, NUMBER, number.nbytes) for number in numbers]
     moves += [Move("sync", MASKING, target.device, MASK_PUT if rest else MASK) for _ in masks[:1]]
     return tuple(moves)
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _filled(func, args, kwargs, home) -> tuple[Move, ...]:
@@ -220,6 +230,18 @@ def _drawn(func, args, kwargs, home) -> tuple[Move, ...]:
     if not isinstance(std, torch.Tensor) or not _counts(std.device, home) or not std.numel():
         return ()
     return (Move("sync", DRAWING, std.device, DEVIATION),)
+
+
+def _binned(func, args, kwargs, home) -> tuple[Move, ...]:
+    """Return the read of torch.histc, which looks for the smallest and largest value unless it is given bounds."""
+    low, high = args[2:4] if len(args) > 3 else (kwargs.get("min", 0), kwargs.get("max", 0))
+    return () if low != high or not _counts(args[0].device, home) else (Move("sync", BINNING, args[0].device, BOUNDS),)
+
+
+def _spaced(func, args, kwargs, home) -> tuple[Move, ...]:
+    """Return the reads of the ends of a torch.linspace that are tensors on the device."""
+    ends = [t for t in args[:2] if isinstance(t, torch.Tensor) and _counts(t.device, home)]
+    return tuple(Move("sync", "item", t.device, READ) for t in ends)
 
 
 def _chosen(func, args, kwargs, home) -> tuple[Move, ...]:
@@ -298,6 +320,9 @@ _LOOKS: dict[str, Callable[..., tuple[Move, ...]]] = {
     "index_fill": _filled,
     "normal": _drawn,
     "where": _chosen,
+    "histc": _binned,
+    "linspace": _spaced,
+    "logspace": _spaced,
 }
 
 
