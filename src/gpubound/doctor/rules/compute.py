@@ -49,7 +49,7 @@ def copying(evidence: Measurements, prices: Prices, count: float, amount: float)
     return max(prices.of_launches(count) or 0.0, amount / max(rates) / 1e3) if rates else None
 
 
-FEW_BYTES = 128  # of an op's largest tensor: numbers, such as the parameters of a distribution; unless there are MANY
+FEW_BYTES = 32  # of an op's largest tensor: numbers, such as the parameters of a distribution; unless there are MANY
 ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
 
 
