@@ -1,10 +1,11 @@
 """A chart draws the data that it is given, between axes that can be read."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
-from gpubound.monitor.chart import Axis, Series, line_chart
+from gpubound.monitor.chart import Axis, Series, large_chart, line_chart
 from tests.messages import message
 
 
@@ -75,3 +76,45 @@ def test_labels_of_values_that_hardly_differ():
 def test_a_share_goes_from_none_to_all():
     chart = line_chart("busy", [Series("a", [0, 100], [0.991, 0.994])], Axis(".0%", low=0, high=1))
     assert ticks(chart)[0][:3] == ["0%", "50%", "100%"]
+
+
+def lines_of(svg: str) -> dict[str, list[tuple[float, float]]]:
+    """The points of each line, by its classes."""
+    groups = re.findall(r'<g class="([^"]+)">(.*?)</g>', svg, re.DOTALL)
+    return {
+        classes: [tuple(map(float, p.split(","))) for points in re.findall(r'points="([^"]+)"', body) for p in points.split()]
+        for classes, body in groups
+    }
+
+
+def test_a_smoothed_line_has_the_mean_of_its_neighbours_and_stays_within_its_piece():
+    """Noise of one sign after the other goes, the trend and the step between two phases stay."""
+    values = [10.0 - i / 100 + (0.5 if i % 2 else -0.5) - (3.0 if i >= 400 else 0.0) for i in range(600)]
+    html = large_chart("loss", [Series("a", list(range(1, 601)), values, begins=[401])])
+    linear = html.partition('<div class="logged">')[0]
+    raw, smooth = lines_of(linear)["s0 raw"], lines_of(linear)["s0 smooth"]
+
+    def jumps(points):
+        return sorted(abs(b - a) for (_, a), (_, b) in pairwise(points))
+
+    assert len(raw) == len(smooth) == 600
+    assert jumps(smooth)[-9] < jumps(raw)[9] / 4, "but at the ends of the pieces, where there are few neighbours"
+    assert jumps(smooth)[-1] > 10 * jumps(smooth)[-9], "the next phase begins at once"
+    assert html.count('class="smooth-on" checked') == html.count('class="log-on"') == 1
+
+
+def test_a_power_law_is_a_straight_line_on_logarithmic_axes():
+    html = large_chart("loss", [Series("a", list(range(1, 101)), [8.0 * x**-0.5 for x in range(1, 101)])])
+    (points,) = (points for name, points in lines_of(html.partition('<div class="logged">')[2]).items() if "smooth" not in name)
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    assert all(abs(y - (y0 + (y1 - y0) * (x - x0) / (x1 - x0))) < 0.2 for x, y in points)
+    assert "both axes logarithmic" in html
+
+
+def test_a_chart_has_only_the_switches_that_it_needs():
+    few = large_chart("loss", [Series("a", [1, 2, 3], [3.0, 2.0, 1.0])])
+    assert "<input" not in few and few.count("<svg") == 1
+    negative = large_chart("log-likelihood", [Series("a", list(range(1, 200)), [-1.0 / x for x in range(1, 200)])])
+    assert "log-on" not in negative and "smooth-on" in negative
+    one = large_chart("loss", [Series("a", list(range(1, 200)), [2.0] * 199)])
+    assert one.count("<svg") == 2, "a constant loss has logarithmic axes too"

@@ -66,6 +66,6 @@ def test_it_fits_and_runs_nothing_that_a_tape_says(tmp_path):
     assert [found["width"] for found in seen] == list(WIDTHS)
     for found in seen:
         assert found["scroll"] <= found["width"] and found["right"] <= found["width"] and found["clipped"] == []
-        assert found["charts"] == 12 and len(found["lines"]) == 52 and sum(length > 50 for length in found["lines"]) > 40
+        assert found["charts"] == 13 and len(found["lines"]) == 56 and sum(length > 50 for length in found["lines"]) > 40
         assert found["attacked"] == 0 and ATTACK in found["text"]
         assert "first against second" in found["text"] and "books: data" in found["text"]

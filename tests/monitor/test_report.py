@@ -3,11 +3,12 @@
 import doctest
 import json
 import re
+from dataclasses import asdict, dataclass, field
 
 import pytest
 
 from gpubound import formatting
-from gpubound.monitor import RunTape, report, write_report
+from gpubound.monitor import RunTape, changed, report, write_report
 from gpubound.monitor.figures import Figures, warnings
 from tests.messages import message, refusal
 
@@ -55,7 +56,7 @@ def test_the_report_compares_two_runs(tmp_path):
     runs = [a_run(tmp_path / "a", "slow"), a_run(tmp_path / "b", "fast", slope=2.0)]
     assert [Figures(run).gauges()["loss, last"] for run in runs] == ["4", "3"]
     page = write_report(runs, tmp_path / "both.html").read_text()
-    assert "slow against fast" in page and page.count("<polyline") == 4 and "share of this machine" not in page
+    assert "slow against fast" in page and page.count("<polyline") == 6 and "share of this machine" not in page
     assert not re.search(r'(src|href)="http', page), "the page must not reach for the network"
 
 
@@ -134,7 +135,7 @@ def test_what_went_wrong_is_said_first(records, said):
 def test_the_page_of_a_run_that_diverged(tmp_path):
     page = write_report([diverged_run(tmp_path)]).read_text()
     assert message("monitor/report:the_page_of_a_run_that_d").within(page)
-    assert page.count("<figure>") == 4, "loss, gradient norm, learning rate, skipped"
+    assert page.count("<figure>") == 5, "loss with both axes, gradient norm, learning rate, skipped"
     quiet = write_report([gpu_run(tmp_path / "well", steps=30)]).read_text()
     assert '<p class="warn">' not in quiet
 
@@ -156,3 +157,22 @@ def test_an_evaluation_before_the_first_step_is_no_step(tmp_path):
     for step in (0, 1, 2):
         tape.append({"step": step, "reward": 0.5})
     assert Figures(tape).facts()["steps"] == "2" and Figures(tape).as_dict()["steps"] == 2
+
+
+@dataclass
+class Recipe:
+    model: str = "10m"
+    data: tuple[str, ...] = ()
+    lora: dict = field(default_factory=dict)
+    lr: float = 3e-4
+
+
+def test_settings_at_their_defaults_are_folded_away(tmp_path):
+    recipe = Recipe(data=("books/",), lr=1e-3)
+    assert changed(recipe) == ["data", "lr"] and changed(Recipe()) == []
+    tape = RunTape.create(tmp_path, name="first", config=asdict(recipe), changed=changed(recipe))
+    page = write_report([tape]).read_text()
+    shown, folded = page.partition("<details>")[::2]
+    assert "books/" in shown and "0.001" in shown and "10m" not in shown and "10m" in folded
+    tape.tell(changed=None)  # a log that was written before
+    assert "<details>" not in write_report([tape]).read_text() and "10m" in write_report([tape]).read_text()

@@ -23,7 +23,7 @@ from ..files import explain_disk_full, locked
 from ..formatting import counted, quantity
 from ..layers.quantized_base import numbers_of
 from ..models.registry import family_of
-from ..monitor import LiveLine, RunTape, write_report
+from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks, notice
@@ -101,7 +101,8 @@ def train(
     run.checkpoints.before_commit = tape.flush
     rate, gauges, first = MatrixRate(run), Gauges(run.device), run.done
     versions = {"gpubound": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
-    tape.tell(name=title, config=config, machine={"device": label(run.device)} | versions, placement=str(run.placement))
+    tape.tell(name=title, config=config, changed=changed(run.recipe), placement=str(run.placement))
+    tape.tell(machine={"device": label(run.device)} | versions)
     tape.tell(mfu=rate.formula, verdict=None, doctor=None, finished=False, sample=None)
     say(run.placement.summary)
     size, left = numbers_of(run.model), max(run.steps - first, 0)

@@ -2,4 +2,4 @@
 
 from .live import LiveLine as LiveLine
 from .report import write_report as write_report
-from .tape import RunTape as RunTape
+from .tape import RunTape as RunTape, changed as changed

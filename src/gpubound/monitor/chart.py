@@ -6,17 +6,20 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..formatting import number
 
 WIDTH, HEIGHT = 560, 230
+LARGE, LARGE_LEFT = (560, 200), 48  # of the chart over the page's width, whose text is smaller in these units (style.css)
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 22, 44
 LABEL = 8  # characters of the largest font that fit left of the y axis
 EDGE = 24  # a label nearer to the right edge ends there, so that it is whole in the largest font
 DOTS = 40  # up to this number points are drawn: a single one makes no line
 LARGEST = 1e300  # the difference of two larger values may overflow
 POINTS = 600  # more than the chart's width in pixels
+SMOOTHED = 50  # of a line's points in the mean of a smoothed one, a fiftieth: the noise of single batches goes
+DECADE = 10.0  # between the first and the last step: from there on a logarithmic axis shows more
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,12 @@ class Series:
     begins: Sequence[float] = ()
     colour: int = 0
     dash: int = 0
+    kind: str = ""  # "raw" or "smooth", if the line has a smoothed one or is it
 
     @property
     def style(self) -> str:
         """The CSS classes."""
-        return f"s{self.colour % 6}" + (f" d{self.dash % 3}" if self.dash % 3 else "")
+        return f"s{self.colour % 6}" + (f" d{self.dash % 3}" if self.dash % 3 else "") + (f" {self.kind}" if self.kind else "")
 
 
 @dataclass(frozen=True)
@@ -51,25 +55,80 @@ def line_chart(
     axis: Axis = Axis(),
     marks: Sequence[tuple[float, str]] = (),
     x_range: tuple[float, float] | None = None,
+    large: bool = False,
+    log: bool = False,
 ) -> str:
     """Return a <figure> with a line for each series. `marks` are (x, name) of vertical lines. `x_range` is
-    by default that of the lines."""
-    thinned = [_thin(s) for s in series]
+    by default that of the lines. log: both axes are logarithmic, and what is not above 0 is left out"""
+    thinned = [_thin(_positive(s) if log else s) for s in series]
     points = [(x, y) for s in thinned for x, y in zip(s.x, s.y)]
     if not points:
         return f'<figure><figcaption>{escape(title)}</figcaption><p class="soft">no finite value was measured</p></figure>'
     low, high = _window([y for _, y in points])
-    y_ticks = _ticks(low if axis.low is None else min(low, axis.low), high if axis.high is None else max(high, axis.high), 4)
-    if axis.high is not None:
-        y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
+    size = (*LARGE, LARGE_LEFT) if large else (WIDTH, HEIGHT, LEFT)
     first, last = x_range or (min(x for x, _ in points), max(x for x, _ in points))
-    frame = Frame(first, last, y_ticks[0], y_ticks[-1])
+    if log:
+        low, high = min(y for _, y in points), max(y for _, y in points)
+        first, y_ticks = max(first, 1), _log_ticks(low, high)
+        frame = Frame(first, max(last, first), low, high, *size, log=True)
+    else:
+        y_ticks = _ticks(
+            low if axis.low is None else min(low, axis.low), high if axis.high is None else max(high, axis.high), 4
+        )
+        if axis.high is not None:
+            y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
+        frame = Frame(first, last, y_ticks[0], y_ticks[-1], *size)
     body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_x_axis(frame)) + "".join(_marks(frame, marks))
     body += "".join(_line(frame, s, axis.style) for s in thinned)
-    keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in thinned)
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)} by step">'
-    caption = escape(title) + (f"<small>{keys}</small>" if len(thinned) > 1 else "")
+    named = [s for s in thinned if s.kind != "smooth"]
+    keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in named)
+    axes = ", both axes logarithmic" if log else ""
+    svg = f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(title)} by step{axes}">'
+    caption = escape(title) + (f"<small>{keys}</small>" if len(named) > 1 else "")
     return f"<figure><figcaption>{caption}</figcaption>{svg}{body}</svg></figure>"
+
+
+def large_chart(
+    title: str,
+    series: Sequence[Series],
+    axis: Axis = Axis(),
+    marks: Sequence[tuple[float, str]] = (),
+    x_range: tuple[float, float] | None = None,
+) -> str:
+    """Return a chart over the page's width, with switches for smoothed lines and logarithmic axes, which need no script."""
+    lines = [line for s in series for line in _with_smooth(s)]
+    smooth = any(line.kind == "smooth" for line in lines)
+    xs = [x for s in series for x in s.x if x > 0]
+    log = bool(xs) and max(xs) >= DECADE * min(xs) and any(y > 0 for s in series for y in s.y)
+    html = '<div class="large">'
+    for name, label, there, on in (("smooth", "smoothed", smooth, " checked"), ("log", "log axes", log, "")):
+        if there:
+            html += f'<label class="switch"><input type="checkbox" class="{name}-on"{on}> {label}</label>'
+    html += f'<div class="linear">{line_chart(title, lines, axis, marks, x_range, True)}</div>'
+    html += f'<div class="logged">{line_chart(title, lines, axis, marks, x_range, True, True)}</div>' if log else ""
+    return html + "</div>"
+
+
+def _with_smooth(series: Series) -> list[Series]:
+    """Return a line, and its smoothed one if it has enough points for it: the mean of those before and after, in each piece."""
+    points = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
+    half = len(points) // SMOOTHED // 2
+    if half < 1 or len(points) <= 2 * DOTS:
+        return [series]
+    cuts = [bisect_right([x for x, _ in points], begin - 0.5) for begin in series.begins]
+    means: list[float] = []
+    for a, b in pairwise([0, *cuts, len(points)]):
+        sums = [0.0, *accumulate(y for _, y in points[a:b])]
+        for at in range(b - a):
+            reach = min(half, at, b - a - 1 - at)  # the same number on both sides, so that a trend is not shifted
+            means.append((sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1))
+    smooth = replace(series, x=[x for x, _ in points], y=means, name=f"{series.name}, smoothed", kind="smooth")
+    return [replace(series, kind="raw"), smooth]
+
+
+def _positive(series: Series) -> Series:
+    pairs = [(x, y) for x, y in zip(series.x, series.y) if x > 0 and y > 0]
+    return replace(series, x=[x for x, _ in pairs], y=[y for _, y in pairs])
 
 
 @dataclass(frozen=True)
@@ -78,11 +137,20 @@ class Frame:
     x1: float
     y0: float
     y1: float
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    log: bool = False
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        across = (x - self.x0) / ((self.x1 - self.x0) or 1)
-        up = (min(max(y, self.y0), self.y1) - self.y0) / ((self.y1 - self.y0) or 1)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
+        across = self._share(x, self.x0, self.x1)
+        up = self._share(min(max(y, self.y0), self.y1), self.y0, self.y1)
+        return self.left + across * (self.width - self.left - RIGHT), self.height - BOTTOM - up * (self.height - TOP - BOTTOM)
+
+    def _share(self, value: float, low: float, high: float) -> float:
+        if self.log:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return (value - low) / ((high - low) or 1)
 
 
 def _window(values: list[float]) -> tuple[float, float]:
@@ -103,6 +171,15 @@ def _ticks(low: float, high: float, wanted: int, least: float = 0.0) -> list[flo
     return [i * step for i in range(math.floor(low / step), math.ceil(high / step - 1e-9) + 1)]
 
 
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 of each power of ten in [low, high], or powers alone if they are many; else round values."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = (1, 2, 5) if len(powers) < 6 else (1,)
+    ticks = [m * 10.0**p for p in powers[:: max(1, len(powers) // 8)] for m in marks]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    return inside if len(inside) > 2 else [tick for tick in _ticks(low, high, 4) if low <= tick <= high] or [low]
+
+
 def _labels(values: Sequence[float], style: str) -> list[str]:
     """Return distinct labels: in `style` if they differ, else with more digits; such as 2e-5 if those are too long."""
     share = style.endswith("%")
@@ -117,19 +194,20 @@ def _labels(values: Sequence[float], style: str) -> list[str]:
 def _grid(frame: Frame, ticks: list[float], style: str) -> Iterator[str]:
     for y, label in zip(ticks, _labels(ticks, style)):
         _, at = frame.at(frame.x0, y)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+        yield f'<line class="grid" x1="{frame.left}" x2="{frame.width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text x="{frame.left - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
 
 
 def _x_axis(frame: Frame) -> Iterator[str]:
     """Yield the x axis, with integers as ticks."""
-    ticks = [x for x in _ticks(frame.x0, frame.x1, 6, least=1) if frame.x0 <= x <= frame.x1] or [frame.x0]
+    every = _log_ticks(frame.x0, frame.x1) if frame.log else _ticks(frame.x0, frame.x1, 6, least=1)
+    ticks = [x for x in every if frame.x0 <= x <= frame.x1] or [frame.x0]
     for x, label in zip(ticks, _labels(ticks, "si")):
         at, _ = frame.at(x, frame.y0)
-        anchor = "end" if at > WIDTH - RIGHT - EDGE else "middle"
-        at = WIDTH - RIGHT if anchor == "end" else at
-        yield f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
-    yield f'<text x="{(LEFT + WIDTH - RIGHT) // 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
+        anchor = "end" if at > frame.width - RIGHT - EDGE else "middle"
+        at = frame.width - RIGHT if anchor == "end" else at
+        yield f'<text x="{at:.1f}" y="{frame.height - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
+    yield f'<text x="{(frame.left + frame.width - RIGHT) // 2}" y="{frame.height - 6}" text-anchor="middle">step</text>'
 
 
 def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
@@ -138,7 +216,7 @@ def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
     for (x, name), end in zip(marks, ends):
         (at, _), (until, _) = frame.at(max(x, frame.x0), frame.y0), frame.at(end, frame.y0)
         if x > frame.x0:
-            yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 12}" y2="{HEIGHT - BOTTOM}"/>'
+            yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 12}" y2="{frame.height - BOTTOM}"/>'
         room = int((until - at) / 8)  # characters of the largest font
         text = name if len(name) <= room else name[: max(room - 1, 0)] + "…" if room > 1 else ""
         yield f'<text class="mark" x="{at + 4:.1f}" y="{TOP - 6}">{escape(text)}<title>{escape(name)}</title></text>'

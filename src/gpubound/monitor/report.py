@@ -10,11 +10,12 @@ from jinja2 import Template
 from markupsafe import Markup
 
 from ..pages import check_page, environment, write_page
-from .chart import Series, line_chart
+from .chart import Series, large_chart, line_chart
 from .figures import GAUGES, Figures, Gauge
 from .tape import RunTape
 
 TILES = ("loss", "held_out", "reward", "eval_reward", "tokens_per_s", "mfu", "gpu_busy", "syncs")
+LARGE = '<div class="large"'  # how a chart of the page's width begins
 DEPTH = 8  # of nested settings, so that a malicious file cannot recurse without end
 
 
@@ -35,6 +36,8 @@ def write_report(
     check_page(out)
     all_figures, called = [Figures(tape) for tape in tapes], names(tapes)
     colours = range(len(tapes)) if colours is None else colours
+    drawn = [Markup(chart) for chart in charts(called, all_figures, colours)]  # charts escape what they are given
+    large = [chart for chart in drawn if chart.startswith(LARGE)]
     page = template().render(
         title=" against ".join(called) if len(called) <= 3 else f"{len(called)} runs side by side",
         lead=lead,
@@ -42,7 +45,8 @@ def write_report(
         tiles=tiles(all_figures[0]) if len(all_figures) == 1 else [],
         facts=rows([figures.facts() for figures in all_figures]),
         measured=rows([figures.gauges() for figures in all_figures]),
-        charts=[Markup(chart) for chart in charts(called, all_figures, colours)],  # line_chart escapes what it is given
+        large=large,
+        charts=[chart for chart in drawn if chart not in large],
     )
     write_page(out, page)
     return out
@@ -83,7 +87,8 @@ def charts(called: Sequence[str], runs: Sequence[Figures], colours: Sequence[int
             continue
         gauges = [gauge, *(g for g in GAUGES if g.chart == gauge.key)]
         if series := [s for nth, g in enumerate(gauges) for s in _series(called, runs, colours, g, nth)]:
-            html.append(line_chart(gauge.title, series, gauge.axis, marks=marks, x_range=x_range))
+            draw = large_chart if gauge.key == "loss" else line_chart
+            html.append(draw(gauge.title, series, gauge.axis, marks=marks, x_range=x_range))
     return html
 
 

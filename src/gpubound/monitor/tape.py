@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import MISSING, Field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,30 @@ FIGURES = (
     "policy_loss", "sampled_per_s", "sample_share", "reward_share", "learn_share",  # of reinforcement learning
 )  # fmt: skip
 TEXTS = ("name", "verdict", "doctor", "sample", "placement", "mfu")
-KINDS = {"config": dict, "machine": dict, "fallbacks": list, "starts": list, "memory": list, **dict.fromkeys(TEXTS, str)}
+KINDS = {
+    "config": dict,
+    "changed": list,
+    "machine": dict,
+    "fallbacks": list,
+    "starts": list,
+    "memory": list,
+    **dict.fromkeys(TEXTS, str),
+}
 ROWS: dict[str, dict[str, type]] = {
     "fallbacks": {"what": str, "why": str, "times": int},
     "starts": {"date": str, "command": str},
     "memory": {"phase": str, "allocated": int, "reserved": int, "predicted": int},
 }
 WORDS = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
+
+
+def changed(recipe: Any) -> list[str]:
+    """Return the names of a dataclass's fields that differ from their defaults."""
+
+    def default(each: Field) -> Any:
+        return each.default if each.default_factory is MISSING else each.default_factory()
+
+    return [each.name for each in fields(recipe) if getattr(recipe, each.name) != default(each)]
 
 
 class RunTape:
@@ -122,10 +140,10 @@ def _about(path: Path) -> dict[str, Any]:
         value = about.get(key)
         if value is not None and not isinstance(value, kind):
             raise DataError(f"{file}: {key} is {_kind(value)}, wanted {WORDS[kind]}; {CURE}.")
-    for key, fields in ROWS.items():
+    for key, columns in ROWS.items():
         for row in about.get(key) or []:
-            if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in fields.items()):
-                wanted = ", ".join(f"{name} ({WORDS[kind]})" for name, kind in fields.items())
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), kind) for name, kind in columns.items()):
+                wanted = ", ".join(f"{name} ({WORDS[kind]})" for name, kind in columns.items())
                 raise DataError(f"{file}: {key} holds {shown(row)}, wanted objects with {wanted}; {CURE}.")
     return about
 

@@ -25,7 +25,7 @@ from ..errors import DataError
 from ..files import reading, write_atomic
 from ..formatting import counted, shown
 from ..models.registry import family_of, put_back
-from ..monitor import LiveLine, RunTape, write_report
+from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks
@@ -243,7 +243,12 @@ class RLRun:
         self.tape.rewind(self.done)
         self._rewind_samples()
         self.tape.tell(
-            name=title, config=config, machine={"device": label(self.device)} | versions, verdict=None, finished=False
+            name=title,
+            config=config,
+            changed=changed(recipe),
+            machine={"device": label(self.device)} | versions,
+            verdict=None,
+            finished=False,
         )
         self.checkpoints.before_commit = self.tape.flush
         quiet = trace.logger.level > logging.INFO
