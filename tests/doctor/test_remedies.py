@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical, Distribution, Normal
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch import watch
-from gpubound.watch.events import NUMBER, cause_of
+from gpubound.watch.events import DEVIATION, NUMBER, cause_of
 from gpubound.watch.pretend import simgpu
 
 from .evidences import at, row, seen
@@ -41,6 +41,13 @@ def test_a_distribution_s_validation(monkeypatch):
     (fix,) = found.values()
     assert fix == remedies.LIBRARIES["torch/distributions/"]
     assert not named(lambda: Categorical(logits=logits, validate_args=False)), "the advice leaves no wait"
+
+
+def test_a_sample_of_a_normal_distribution_checks_whatever_validates():
+    mean, std = torch.zeros(3, device=simgpu()), torch.ones(3, device=simgpu())
+    (fix,) = named(lambda: Normal(mean, std, validate_args=False).sample()).values()
+    assert fix == DEVIATION.remedy
+    assert not named(lambda: Normal(mean, std, validate_args=False).rsample().detach()), "the advice leaves no wait"
 
 
 def test_a_transformer_s_mask():

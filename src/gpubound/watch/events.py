@@ -41,7 +41,7 @@ NUMBER = Cause("copies a Python number from the host into one place", "write x[i
 FILL_VALUE = Cause("reads the value to fill with from the device", "pass a Python number, or use torch.where(mask, value, x)")
 DEVIATION = Cause(
     "checks from the host that no standard deviation is negative",
-    "write mean + std * torch.randn_like(mean), which checks nothing",
+    "write mean + std * torch.randn_like(mean), or rsample().detach() of a distribution, which do not check",
 )
 BOUNDS = Cause("reads the smallest and the largest value for its bounds", "pass min= and max=")
 FACTORISING = ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_matrix_exp", "linalg_pinv")

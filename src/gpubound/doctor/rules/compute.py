@@ -117,6 +117,7 @@ def fallbacks(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
 
 
 MANY = 16  # a step: a small model's parameters; few lines run one in-place op as often for another reason
+PLACED = re.compile(r"\]\s*(?:,[^=()]*)?=[^=]")
 FUSED = 0.55  # of AdamW without foreach, which passes over memory 21 times, fused 7. H200: 0.47 to 0.58 of tensors of 8M to 50M
 FEW = 0.9  # of the host's time in an update by parameters; H200: 0.90 to 0.96 of 64 and of 400 small tensors
 ADDED = 4.0  # passes over memory for one that fills with zeros: that one, and three to add a gradient to it
@@ -155,7 +156,10 @@ def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         for row in rows:
             inplace = row.what.endswith("_") and not row.what.startswith("_")
             count = evidence.count_per_step([row])
-            if (inplace or row.what in NORMS) and count >= MANY and not row.place.node and row.place.via is None:
+            placed = (
+                row.what == "copy_" and row.place.site is not None and PLACED.search(row.place.site.code)
+            )  # x[i] = y, in time
+            if (inplace or row.what in NORMS) and count >= MANY and not (row.place.node or row.place.via or placed):
                 fix = f"one call for all of them: torch._foreach_{'norm' if row.what in NORMS else row.what}"
                 text = f"{row.what} {count:.3g} times a step"
                 yield estimate("launch", row.place, count, text, prices.of_launches(count), fix)

@@ -7,7 +7,7 @@ import linecache
 import re
 from functools import lru_cache
 
-from ...watch.events import NUMBER, SCALARS, cause_of
+from ...watch.events import DRAWING, NUMBER, SCALARS, cause_of
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import Site
 
@@ -20,7 +20,8 @@ LIBRARIES = {
     "transformers/trainer.py": "pass TrainingArguments(logging_nan_inf_filter=False), and raise logging_steps",
     "transformers/masking_utils.py": "leave attention_mask out where no token is padding",
     "accelerate/optimizer.py": 'train in bf16, which needs no GradScaler: Accelerator(mixed_precision="bf16")',
-    "accelerate/utils/operations.py": "give the DataLoader pin_memory=True and DataLoaderConfiguration non_blocking=True",
+    "accelerate/utils/operations.py": "pin the batches, and pass DataLoaderConfiguration(non_blocking=True)"
+    " (Trainer: accelerator_config={'non_blocking': True})",
     "lightning/fabric/utilities/apply_func.py": "pass pin_memory=True to the DataLoader",
     "lightning_fabric/utilities/apply_func.py": "pass pin_memory=True to the DataLoader",
     "torchmetrics/": "pass validate_args=False, and call compute() every n steps",
@@ -54,7 +55,7 @@ def of_read(row: LedgerRow, count: float = 1.0) -> str:
     """Return the remedy of a wait. `count` is how often it is a step."""
     if row.place.through:  # events.THROUGH has its cause
         return cause_of("sync", row.what, row.place.through).remedy
-    if remedy := _of_library(row):
+    if row.what != DRAWING and (remedy := _of_library(row)):  # torch.normal checks whether or not a distribution validates
         return remedy
     if row.what in VALUES and row.place.site is not None:
         return _of_value(row.place.site, count) or cause_of("sync", row.what).remedy
