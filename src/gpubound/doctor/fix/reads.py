@@ -28,7 +28,8 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     if not source.imports_torch:
         raise Refused("the file does not import torch by that name")
     read = _item_call(statement)
-    if isinstance(statement, ast.Expr):
+    extended = isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.List)
+    if isinstance(statement, ast.Expr) or extended:
         number = _number(source, read)
         edits = _converted_list(source, statement, loop, number)
     else:
@@ -108,6 +109,8 @@ def _assigned(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
 def _item_call(statement: ast.stmt) -> ast.Call:
     """Return the one `value.item()` of a statement that adds it up, appends it or assigns it."""
     match statement:
+        case ast.AugAssign(op=ast.Add(), value=ast.List(elts=[value])):
+            pass
         case ast.AugAssign(op=ast.Add(), value=value) | ast.Assign(targets=[_], value=value):
             pass
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append"), args=[value], keywords=[])):
@@ -196,11 +199,14 @@ def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
     return False
 
 
-def _converted_list(source: SourceText, statement: ast.Expr, loop: ast.stmt, kind: str) -> list[Edit]:
+def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kind: str) -> list[Edit]:
     """Return one more line after the loop, which converts the appended values in place, for all holders of the list."""
-    call = statement.value
-    assert isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)
-    name = name_of(call.func.value)
+    if isinstance(statement, ast.AugAssign):  # values += [loss.item()]
+        name = name_of(statement.target)
+    else:
+        assert isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+        assert isinstance(statement.value.func, ast.Attribute)
+        name = name_of(statement.value.func.value)
     if not name:
         raise Refused("the list has no name")
     if any(

@@ -7,6 +7,7 @@ import ast
 import difflib
 import io
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from .options import options_of, with_options
 from .reads import RARELY, READS
 from .source import LOOPS, Edit, Patch, Refused, SourceText, constant, imported, last_name, name_of, with_keywords
 from .step import TRAIN_STEP
+from .uploads import INDEX, STAGED, UNVALIDATED
 
 WAITING = ("synchronize", "empty_cache")
 CLOCKS = ("time", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "elapsed_time")
@@ -159,7 +161,7 @@ def propose_pinned(source: SourceText, line: int) -> list[Edit]:
     return _without_waiting(source, _copies(source, line))
 
 
-SEEN_PINNED = "(pinned,"  # in a finding's evidence
+SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a finding's evidence
 PINNED = Patch("pinned", frozenset({"h2d"}), "the host does not wait for the copy", propose_pinned, pinned=True)
 COPIES = Patch(
     "copies", frozenset({"h2d", "pageable"}), "batches are copied from pinned memory without waiting", propose_copies
@@ -220,7 +222,23 @@ TF32 = Patch("tf32", frozenset({"precision"}), "fp32 products run in TF32", prop
 # In the order in which they are tried: what changes least comes first.
 PATCHES: dict[str, Patch] = {
     patch.name: patch
-    for patch in (READS, METERS, WAITS, LOADER, PINNED, COPIES, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, RARELY, TF32, BF16)
+    for patch in (
+        READS,
+        METERS,
+        UNVALIDATED,
+        WAITS,
+        LOADER,
+        PINNED,
+        COPIES,
+        STAGED,
+        INDEX,
+        ZERO_GRAD,
+        OPTIMIZER,
+        TRAIN_STEP,
+        RARELY,
+        TF32,
+        BF16,
+    )
 }
 
 
@@ -233,6 +251,8 @@ class Target:
     line: int
     code: str = ""  # of the line when it was measured; empty if unknown
     pinned: bool = False  # whether the line was seen to copy pinned memory
+    lines: tuple[int, ...] = ()  # all of them, if the finding has several
+    via: str = ""  # the library's file that the line went through
 
     def __str__(self) -> str:
         return f"{self.kind} at {shorten(os.path.abspath(self.file))}:{self.line}"
@@ -341,7 +361,7 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
     """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change."""
     reasons = []
     for patch in PATCHES.values():
-        if target.kind not in patch.kinds or (patch.pinned and not target.pinned):
+        if target.kind not in patch.kinds or (patch.pinned and not target.pinned) or patch.via not in target.via:
             continue
         if patch.asked and patch.name not in asked:
             reasons.append(
@@ -349,7 +369,8 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
             )
             continue
         try:
-            edits = sorted(set(patch.propose(source, line)))
+            every = ([each + line - target.line for each in target.lines],) if patch.lines else ()
+            edits = sorted(set(patch.propose(source, line, *every)))
             source.edited(edits)
         except Refused as why:
             reasons.append(f"{patch.name}: {why}")
@@ -370,7 +391,15 @@ def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Rep
 def targets(findings: Iterable[Finding]) -> list[Target]:
     """Return a target for each finding with a line."""
     return [
-        Target(finding.kind, line.file, line.line, line.code, SEEN_PINNED in finding.evidence)
+        Target(
+            finding.kind,
+            line.file,
+            line.line,
+            line.code,
+            SEEN_PINNED in finding.evidence,
+            tuple(map(int, re.findall(r"\d+", finding.evidence.partition(SAME_INDEX)[2]))),
+            finding.via.file.replace("\\", "/") if finding.via else "",
+        )
         for finding in findings
         if (line := finding.line) is not None
     ]

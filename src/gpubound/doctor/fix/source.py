@@ -227,12 +227,21 @@ def imported(source: SourceText, statement: str) -> list[Edit]:
     """Return an edit that adds an import after the last one at the top of the file; None if it exists."""
     if statement in (source.text(node) for node in source.tree.body):
         return []
+    return [_after_imports(source, statement)]
+
+
+def imported_lines(source: SourceText, *lines: str) -> list[Edit]:
+    """Return an edit that adds lines after the last import at the top of the file, with blank ones around them."""
+    return [_after_imports(source, source.newline.join(["", *lines, ""]))]
+
+
+def _after_imports(source: SourceText, text: str) -> Edit:
     last = None
     for node in source.tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(constant(node.value), str)
         if isinstance(node, (ast.Import, ast.ImportFrom)) or (docstring and last is None):
             last = node
-    return [source.inserted_line(1 if last is None else (last.end_lineno or 0) + 1, statement)]
+    return source.inserted_line(1 if last is None else (last.end_lineno or 0) + 1, text)
 
 
 @dataclass(frozen=True)
@@ -246,7 +255,9 @@ class Patch:
     name: str
     kinds: frozenset[str]
     does: str
-    propose: Callable[[SourceText, int], list[Edit]]
+    propose: Callable[..., list[Edit]]
     equal: bool = True
     asked: bool = False
     pinned: bool = False  # only for a line that was seen to copy pinned memory
+    lines: bool = False  # `propose` takes all lines of the finding as well
+    via: str = ""  # only for a finding through a file of this folder

@@ -10,6 +10,7 @@ from ...watch.ledger import TOTALS
 from ..finding import GPU_TIME, KINDS, Finding, Verdict
 from ..price.prices import Line, Measurements, Prices, line_of
 from . import compute, host, waits
+from .remedies import RARE
 from .waits import MEMORY_KINDS, StallCandidate
 
 Rule = Callable[[Measurements, Prices], Iterable[StallCandidate]]
@@ -136,8 +137,9 @@ def _adding_up(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> l
 
 
 def _is_small(finding: Finding, prices: Prices) -> bool:
+    """Return whether a finding costs nothing that matters: by its price, or without prices because it is shown rarely."""
     share = prices.share(finding.ms)
-    return share is not None and share < HARMLESS
+    return finding.fix == RARE if share is None else share < HARMLESS
 
 
 def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> float | None:

@@ -1,0 +1,123 @@
+"""Copies that a script makes by itself, without a loader: through pinned memory, or of an index once instead of many times.
+
+x = torch.tensor(rows, device=device)      x = pinned(torch.tensor(rows)).to(device, non_blocking=True)
+y = a[order] + b[order]                    order_on_device = torch.as_tensor(order, device=a.device)
+                                           y = a[order_on_device] + b[order_on_device]
+"""
+
+import ast
+from collections.abc import Sequence
+
+from .source import Edit, Patch, Refused, SourceText, imported_lines, last_name, name_of, with_keywords
+
+PINNED = "pinned"
+MAKING = ("tensor", "as_tensor", "Tensor")
+
+
+def propose_staged(source: SourceText, line: int) -> list[Edit]:
+    """Propose copies from pinned memory, which the host does not wait for. Torch keeps that memory until the copy is done."""
+    torch = _torch(source)
+    helper = (
+        f"def {PINNED}(tensor):",
+        f'    return tensor.pin_memory() if tensor.device.type == "cpu" and {torch}.cuda.is_available() else tensor',
+    )
+    names = [n for n in ast.walk(source.tree) if isinstance(n, (ast.Name, ast.FunctionDef))]
+    taken = any((n.id if isinstance(n, ast.Name) else n.name) == PINNED for n in names)
+    if taken and helper[1].strip().encode() not in source.data:
+        raise Refused(f"the name {PINNED} is taken in this file")
+    edits = [edit for call in source.calls(line) for edit in _staged(source, call, torch)]
+    if not edits:
+        raise Refused("the line makes no tensor of host data on the device, and copies none by .to() or .cuda()")
+    return [*edits, *([] if taken else imported_lines(source, *helper))]
+
+
+def _torch(source: SourceText) -> str:
+    """Return the name by which the file imports torch."""
+    for node in source.tree.body:
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            if alias.name == "torch":
+                return alias.asname or "torch"
+    raise Refused("the file does not import torch")
+
+
+def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
+    """Return edits of a call that copies to a device: `value.to(device)`, `value.cuda()`, `torch.tensor(data, device=...)`."""
+    start, end = source.start(call), source.end(call)
+    device = next((keyword for keyword in call.keywords if keyword.arg == "device"), None)
+    if name_of(call.func) in [f"{torch}.{name}" for name in MAKING] and device is not None and call.args:
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        before = max(source.end(n) for n in given if source.end(n) < source.start(device.value))
+        copy = f").to({source.text(device.value)}, non_blocking=True)"
+        return [Edit(start, start, f"{PINNED}("), Edit(before, source.end(device.value), ""), Edit(end, end, copy)]
+    if not isinstance(call.func, ast.Attribute) or last_name(call) not in ("to", "cuda"):
+        return []
+    to_host = any(isinstance(n, ast.Constant) and n.value == "cpu" for n in ast.walk(call))
+    if to_host or (last_name(call) == "to" and not call.args):
+        raise Refused("it may copy to the host, which must wait before it may read what arrives")
+    value = call.func.value
+    if isinstance(value, ast.Call) and last_name(value) in (PINNED, "pin_memory"):
+        return (
+            []
+            if any(keyword.arg == "non_blocking" for keyword in call.keywords)
+            else with_keywords(source, call, non_blocking="True")
+        )
+    wrapped = [Edit(source.start(value), source.start(value), f"{PINNED}("), Edit(source.end(value), source.end(value), ")")]
+    return [*wrapped, *with_keywords(source, call, non_blocking="True")]
+
+
+def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[Edit]:
+    """Propose one copy of an index for all lines that were seen to copy it."""
+    torch, statements = _torch(source), [source.statements_at(each)[0] for each in lines or [line]]
+    uses = [
+        node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Subscript) and _indexed(node)
+    ]
+    names = {name_of(node.slice) for node in uses}
+    if len(names) != 1:
+        raise Refused("the line indexes by no name, or by several")
+    (name,), first = names, min(statements, key=lambda statement: statement.lineno)
+    block = source.block(first)
+    if not all(any(outer in block for outer in (statement, *source.above(statement))) for statement in statements):
+        raise Refused(f"the lines that index by {name} are not in one block")
+    if any(name in _stored(statement) for statement in statements):
+        raise Refused(f"{name} is assigned between them")
+    named = [node for node in uses if name_of(node.value)]
+    if not named:
+        raise Refused(f"what is indexed by {name} has no name")
+    new = f"{name}_on_device"
+    if new.encode() in source.data:
+        raise Refused(f"the name {new} is taken in this file")
+    copy = f"{source.indent(first)}{new} = {torch}.as_tensor({name}, device={source.text(named[0].value)}.device)"
+    return [
+        source.inserted_line(first.lineno, copy),
+        *(Edit(source.start(node.slice), source.end(node.slice), new) for node in uses),
+    ]
+
+
+def _indexed(node: ast.Subscript) -> bool:
+    return isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Name)
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+UNCHECKED = "torch.distributions.Distribution.set_default_validate_args(False)"
+
+
+def propose_unchecked(source: SourceText, line: int) -> list[Edit]:
+    """Propose not to validate the parameters of distributions, which reads the device for each."""
+    if UNCHECKED.encode() in source.data:
+        return []
+    if not source.imports_torch:
+        raise Refused("the file does not import torch by that name")
+    if b"validate_args" in source.data:
+        raise Refused("the file chooses itself what is validated")
+    return imported_lines(source, UNCHECKED)
+
+
+STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
+INDEX = Patch("index", frozenset({"h2d"}), "the index is copied once", propose_index, lines=True)
+UNVALIDATED = Patch(
+    "unvalidated", frozenset({"sync"}), "distributions do not validate their parameters", propose_unchecked,
+    via="torch/distributions/",
+)  # fmt: skip
