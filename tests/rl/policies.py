@@ -15,6 +15,12 @@ def policy(seed: int = 0) -> Decoder:
     return Decoder(DecoderConfig(hidden=16, intermediate=32, layers=1, heads=2, kv_heads=1, vocabulary=WORDS))
 
 
+def wide_policy() -> Decoder:
+    """A policy whose widths are multiples of 64: exact=True has equal bits on every CPU then."""
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(hidden=64, intermediate=128, layers=1, heads=1, kv_heads=1, vocabulary=64))
+
+
 def sevens(completion_ids, **_):
     return [sum(token == WANTED for token in ids) / NEW for ids in completion_ids]
 

@@ -22,7 +22,7 @@ from gpubound.rl.run import RLRun, figures_of
 from gpubound.train.loop import Stop
 from gpubound.train.step import TrainStep
 
-from .policies import KEYS, NEW, PROMPTS, WANTED, policy, sevens, train
+from .policies import KEYS, NEW, PROMPTS, WANTED, policy, sevens, train, wide_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,6 +152,18 @@ def test_ctrl_c_beside_a_step_with_overlap_loses_nothing(tmp_path):
     assert run.stopped == "SIGINT" and run.done in (1, 2)
     run, whole = train(tmp_path / "run", steps=5, resume=True, **OVERLAP), train(tmp_path / "whole", steps=5, **OVERLAP)
     assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
+
+
+def test_exact_has_no_gap(tmp_path):
+    keys = {"steps": 2, "exact": True, "precision": "bf16", "passes": 2, "temperature": 0.7, "kl": 0.1}
+    assert [record["largest_gap"] for record in train(tmp_path, model=wide_policy(), **keys).tape.steps()] == [0, 0]
+
+
+def test_a_cache_of_8_bits_has_a_larger_gap(tmp_path):
+    (record,) = train(tmp_path / "run", steps=1, cache="int8").tape.steps()
+    assert 1e-5 < record["largest_gap"] < 1e-2
+    with pytest.raises(ValueError, match="cache"):
+        train(tmp_path / "refused", steps=1, cache="int8", exact=True)
 
 
 def test_overlap_wants_the_importance(tmp_path):

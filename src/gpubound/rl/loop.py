@@ -98,7 +98,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                 for batch in batches:
                     batch |= run.reference_of(batch)
                     if recipe.passes > 1:
-                        batch["old_logprobs"] = objective.logprobs(run.model, batch)
+                        batch["old_logprobs"] = run.logprobs_of(batch)
                 if not recipe.overlap:
                     result = step(batches)
                 else:  # the gradients are computed while the next answers are sampled: both read the weights before the update

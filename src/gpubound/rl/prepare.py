@@ -72,11 +72,11 @@ def prepare(
         device = next(model.parameters()).device
     copied = recipe.kl and any(p.requires_grad for p in model.parameters()) and not _only_adapters(model)
     reference = copy.deepcopy(model).eval().requires_grad_(False) if copied else None
-    step = training.make_step(model.train(), objective, device)
+    step = training.make_step(model.train(), objective, device, exact=recipe.exact)
     if reference is not None:
         reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
     rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
-    decoder = decode.decoder(model, max_batch=rows, max_length=seq, verify="quick")
+    decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=recipe.exact)
     run = RLRun(
         recipe, model, known, device, asked, eval_list, functions, objective, step, decoder, reference, shape,
         _ends(recipe, decoder, known), Episodes(known, replies, recipe.turns, new, seq, recipe.timeout), checkpoints,

@@ -65,6 +65,10 @@ class RLRecipe:
     longest prompt needs; with an environment there is no default."""
     rollout_rows: int = 256
     """Answers that are sampled at once; the keys and values of so many stay in memory."""
+    cache: str | None = None
+    """Keep keys and values of the sampling in 8 bits, int8 or fp8: half the memory, and log-probabilities farther apart."""
+    exact: bool = False
+    """Sampler and trainer compute the same log-probabilities, bit for bit, by kernels that are slower."""
     dynamic: bool = False
     """Sample further prompts in place of those whose answers all have one reward, from which nothing is learnt."""
     rounds: int = 3

@@ -24,6 +24,7 @@ from ..distributed import ALONE
 from ..errors import DataError
 from ..files import reading, write_atomic
 from ..formatting import counted, shown
+from ..layers import BatchInvariant
 from ..models.registry import family_of, put_back
 from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import warnings
@@ -46,9 +47,9 @@ from .rewards import AnswerGroup, RewardFunction, Scoring
 from .sampled import Sampled, as_state, from_state
 
 LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
-    "lora", "environment", "turns", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "dynamic", "rounds",
-    "passes", "overlap", "variant", "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy", "truncate", "optimizer",
-    "lr", "schedule", "warmup", "final", "weight_decay", "betas", "clip", "precision", "seed",
+    "lora", "environment", "turns", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "cache", "exact",
+    "dynamic", "rounds", "passes", "overlap", "variant", "advantages", "ratio_clip", "ratio_clip_high", "kl", "entropy",
+    "truncate", "optimizer", "lr", "schedule", "warmup", "final", "weight_decay", "betas", "clip", "precision", "seed",
 )  # fmt: skip
 SHOWN = 4  # answers of a step that are kept to be read
 SAMPLES = "samples.jsonl"
@@ -140,6 +141,11 @@ class RLRun:
         if self.reference is None:
             return {}
         return {"reference_logprobs": self.reference_objective.logprobs(self.reference, batch)}
+
+    def logprobs_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the log-probabilities of the policy as it is now for a batch."""
+        with BatchInvariant() if self.recipe.exact else nullcontext():
+            return self.objective.logprobs(self.model, batch)
 
     def evaluate(self, scoring: Scoring) -> dict[str, float]:
         """Return the mean reward of an answer to each held-out prompt, in all and by function."""

@@ -262,9 +262,14 @@ class Recipe:
         return tokenizer
 
     def make_step(
-        self, model: "nn.Module", objective: "Objective", device: "torch.device", ranks: "Ranks | None" = None
+        self,
+        model: "nn.Module",
+        objective: "Objective",
+        device: "torch.device",
+        ranks: "Ranks | None" = None,
+        exact: bool = False,
     ) -> "TrainStep":
-        """Return this rank's part of the optimizer step."""
+        """Return this rank's part of the optimizer step. exact: as in TrainStep"""
         from ..distributed import ALONE
         from .step import TrainStep
 
@@ -283,6 +288,7 @@ class Recipe:
             overlap=self.overlap,
             update_in_backward=self.update_in_backward,
             offload_optimizer=self.offload_optimizer,
+            exact=exact,
             seed=self.seed,
         )
 
