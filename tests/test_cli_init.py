@@ -55,7 +55,9 @@ def test_a_config_trains(kind, base, tmp_path, monkeypatch, capsys):
     (tmp_path / "texts" / "book.txt").write_text("\n".join(texts()))
     labelled = [{"text": chat[0]["content"], "label": n % 2} for n, chat in enumerate(CHATS)]
     pairs = [{"prompt": chat[0]["content"], "chosen": chat[1]["content"], "rejected": "no"} for chat in CHATS]
-    for name, rows in (("chats", [{"messages": chat} for chat in CHATS]), ("preferences", pairs), ("reviews", labelled)):
+    matches = [{"query": chat[0]["content"], "positive": chat[1]["content"]} for chat in CHATS]
+    data = {"chats": [{"messages": chat} for chat in CHATS], "preferences": pairs, "reviews": labelled, "matches": matches}
+    for name, rows in data.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["--seq", "128", "--micro-batch", "2", "--steps", "2", "--device", "cpu", "--quiet", "--json"]
     model = ["--model", "tiny", "--vocabulary", "300"] if kind == "pretrain" else ["--model", base]

@@ -115,6 +115,38 @@ def test_a_placed_model_trains_on_packed_rows_and_on_answers_alone(settings, fol
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", [False, True])
+def test_training_gives_their_losses_and_weights(packing, folder, tmp_path):
+    """20 steps on the trainer's batches: padded, or one row of examples whose positions restart."""
+    theirs, seen = load(folder), []
+    args = trl.SFTConfig(output_dir=str(tmp_path), max_steps=20, packing=packing, max_length=32, **SETTINGS)
+    tokenizer, data = PreTrainedTokenizerFast.from_pretrained(folder), texts("prompt", "completion")
+    trainer = trl.SFTTrainer(theirs, args=args, train_dataset=data, processing_class=tokenizer)
+    compute = trainer.compute_loss
+
+    def recorded(model, inputs, *more, **options):
+        seen.append({name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)})
+        return compute(model, inputs, *more, **options)
+
+    trainer.compute_loss = recorded
+    wanted = losses(trainer)
+    ours = load(folder)
+    gb.place(ours, "cpu")
+    adamw = gb.AdamW(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
+    step = gb.TrainStep(ours, "next_token", adamw, precision="fp32", graph="off")
+    for batch, want in zip(seen, wanted, strict=True):
+        given = {"input_ids": batch["input_ids"][:, :-1], "labels": batch["labels"][:, 1:].contiguous()}
+        if packing:
+            positions = batch["position_ids"][:, :-1]
+            begins = (positions[0] == 0).nonzero().flatten()
+            bounds = torch.cat([begins, begins.new_tensor([positions.shape[1]])]).int()
+            given |= {"position_ids": positions, "segment_ids": (positions == 0).cumsum(1) - 1, "cu_seqlens": bounds}
+        assert step([given]).read().loss == pytest.approx(want, rel=1e-5)
+    for got, want in zip(ours.parameters(), theirs.parameters()):
+        assert (got - want).abs().max() < 1e-4 * want.abs().max()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
     theirs, seen = load(folder), []

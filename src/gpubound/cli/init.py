@@ -1,4 +1,4 @@
-"""Print a commented config for gpubound train or rl: sft, lora, dpo, distill, classify, pretrain or rl.
+"""Print a commented config for gpubound train or rl: sft, lora, dpo, distill, classify, embed, pretrain or rl.
 
 gpubound init lora > config.yaml
 gpubound train config.yaml
@@ -143,6 +143,31 @@ objective_options:
   classes: [negative, positive]   # their names, or how many there are
 
 {ALL_WEIGHTS}""",
+    "embed": f"""\
+# Train embeddings that are close for texts that match:  gpubound train config.yaml --export hf
+out: runs/embed               # checkpoints, the corpus, the report
+{MODEL}
+data: matches.jsonl           # {{"query": ..., "positive": ...}}, and perhaps "negative", a text or a list of them
+# eval_data: eval.jsonl
+validation: 0.05
+objective: contrastive
+objective_options:
+  temperature: 0.05
+  pooling: last               # what represents a text: the state of its last token, or the mean of all
+  # negatives: 1              # texts in the "negative" of each row
+  # chunk: 32                 # rows that are embedded at once: a larger micro_batch takes no more memory
+
+# seq: 256                    # tokens of a text; without it those of the longest, at most 512
+micro_batch: 64               # rows, two a match: the positives of its other matches are a query's negatives
+accumulate: 1                 # micro-batches in a step, of all GPUs together
+overlong: truncate_left       # what happens to longer ones; or truncate, drop
+# buckets: 4                  # rows of so many lengths, which leave the least padding
+
+epochs: 1                     # or steps: 1000
+lr: 2e-5
+{RATES}clip: 1.0                     # the largest gradient norm
+
+{BY_EPOCH}{KEPT}""",
     "pretrain": f"""\
 # Train a model from random weights, or a Hugging Face folder further, on texts:  gpubound train config.yaml --export hf
 out: runs/pretrain            # checkpoints, the corpus, the report
@@ -217,13 +242,14 @@ class InitOptions:
     dpo       adapters, on pairs of a chosen and a rejected answer
     distill   all weights of a model, towards a teacher's distribution
     classify  all weights and a new head, on texts with classes
+    embed     all weights, on texts that match, such as questions and their answers
     pretrain  a model from random weights, on texts
     rl        a model, or adapters, from rewards of the answers that it samples
 
     Example: gpubound init lora > config.yaml
     """
 
-    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "classify", "pretrain", "rl"], Positional]
+    kind: Annotated[Literal["sft", "lora", "dpo", "distill", "classify", "embed", "pretrain", "rl"], Positional]
     """The kind of run."""
 
 
