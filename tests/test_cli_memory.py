@@ -1,5 +1,7 @@
 """The line before a run, and the error of a run whose memory ran out, on a GPU that is pretended."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ import gpubound as gb
 from gpubound.cli import memory
 from gpubound.data import Corpus, python_stdlib_texts, train_tokenizer
 from gpubound.errors import DeviceError
+from gpubound.models.llama.checkpoint import hf_config
+from gpubound.models.llama.decoder import DecoderConfig
 from gpubound.trace import fallbacks
 from gpubound.train.recipe import Recipe
 
@@ -56,6 +60,23 @@ def test_memory_that_ran_out_names_the_first_options_that_fit(card, gib, options
     card(gib)
     text = ran_out(RECIPE)
     assert text.startswith("out of memory: first step") and options in text, text
+
+
+def test_each_kind_of_run_gets_its_own_advice(card, tmp_path):
+    """Adapters over a base in 16 bits get one in NF4; all weights offloaded state, and updates in backward without clipping."""
+    shape = DecoderConfig(1024, 2048, 16, 8, 4, 8192)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, torch.bfloat16)))
+    run = {"model": str(tmp_path), "data": ("x.jsonl",), "seq": 256, "micro_batch": 1}
+    lora = {"rank": 8, "alpha": 8}
+    for gib, more, wanted in (
+        (1.3, {"lora": lora}, "lora: {base: nf4} would fit"),
+        (1.0, {"lora": lora}, "no other step fits: take shorter rows or a smaller model"),
+        (2.5, {"accumulate": 2, "optimizer": "adamw8bit"}, "--offload-optimizer True would fit"),
+        (1.6, {}, "--update-in-backward True --clip 0 --offload-optimizer True would fit"),
+        (1.6, {"ema": 0.99}, "no other step fits: take shorter rows, a smaller model, or lora"),
+    ):
+        card(gib)
+        assert wanted in (text := ran_out(Recipe(**run, **more))), (gib, more, text)
 
 
 def test_other_errors_are_as_they_were(card):

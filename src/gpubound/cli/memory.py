@@ -45,5 +45,6 @@ def explained(recipe: Recipe, device: torch.device, world: int) -> Iterator[None
         except ValueError:  # the model's activations are not counted
             advice = SMALLER
         else:
-            advice = f"{options} would fit" if options else "no other step fits: take shorter rows, a smaller model, or lora"
+            other = " or a smaller model" if recipe.lora else ", a smaller model, or lora"
+            advice = f"{options} would fit" if options else f"no other step fits: take shorter rows{other}"
         raise DeviceError(f"{str(error).rstrip('.')}; {advice}.") from error.__cause__

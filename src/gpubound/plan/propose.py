@@ -136,22 +136,46 @@ def proposals(recipe: Recipe, world: int, gpu: GpuRates, bytes_per_gpu: int) -> 
 
 def first_that_fits(recipe: Recipe, world: int, bytes_per_gpu: int) -> str | None:
     """Return the options of the first change with which the recipe's step fits, or None: fewer rows in a micro-batch (and more
-    micro-batches, so that losses do not depend on it), then recomputed blocks, then moments in 8 bits, then offloaded state."""
+    micro-batches, so that losses do not depend on it), then recomputed blocks, then moments in 8 bits, then offloaded state;
+    of adapters, last, a base in NF4; of a step of one micro-batch without clipping, updates in backward."""
     rows, limit = recipe.micro_batch * recipe.accumulate, int(bytes_per_gpu * (1 - FREE))
     sizes = [n for n in range(recipe.micro_batch, 0, -1) if rows % n == 0 and rows // n % world == 0]
-    choices = {
-        "offload_optimizer": (True,) if world == 1 and recipe.optimizer != "muon" and not recipe.ema else (),
-        "optimizer": () if recipe.optimizer == "muon" else ("adamw8bit",),
-        "recompute": ("blocks",),
-    }
-    kept = [dict.fromkeys((getattr(recipe, name), *others)) for name, others in choices.items()]
-    for offload, optimizer, recompute, size in product(*kept, sizes):
-        changes = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute, "optimizer": optimizer}
-        changes["offload_optimizer"] = offload
-        changed = {name: value for name, value in changes.items() if value != getattr(recipe, name)}
-        if changed and total(step_of(dataclasses.replace(recipe, **changed), world)) <= limit:
-            return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+    for base in _bases(recipe, world):
+        step, kept = step_of(dataclasses.replace(recipe, **base), world), recipe.recompute
+        for recompute, size in product(dict.fromkeys((kept, "blocks")), [rows] if step.in_backward else sizes):
+            changed = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute} | base
+            changed = {name: value for name, value in changed.items() if value != getattr(recipe, name)}
+            fitting = replace(step, rows=size, accumulate=rows // size // world, recompute=recompute)
+            if changed and total(fitting) <= limit:
+                return " ".join(map(_option, changed.items()))
     return None
+
+
+def _bases(recipe: Recipe, world: int) -> Iterator[dict[str, Any]]:
+    """Yield changes of a recipe besides its rows and recomputation, the least ones first."""
+    eight_bits: list[dict[str, Any]] = [{}] if recipe.optimizer == "muon" else [{}, {"optimizer": "adamw8bit"}]
+    yield from eight_bits
+    if recipe.adapters is not None:
+        if recipe.adapters.base is None:
+            yield {"lora": recipe.lora | {"base": "nf4"}}
+        return
+    if world > 1 or recipe.optimizer == "muon" or recipe.ema:
+        return
+    yield from ({"offload_optimizer": True} | change for change in eight_bits)
+    if (
+        recipe.micro_batch * recipe.accumulate == 1
+        and not recipe.overlap
+        and recipe.precision in ("auto", "bf16", "bf16-split")
+    ):
+        small = {"optimizer": "adamw8bit", "precision": "bf16-split", "update_in_backward": True, "clip": None}
+        yield from (small, small | {"offload_optimizer": True})
+
+
+def _option(change: tuple[str, Any]) -> str:
+    name, value = change
+    if name == "lora":
+        return f"lora: {{base: {value['base']}}}"
+    return f"--{name.replace('_', '-')} {0 if value is None else value}"
 
 
 def summed_once(step: StepConfig, limit: int) -> StepConfig:
