@@ -45,6 +45,8 @@ NAMES = {
     "smollm3": "SmolLM3",
     "vaultgemma": "VaultGemma",
 }
+EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
+PACKED = ("phi3", "glm", "glm4")  # whose projections are slices of one weight
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -76,11 +78,18 @@ def row(kind: str) -> list[str]:
     own = family in registry.RUNNERS
     adapters = "none" if own else "all projections" if "MLP" in swaps else "attention's"
     if own:
-        return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers"]
+        return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers", "as published"]
     loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"
+    quantised = quantised_folders(kind, swaps)
     if not decoded:
-        return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", "as PEFT runs them", loaded]
-    return [NAMES[kind], placed(swaps), loss(kind, swaps), "fused", adapters, loaded]
+        return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", "as PEFT runs them", loaded, quantised]
+    return [NAMES[kind], placed(swaps), loss(kind, swaps), "fused", adapters, loaded, quantised]
+
+
+def quantised_folders(kind: str, swaps) -> str:
+    if kind in PACKED:
+        return "kept, decoded by its own forward"
+    return "kept, decoded by the codes" if "MLP" in swaps else EXPERTS.get(kind, "by transformers")
 
 
 def wrapper_row(kind: str) -> list[str]:
@@ -96,6 +105,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def text() -> str:
     kinds = [kind for types in registry.FAMILIES.values() for kind in types if kind not in registry.FAMILIES["qwen_vl"]]
     head = ["model", "`gb.place` swaps", "loss", "`gb.decoder`", "adapters in a decoder", "folders are read by"]
+    head.append("[quantised folders](#quantised-folders)")
     inside = ["model of images and text", "`gb.decoder` generates from"]
     return (
         f"\n{table(head, [row(kind) for kind in kinds])}\n{table(inside, [wrapper_row(kind) for kind in registry.WRAPPERS])}\n"

@@ -92,7 +92,7 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
         (f"{rounded}norm_product", form(live.norm, live.shape.logit_cap)),
     ]
     if live.reader.routers():
-        calls += [("route", ()), (f"{prefix}routed_gate_up", ()), (f"{prefix}add_routed", ())]
+        calls += [("route", ()), (f"{rounded}routed_gate_up", ()), (f"{rounded}add_routed", ())]
     calls.append((gate_up, form(norm, activation)))
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
