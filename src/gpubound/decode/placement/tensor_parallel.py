@@ -51,6 +51,7 @@ class ModelSlice:
 
     sliced = True
     adapted = False
+    coded = False
     apart = None
 
     def __init__(self, live: WeightView, plan: SlicePlan) -> None:
