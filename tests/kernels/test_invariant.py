@@ -92,6 +92,21 @@ def test_a_step_of_attention_has_the_bits_of_the_packed_rows(device, dtype, page
         assert torch.equal(step(q[None, mine], *cache, position, scale)[0], want[mine]), place
 
 
+def test_blocks_and_positions_that_the_cache_does_not_have(device):
+    q, k = draw(device, torch.float32, 4, 1, 4, 32), draw(device, torch.float32, 3, 2, BLOCK, 32, seed=1)
+    blocks = torch.tensor([[0, 1], [0, 3], [-1, 1], [1, 2]], device=device, dtype=torch.int32)
+    position = torch.tensor([70, 70, 70, 2 * BLOCK], device=device, dtype=torch.int32)
+    y = load("triton", "invariant_cached_attention")(q, k, k, blocks, position, 0.2)
+    assert y.isnan().flatten(1).all(1).tolist() == [False, True, True, True] and y[0].isfinite().all()
+
+
+def test_bounds_beyond_the_tokens(device):
+    q, k, v, _, scale = packed(device, torch.float32)
+    bounds = torch.tensor([-9, 70, 300], device=device, dtype=torch.int32)
+    y, _ = load("triton", "invariant_attention")(q, k, v, bounds, scale)
+    assert y[:70].isfinite().all()
+
+
 @pytest.mark.parametrize(
     "call, got",
     [

@@ -47,7 +47,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
     """Causal attention within sequences that follow each other: q (N, H, D), k and v (N, G, D) -> (N, H, D), and the
     log-sum-exp (H, N, fp32) of each token's scaled scores.
 
-    bounds (S + 1), int32: where sequences begin, ascending from 0 to N. A sequence may be empty. Others are not checked.
+    bounds (S + 1), int32: where sequences begin, ascending from 0 to N. A sequence may be empty. Tokens of none keep any value.
     """
     _check("invariant_attention", q, k, v)
     require("invariant_attention", "bounds", bounds, torch.int32, ("S",), q.device, "the kernel reads it")
@@ -71,7 +71,8 @@ def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, 
     """`invariant_attention` of T tokens of each sequence, at positions from `position` (B, int32) on, which the cache holds.
 
     q (B, T, H, D) -> (B, T, H, D). k and v (blocks, G, L, D): the cache. blocks (B, P, int32): the blocks of each sequence, a
-    row of L positions or pages of BLOCK. Positions after a sequence's last token are not read.
+    row of L positions or pages of BLOCK. Positions after a sequence's last token are not read. A
+    sequence with a block or a position that the cache does not have gets NaN.
     """
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(

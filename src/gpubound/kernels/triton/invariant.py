@@ -72,27 +72,32 @@ def _invariant_linear_kernel(x, weight, bias_ptr, y, N, O, K, ROWS: tl.constexpr
             tl.store(at, total.to(y.dtype.element_ty), mask=(row < N)[:, None] & (column < O)[None])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "stored", "length"])
 def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_ptr, first_ptr, bounds_ptr, position_ptr,
                                 blocks_ptr, scale, k_block, k_head, k_token, v_block, v_head, v_token, tokens,
+                                stored, length,
                                 H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
                                 BLOCKS: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                                 WIDE: tl.constexpr):  # fmt: skip
     """Without BLOCKS, sequences follow each other, and program i has the tokens of sequence_ptr[i] from first_ptr[i] on. With
-    BLOCKS, a sequence has `tokens` tokens, and its keys are in that many blocks of a cache, which are PAGES or one row."""
+    BLOCKS, a sequence has `tokens` tokens, and its keys are in that many blocks of a cache, which are PAGES or one row of
+    `length` positions. The cache has `stored` blocks; a sequence with others, or with positions that are in none, gets NaN."""
     EACH: tl.constexpr = ROWS // GROUP
     kv = tl.program_id(1)
     if BLOCKS == 0:
         sequence, first = tl.load(sequence_ptr + tl.program_id(0)), tl.load(first_ptr + tl.program_id(0))
-        begin = tl.load(bounds_ptr + sequence)
-        limit = tl.load(bounds_ptr + sequence + 1) - begin  # keys of the sequence
+        begin = tl.minimum(tl.maximum(tl.load(bounds_ptr + sequence), 0), tokens)
+        limit = tl.minimum(tl.load(bounds_ptr + sequence + 1), tokens) - begin  # keys of the sequence
+        first = tl.maximum(first, 0)
         count, begin_token = tl.minimum(limit - first, EACH), begin + first
+        end = first + count
     else:
         tiles = tl.cdiv(tokens, EACH)
         sequence, offset = tl.program_id(0) // tiles, tl.program_id(0) % tiles * EACH
         first = tl.load(position_ptr + sequence) + offset
         count, begin_token = tl.minimum(tokens - offset, EACH), sequence * tokens + offset
         limit = first + count
+        end = tl.where((first >= 0) & (limit <= (BLOCKS * BLOCK if PAGES else length)), limit, 0)
     if count > 0:
         line, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
         token, head = line // GROUP, kv * GROUP + line % GROUP
@@ -102,18 +107,20 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         position = first + tl.minimum(token, count - 1)
         top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         y = tl.zeros([ROWS, WIDTH], tl.float32)
-        for start in range(0, first + count, BLOCK):
+        missing = tl.where(end == 0, 1, 0)
+        for start in range(0, end, BLOCK):
             key = start + tl.arange(0, BLOCK)
+            valid = key < limit
             if BLOCKS == 0:
                 at = (begin + key).to(tl.int64)
                 k_at, v_at = at * k_token, at * v_token
-            elif PAGES:
-                page = tl.load(blocks_ptr + sequence * BLOCKS + start // BLOCK).to(tl.int64)
-                k_at, v_at = page * k_block + (key - start) * k_token, page * v_block + (key - start) * v_token
             else:
-                row = tl.load(blocks_ptr + sequence).to(tl.int64)
-                k_at, v_at = row * k_block + key.to(tl.int64) * k_token, row * v_block + key.to(tl.int64) * v_token
-            valid = key < limit
+                block = tl.load(blocks_ptr + sequence * BLOCKS + (start // BLOCK if PAGES else 0)).to(tl.int64)
+                at = (key - start if PAGES else key).to(tl.int64)
+                k_at, v_at = block * k_block + at * k_token, block * v_block + at * v_token
+                known = tl.where((block >= 0) & (block < stored), limit, 0)
+                valid = key < known
+                missing = tl.where(known == 0, 1, missing)
             k = tl.load(k_ptr + kv * k_head + k_at[None] + d[:, None], mask=valid[None] & (d < D)[:, None], other=0.0)
             scores = _dot(q, k, tl.zeros([ROWS, BLOCK], tl.float32), WIDE) * scale
             scores = tl.where(key[None] <= position[:, None], scores, -float("inf"))
@@ -123,7 +130,7 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
             v = tl.load(v_ptr + kv * v_head + v_at[:, None] + d[None], mask=valid[:, None] & (d < D)[None], other=0.0)
             y = _dot(weights.to(v.dtype), v, y * keep[:, None], WIDE)
             top = higher
-        y /= total[:, None]
+        y = tl.where(missing > 0, float("nan"), y / tl.where(total > 0, total, 1.0)[:, None])
         tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=here[:, None] & (d < D)[None])
         if lse_ptr is not None:
             at = lse_ptr + head.to(tl.int64) * tokens + begin_token + token
@@ -245,7 +252,7 @@ def _attend(
     shared, size = _chip(q).shared_bytes - SPARE, padded * q.element_size()  # and bytes of a key
     stages = max(1, min(3, (shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
     _invariant_attention_kernel[(programs, kv_heads)](
-        q, k, v, out, lse, *indices, scale * LOG2_E, *strides[0], *strides[1], tokens, heads, width,
+        q, k, v, out, lse, *indices, scale * LOG2_E, *strides[0], *strides[1], tokens, len(k), k.shape[-2], heads, width,
         padded, heads // kv_heads, blocks, blocks > 1, _rows(q, k), BLOCK, interpreted(), num_warps=4, num_stages=stages,
     )  # fmt: skip
 
