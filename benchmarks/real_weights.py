@@ -188,6 +188,7 @@ def main(argv: list[str]) -> int:
     runs = options.only.split(",")
     peers = [peer for peer in options.peers.split(",") if peer in PEERS]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.setdefault("OMP_NUM_THREADS", "4")  # a dozen processes share the host
     os.environ["PYTHONPATH"] = os.pathsep.join([f"{os.getcwd()}/src", os.getcwd(), os.environ.get("PYTHONPATH", "")])
     import torch
 
