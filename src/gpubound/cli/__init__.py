@@ -140,9 +140,9 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: gpubound COMMAND [options]", "", "Makes PyTorch transformers GPU-bound, and proves it.", "", "commands:"]
     for name in COMMANDS:
-        lines.append(_fill(summary(name), columns, f"  {name:{width}}  ", " " * (width + 4)))
+        lines.append(fill(summary(name), columns, f"  {name:{width}}  ", " " * (width + 4)))
     lines += ["", "examples:", *(f"  {example}" for example in COMMANDS.values()), ""]
-    lines.append(_fill("Each command explains itself with --help. gpubound --version prints the version.", columns))
+    lines.append(fill("Each command explains itself with --help. gpubound --version prints the version.", columns))
     return "\n".join(lines)
 
 
@@ -173,7 +173,7 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
     # Paragraphs of the docstring as indented lines, which tyro does not join. Examples keep their lines.
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS) - 2
     paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
-    filled = [text if text.startswith("Example") else _fill(text, columns) for text in paragraphs]
+    filled = [text if text.startswith("Example") else fill(text, columns) for text in paragraphs]
     options: dict[str, Any] = {} if default is None else {"default": default}
     options |= {"description": "\n\n".join(textwrap.indent(text, "  ") for text in filled)}
     stderr = io.StringIO()
@@ -214,7 +214,9 @@ def _default_hint(default: str) -> str:
     return "" if default in (UNSET, "", "''", "False") else f"(default: {default})"
 
 
-def _fill(paragraph: str, columns: int, first: str = "", rest: str = "") -> str:
+def fill(paragraph: str, columns: int = 0, first: str = "", rest: str = "") -> str:
+    """Return a paragraph in lines of `columns`, by default the terminal's."""
+    columns = columns or min(shutil.get_terminal_size().columns, MAX_COLUMNS)
     return textwrap.fill(
         paragraph, columns, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False
     )

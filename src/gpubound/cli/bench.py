@@ -11,15 +11,17 @@ from pathlib import Path
 
 from ..errors import MeasureError
 from ..formatting import hint
+from . import fill
 
 USAGE = """usage: gpubound bench NAME [options]
 
-Run a benchmark next to its peers and keep the result in benchmarks/results.
-Exit code 1: a case disagrees with a peer or falls short of its gate. 3: something could not be measured.
+Run a benchmark next to its peers and keep the result in benchmarks/results. Exit code 1: a case disagrees with a peer or falls
+short of its gate. 3: something could not be measured.
 
 benchmarks: {names}
 
 example: gpubound bench kernels --only rms_norm --peers eager,liger
+
 `gpubound bench NAME --help` lists a benchmark's own options; --dry runs it tiny, on any machine, and keeps nothing."""
 
 MISSING = "The benchmarks are not in the installed package: run this command inside a checkout of the source."
@@ -29,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
     root = checkout()
     names = sorted(path.stem.removeprefix("bench_") for path in (root / "benchmarks").glob("bench_*.py")) if root else []
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE.format(names=", ".join(names) or f"none here. {MISSING}"))
+        text = USAGE.format(names=", ".join(names) or f"none here. {MISSING}")
+        print("\n\n".join(fill(paragraph) for paragraph in text.split("\n\n")))
         return 0
     if root is None:
         raise MeasureError(MISSING)

@@ -27,7 +27,7 @@ class PlanOptions(Recipe):
     every assumption that the figures are based on is printed. Exit code 1: nothing fits.
 
     Examples: gpubound plan config.yaml --gpus 8
-              gpubound plan --model 8b --seq 4096 --micro-batch 4 --accumulate 256 --gpus 8
+              gpubound plan --model 8b --micro-batch 4 --accumulate 256 --gpus 8
     """
 
     lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)

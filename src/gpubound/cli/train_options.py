@@ -26,7 +26,7 @@ class Train(RankOptions, Recipe):
     after a checkpoint, with exit code 0. Exit code 1: the training was not sound (its last loss is not finite, or too many
     steps were skipped).
 
-    Examples: gpubound train --model 10m --data my_texts/ --steps 2000 --out runs/first
+    Examples: gpubound train --model 10m --data texts/ --steps 2000 --out first
               gpubound train config.yaml --resume
               gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
     """

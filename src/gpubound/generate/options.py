@@ -26,8 +26,8 @@ class Generate:
     Examples: gpubound generate demo-run --prompt "def main(" --temperature 0.7
               gpubound generate demo-run --file prompts.txt --json
               gpubound chat path/to/checkpoint
-              gpubound generate path/to/checkpoint --file prompts.jsonl --gpus 8 --out answers.jsonl
-              gpubound generate path/to/large --prompt "Once" --gpus 4 --split tensors
+              gpubound generate path/to/model --file a.jsonl --gpus 8 -o b.jsonl
+              gpubound generate path/to/large --prompt "Once" --split tensors
     """
 
     ckpt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CKPT")]
