@@ -24,6 +24,14 @@ def test_readme_is_short():
     assert len(README.splitlines()) < 150
 
 
+def test_the_manual_is_short():
+    """Pages that are written by hand, with CONTRIBUTING, and their words outside of code. Docstrings and --help have the rest."""
+    pages = [ROOT / "CONTRIBUTING.md", *(page for page in DOCS.glob("*.md") if page.name not in ("api.md", "figures.md"))]
+    assert len(pages) <= 16
+    assert sum(len(prose(page).split()) for page in pages) <= 25_000
+    assert len(re.sub(r"<[^>]*>", "", prose(ROOT / "README.md")).split()) <= 500
+
+
 def test_the_figures_are_those_of_the_results(capsys):
     assert figures.main(["--check"]) == 0, capsys.readouterr().err
 
