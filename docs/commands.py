@@ -1,6 +1,7 @@
 """The page of all commands: what each prints with --help."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,5 +36,6 @@ def page() -> str:
     for name in names.split():
         command = [sys.executable, "-m", "gpubound", name, "--help"]
         text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        sections.append(f"## gpubound {name}\n\n```text\n{text.strip()}\n```\n")
+        text = re.sub(r"\n{3,}", "\n\n", text.strip())
+        sections.append(f"## gpubound {name}\n\n```text\n{text}\n```\n")
     return "\n".join(sections)
