@@ -25,7 +25,7 @@ def test_readme_is_short():
 
 
 def test_the_manual_is_short():
-    """Pages that are written by hand, with CONTRIBUTING, and their words outside of code. Docstrings and --help have the rest."""
+    """Pages by hand, with CONTRIBUTING, and their words outside of code. Docstrings and --help have the rest."""
     pages = [ROOT / "CONTRIBUTING.md", *(page for page in DOCS.glob("*.md") if page.name not in ("api.md", "figures.md"))]
     assert len(pages) <= 16
     assert sum(len(prose(page).split()) for page in pages) <= 25_000
