@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,7 @@ class RLRun:
     silent: bool = False  # a step without a signal has been reported
 
     _side: Any = None  # stream
+    _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
         self.order = PromptOrder(len(self.prompts), self.recipe.seed)
@@ -122,11 +124,20 @@ class RLRun:
         return (self.recipe.seed * 1_000_003 + done * 64 + attempt) & ((1 << 63) - 1)
 
     def add_aside(self, batches: list[dict[str, Tensor]]) -> None:
-        """Launch the gradients of micro-batches on a second stream; `update` waits for it. On a CPU they are computed now."""
-        if self.device.type == "cuda":
-            self._side = self._side or torch.cuda.Stream(self.device)
-            self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        """Launch the gradients of micro-batches on a second stream; `update` waits for it. On a CPU they are computed now.
+
+        They are launched, and their graphs captured, by a second thread: cuBLAS has a workspace for each thread and stream, and
+        all graphs are captured on one stream, so that products of the decoder's would share it otherwise.
+        """
+        if self.device.type != "cuda":
+            return self._add(batches)
+        self._side = self._side or torch.cuda.Stream(self.device)
+        self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="gpubound-gradients")
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
+        return self._thread.submit(self._add, batches).result()
+
+    def _add(self, batches: list[dict[str, Tensor]]) -> None:
+        with torch.cuda.stream(self._side):  # which is of this thread
             for batch in batches:
                 self.step.add(batch)
 
