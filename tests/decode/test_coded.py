@@ -14,7 +14,7 @@ from gpubound.models.llama.checkpoint import as_transformers, load_hf
 from tests.kernels.test_published_kinds import drawn
 from tests.models.quantized.cases import CONFIG, write
 
-from .cases import prompts
+from .cases import build, prompts
 
 HELD = ("gptq", "awq", "packed-asymmetric", "int8-rows", "fp8-rows", "fp8-blocks", "nf4")
 STEP = [
@@ -84,6 +84,22 @@ def test_a_base_that_is_quantised_for_training_is_decoded_by_its_codes(device):
         decoder = gb.decoder(model, 2, 64)
         assert decoder.path == "", decoder.path
         assert decoder.generate(texts := prompts(5, 9), max_new_tokens=8).tokens == greedy(model, texts, 8)
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Glm4", "Gemma3", "Qwen2"])
+def test_families_are_decoded_by_their_codes(device, family):
+    """Also projections that are slices of one weight, biases, norms with an offset and other activations."""
+    model = build(family, device=device)
+    quantize_base(model, "int8")
+    twin = copy.deepcopy(model)
+    dequantize_base(twin)
+    for rows in (2, 12):
+        texts = prompts(*range(4, 4 + rows))
+        decoder = gb.decoder(model, rows, 64)
+        assert decoder.path == "", decoder.path
+        assert "quantized_norm_gate_up" in repr(decoder)
+        wanted = gb.decoder(twin, rows, 64).generate(texts, max_new_tokens=8).tokens
+        assert decoder.generate(texts, max_new_tokens=8).tokens == wanted
 
 
 def test_adapters_are_added_to_the_products_of_codes(device):

@@ -46,7 +46,6 @@ NAMES = {
     "vaultgemma": "VaultGemma",
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
-PACKED = ("phi3", "glm", "glm4")  # whose projections are slices of one weight
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -87,8 +86,6 @@ def row(kind: str) -> list[str]:
 
 
 def quantised_folders(kind: str, swaps) -> str:
-    if kind in PACKED:
-        return "kept, decoded by its own forward"
     return "kept, decoded by the codes" if "MLP" in swaps else EXPERTS.get(kind, "by transformers")
 
 

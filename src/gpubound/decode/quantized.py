@@ -31,8 +31,8 @@ def unlike(layers: Sequence[LayerWeights]) -> str | None:
             groups.append((f"model.layers.{number}.mlp", (mlp.gate, mlp.up)))
         for name, group in groups:
             coded = {is_coded(layer.weight) for layer in group}
-            if len(coded) > 1 or (coded == {False} and not all(layer.weight.is_floating_point() for layer in group)):
-                return f"{name}: only some of the layers that read its input are quantised, or as a slice of one weight"
+            if len(coded) > 1:
+                return f"{name}: only some of the layers that read its input are quantised"
             if coded == {True} and len(group) == 2 and len({kind_of(_packed(layer)) for layer in group}) > 1:
                 return f"{name}: gate and up are quantised in two formats"
     return None

@@ -114,6 +114,29 @@ def numbers_of(model: nn.Module) -> int:
     return coded + sum(map(size_of, model.parameters()))
 
 
+class RowsOf(Frozen):
+    """Some rows of a quantised weight, as one of the layers that share it."""
+
+    def __init__(self, weight: Tensor, rows: slice):
+        self.weight, self.rows = weight, rows
+        self.codes = weight.dtype
+
+    def shape(self, weight: Tensor) -> tuple[int, ...]:
+        return weight.shape[0], shape_of(self.weight)[1]
+
+    def packed(self, codes: Tensor) -> Packed:
+        format: Any = format_of(self.weight)
+        return format.packed(self.weight.detach()).part(self.rows)
+
+
+def some_rows(weight: Tensor, rows: slice) -> Tensor:
+    """Return a view of some rows; of a quantised weight one with a format, so that it is read as such."""
+    view = weight.detach()[rows]
+    if format_of(weight).coded:
+        made_record(view).format = RowsOf(weight, rows)
+    return view
+
+
 class InNf4(Frozen):
     """NF4 with double quantisation."""
 

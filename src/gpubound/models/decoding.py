@@ -22,7 +22,7 @@ from ..kernels.rope import apart
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
 from ..layers.linear_product import format_of
-from ..layers.quantized_base import dequantised
+from ..layers.quantized_base import dequantised, some_rows
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # types of layers
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) with RoPE, and of values
@@ -462,5 +462,5 @@ def parts_of(layer: Any, counts: list[int]) -> list[Linear]:
         part = slice(start, start + count)
         start = part.stop
         lows = tuple(type(low)(low.a, low.b.detach()[part], low.scale) for low in adapters)
-        layers.append(Linear(weight.detach()[part], None if bias is None else bias.detach()[part], lows))
+        layers.append(Linear(some_rows(weight, part), None if bias is None else bias.detach()[part], lows))
     return layers
