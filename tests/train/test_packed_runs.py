@@ -119,6 +119,8 @@ def test_rows_of_several_lengths(chats, tmp_path, capsys, monkeypatch):
     second, _ = train(of_chats(chats, tmp_path / "halved", **common), resume=True)
     assert_same(second, whole)
     assert "buckets" in refusal(ValueError, lambda: prepare(of_chats(chats, tmp_path / "no", buckets=2), progress=False))
+    wide = of_chats(chats, tmp_path / "wide", **common | {"accumulate": 50})
+    assert "accumulate = 50" in refusal(DataError, lambda: prepare(wide, progress=False))
     of_ranks = of_chats(chats, tmp_path / "no", pack="none", buckets=2, accumulate=3)
     assert "2 ranks" in refusal(ValueError, lambda: check_launch(of_ranks, resume=False, processes=2))
 

@@ -139,10 +139,11 @@ class Stage:
             )
         if not packing.batches(recipe.micro_batch):
             facts = "" if recipe.pack == "stream" else f" ({packing})"
+            step = f" · accumulate = {recipe.accumulate} (of one length)" if packing.batches_a_step > 1 else ""
             raise DataError(
                 f"{where}data: the training documents have {self.training.tokens:,} tokens, {packing.rows:,} rows of seq "
-                f"{recipe.seq:,}{facts}, wanted at least micro_batch = {recipe.micro_batch:,} rows; give more text, a shorter "
-                f"--seq or a smaller --micro-batch."
+                f"{recipe.seq:,}{facts}, wanted at least micro_batch = {recipe.micro_batch:,}{step} rows; give more text, a "
+                f"shorter --seq or a smaller --micro-batch."
             )
         for eval_set in self.eval_sets:
             eval_set.check(where)
