@@ -62,6 +62,7 @@ def test_memory_that_ran_out_names_the_first_options_that_fit(card, gib, options
     assert text.startswith("out of memory: first step") and options in text, text
 
 
+@pytest.mark.slow
 def test_each_kind_of_run_gets_its_own_advice(card, tmp_path):
     """Adapters over a base in 16 bits get one in NF4; all weights offloaded state, and updates in backward without clipping."""
     shape = DecoderConfig(1024, 2048, 16, 8, 4, 8192)

@@ -151,6 +151,7 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
     """
     c, h, f = step.config, step.config.hidden, step.config.intermediate
     weights, largest, trained = stored * step.parameters, stored * c.vocabulary * h, stored * step.parameters
+    largest *= 2 if c.tied else 1  # a table's gradient as an embedding's, and as the head's
     if step.adapters is not None and step.adapters.base is not None:  # quantised as they are read: they have no gradients
         weights, trained = _frozen(step), step.itemsize * step.other_parameters
         largest = max(largest, QUANTISING + stored * h * f)
