@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpubound.device import uncounted_bytes
+from gpubound.measure.memory_phases import MemoryPhases
 
 from .harness import host_syncs
 
@@ -45,6 +46,8 @@ class Contender:
     start: Callable[[], Step]
     parameters: int
     graph_captured: Callable[[], bool] = lambda: False
+    memory: MemoryPhases | None = None
+    """Peaks of the phases of `start`, where it measures them."""
 
 
 def settle(device: str) -> None:
@@ -56,14 +59,18 @@ def introduce(job: Job, contender: Contender) -> tuple[Step, dict[str, Any]]:
     """The step, ready, and what is known of it: seconds to the first one done, its loss, peak memory, host syncs."""
     torch.ones(256, 256, device=job.device) @ torch.ones(256, 256, device=job.device)  # the context is nobody's first step
     settle(job.device)
+    memory = contender.memory or MemoryPhases(torch.device(job.device))
     began = time.perf_counter()
     step = contender.start()
-    loss = step()
-    settle(job.device)
+    with memory("first step"):
+        loss = step()
+        settle(job.device)
     facts: dict[str, Any] = {"first_step_s": time.perf_counter() - began, "loss": loss.item()}
     facts |= {"parameters": contender.parameters, "captured": contender.graph_captured()}
-    step()
-    settle(job.device)
+    with memory("steps"):
+        step()
+        settle(job.device)
+    facts["phases"] = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
     if job.device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from gpubound.data import feed
 from gpubound.distributed import ALONE, Ranks
+from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.place import place
 from gpubound.train import AdamW, AdamW8bit, TrainStep
 
@@ -66,8 +67,11 @@ def ours(
     batches = [batch | (more or {}) for batch in batches or token_batches(job, ranks)]
     steps: list[TrainStep] = []
 
+    memory = MemoryPhases(torch.device(job.device))
+
     def start() -> Step:
-        place(model, job.device)
+        with memory("place"):
+            place(model, job.device)
         trained = attach(model)
         config = optimizer(lr=job.lr, decays=lambda name, parameter: True)  # as the peers' optimizers do
         options = {
@@ -78,12 +82,13 @@ def ours(
             "overlap": job.micro * job.seq < FEW_TOKENS,
             "ranks": ranks,
         }
-        step = TrainStep(trained, "causal_lm", config, **options | given)
+        with memory("make step"):
+            step = TrainStep(trained, "causal_lm", config, **options | given)
         steps.append(step)
         window = [batches[i % BATCHES] for i in range(job.accumulate)]
         return lambda: step(window).loss
 
-    return Contender(start, sum(p.numel() for p in model.parameters()), lambda: bool(steps[0].captured))
+    return Contender(start, sum(p.numel() for p in model.parameters()), lambda: bool(steps[0].captured), memory)
 
 
 def hugging_face(job: Job, autocast: bool = False, compiled: bool = False) -> Contender:
