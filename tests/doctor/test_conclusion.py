@@ -91,7 +91,7 @@ def test_the_step_is_the_sum_of_the_gpu_s_time_the_findings_and_a_rest():
     (line,) = adds_up(lost)
     assert "findings 11.0" in line and "finding 11.6" in line and line in screen(lost, 110), "22.6 ms that the host is late"
     assert not adds_up(verdict(step_ms=None)) and not adds_up(verdict(bar={"shares": {"busy": 98.0}}))
-    assert "one by one" not in screen(lost, 110) and "one by one 11.0 ms" in screen(replace(lost, together_ms=12.0), 110)
+    assert "separately" not in screen(lost, 110) and "separately 11.0 ms" in screen(replace(lost, together_ms=12.0), 110)
 
 
 def test_percentages_on_the_screen_add_up():

@@ -44,20 +44,20 @@ def pack_answers(
     few    the last batch has only as many rows as it needs, a power of two: a step is captured for few shapes
     """
     names = tuple(names)
-    row_of, rooms = fit_rows(np.array([one.length for one in answers]), tokens, most)
-    held: list[list[int]] = [[] for _ in rooms]  # numbers of the answers in each row
+    row_of, capacities = fit_rows(np.array([one.length for one in answers]), tokens, most)
+    packed: list[list[int]] = [[] for _ in capacities]  # numbers of the answers in each row
     for number, row in enumerate(row_of.tolist()):
-        held[row].append(number)
-    batches, places = list[dict[str, np.ndarray]](), dict[int, AnswerPlace]()
-    for at in range(0, len(held), rows):
-        part = held[at : at + rows]
+        packed[row].append(number)
+    batches, positions = list[dict[str, np.ndarray]](), dict[int, AnswerPlace]()
+    for at in range(0, len(packed), rows):
+        part = packed[at : at + rows]
         for row, numbers in enumerate(part):
             ends = np.cumsum([answers[number].length for number in numbers]).tolist()
             for number, end in zip(numbers, ends):
-                places[number] = AnswerPlace(len(batches), row, end - len(answers[number].answer), end)
+                positions[number] = AnswerPlace(len(batches), row, end - len(answers[number].answer), end)
         count = 1 << (len(part) - 1).bit_length() if few else rows
         batches.append(answer_rows([[answers[number] for number in numbers] for numbers in part], count, tokens, names))
-    return batches, [places[number] for number in range(len(answers))]
+    return batches, [positions[number] for number in range(len(answers))]
 
 
 def answer_rows(rows: Sequence[Sequence[AnswerInRow]], count: int, tokens: int, names: Iterable[str]) -> dict[str, np.ndarray]:

@@ -116,7 +116,7 @@ def batches(
     }  # fmt: skip
     if pack != "stream":
         identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
-    if packing.batches_a_step > 1:  # an order of its own
+    if packing.batches_a_step > 1:  # a separate order
         identity |= {"accumulate": accumulate}
     _check_row_values(row_values or {}, packing.rows)
     more: dict[str, Any] = {"row_values": row_values} if row_values else {}

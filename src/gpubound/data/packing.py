@@ -276,25 +276,25 @@ def best_fit_of_pairs(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
 
 def fit_rows(lengths: np.ndarray, seq: int, max_pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the row of each piece, where it leaves the least room, and the free positions of each row."""
-    of_length, row_of, rooms, held = lengths.tolist(), [0] * len(lengths), list[int](), list[int]()
+    of_length, row_of, capacities, counts = lengths.tolist(), [0] * len(lengths), list[int](), list[int]()
     open_rows: list[list[int]] = [[] for _ in range(seq + 1)]  # by free positions
-    open_rooms = 0  # bit r is set if rows with r free positions are open; the lowest bit from `length` up is the best fit
+    open_capacities = 0  # bit r is set if rows with r free positions are open; the lowest bit from `length` up is the best fit
     for piece in np.random.default_rng(0).permutation(len(lengths)).tolist():
         length = of_length[piece]
-        fitting = open_rooms >> length
+        fitting = open_capacities >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
             row = open_rows[room].pop()
             if not open_rows[room]:
-                open_rooms ^= 1 << room
+                open_capacities ^= 1 << room
         else:
-            room, row = seq, len(rooms)
-            rooms.append(seq)
-            held.append(0)
+            room, row = seq, len(capacities)
+            capacities.append(seq)
+            counts.append(0)
         row_of[piece] = row
-        held[row] += 1
-        rooms[row] = room = room - length
-        if room and held[row] < max_pieces:
+        counts[row] += 1
+        capacities[row] = room = room - length
+        if room and counts[row] < max_pieces:
             open_rows[room].append(row)
-            open_rooms |= 1 << room
-    return np.array(row_of, np.int64), np.array(rooms, np.int64)
+            open_capacities |= 1 << room
+    return np.array(row_of, np.int64), np.array(capacities, np.int64)

@@ -167,7 +167,7 @@ class Tokenizer:
         return self.chat_template
 
     def _names(self) -> dict[str, str]:
-        """Return the variables of a template beside the chat."""
+        """Return the variables of a template besides the chat."""
         return {"eos_token": self.eos_token or "", "bos_token": ""} | self.special
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:

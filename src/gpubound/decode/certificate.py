@@ -151,7 +151,7 @@ class RoundedModel:
 
 
 def _definition(body: Any) -> Any:
-    """Return the model as it is, to be computed in fp32."""
+    """Return the unchanged model, to be computed in fp32."""
     return StreamedModel(body.live) if isinstance(body.live, HostView) else body.live
 
 

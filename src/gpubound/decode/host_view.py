@@ -1,4 +1,4 @@
-"""A model in host memory as a decoder on a GPU reads it: its matrices are packed there one by one, the rest is copied.
+"""A model in host memory as a decoder on a GPU reads it: its matrices are packed there individually, the rest is copied.
 
 The embedding, norms and biases are copies on the GPU. The matrices of the layers and the head stay where they are: a weight
 format rounds them part by part, and keeps the packed numbers alone. So a model whose 16-bit weights do not fit the GPU can be

@@ -171,7 +171,7 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
 
 
 def _with_plain_terms(x: Tensor, joined: Joined) -> Tensor:
-    """Compute the product of `joined`, its adapters by products of their own, which a BatchInvariant context replaces."""
+    """Compute the product of `joined`, its adapters by separate products, which a BatchInvariant context replaces."""
     y, terms = multiply(x, joined._replace(adapters=())), []
     for weight, adapters in zip(joined.weights, joined.adapters):
         nothing = y.new_zeros(()).expand(*y.shape[:-1], weight.shape[0])

@@ -59,7 +59,7 @@ def line_chart(
     log: bool = False,
 ) -> str:
     """Return a <figure> with a line for each series. `marks` are (x, name) of vertical lines. `x_range` is
-    by default that of the lines. log: both axes are logarithmic, and what is not above 0 is left out"""
+    by default that of the lines. log: both axes are logarithmic, and values of 0 or less are left out"""
     thinned = [_thin(_positive(s) if log else s) for s in series]
     points = [(x, y) for s in thinned for x, y in zip(s.x, s.y)]
     if not points:
@@ -101,8 +101,8 @@ def large_chart(
     xs = [x for s in series for x in s.x if x > 0]
     log = bool(xs) and max(xs) >= DECADE * min(xs) and any(y > 0 for s in series for y in s.y)
     html = '<div class="large">'
-    for name, label, there, on in (("smooth", "smoothed", smooth, " checked"), ("log", "log axes", log, "")):
-        if there:
+    for name, label, defined, on in (("smooth", "smoothed", smooth, " checked"), ("log", "log axes", log, "")):
+        if defined:
             html += f'<label class="switch"><input type="checkbox" class="{name}-on"{on}> {label}</label>'
     html += f'<div class="linear">{line_chart(title, lines, axis, marks, x_range, True)}</div>'
     html += f'<div class="logged">{line_chart(title, lines, axis, marks, x_range, True, True)}</div>' if log else ""
@@ -120,8 +120,8 @@ def _with_smooth(series: Series) -> list[Series]:
     for a, b in pairwise([0, *cuts, len(points)]):
         sums = [0.0, *accumulate(y for _, y in points[a:b])]
         for at in range(b - a):
-            reach = min(half, at, b - a - 1 - at)  # the same number on both sides, so that a trend is not shifted
-            means.append((sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1))
+            window = min(half, at, b - a - 1 - at)  # the same number on both sides, so that a trend is not shifted
+            means.append((sums[at + window + 1] - sums[at - window]) / (2 * window + 1))
     smooth = replace(series, x=[x for x, _ in points], y=means, name=f"{series.name}, smoothed", kind="smooth")
     return [replace(series, kind="raw"), smooth]
 

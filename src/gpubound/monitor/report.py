@@ -36,8 +36,8 @@ def write_report(
     check_page(out)
     all_figures, called = [Figures(tape) for tape in tapes], names(tapes)
     colours = range(len(tapes)) if colours is None else colours
-    drawn = [Markup(chart) for chart in charts(called, all_figures, colours)]  # charts escape what they are given
-    large = [chart for chart in drawn if chart.startswith(LARGE)]
+    markups = [Markup(chart) for chart in charts(called, all_figures, colours)]  # charts escape what they are given
+    large = [chart for chart in markups if chart.startswith(LARGE)]
     page = template().render(
         title=" against ".join(called) if len(called) <= 3 else f"{len(called)} runs side by side",
         lead=lead,
@@ -46,7 +46,7 @@ def write_report(
         facts=rows([figures.facts() for figures in all_figures]),
         measured=rows([figures.gauges() for figures in all_figures]),
         large=large,
-        charts=[chart for chart in drawn if chart not in large],
+        charts=[chart for chart in markups if chart not in large],
     )
     write_page(out, page)
     return out

@@ -157,7 +157,7 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
         largest = max(largest, QUANTISING + stored * h * f)
     state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
     moved = 0 if step.adapters is not None else sum(_state(step).get(n, 0) for n in ("weights", "masters", "gradient"))
-    # Offloaded, the weights have left for host memory before, and return one by one.
+    # Offloaded, the weights have left for host memory before, and return individually.
     moving = moved + (stored * c.vocabulary * h if step.offload else weights) if moved else 0
     steps = reserved(memory(step))
     before = {

@@ -108,7 +108,7 @@ class Episodes:
         running: dict[tuple[int, int], Episode] = {}
         replies: SimpleQueue[tuple[Any, Episode, Any]] = SimpleQueue()
         ended: list[Episode] = []
-        seen = pending = 0
+        observed = pending = 0
         vocabulary = rollout.decoder.body.vocab
 
         def listen() -> None:
@@ -116,7 +116,7 @@ class Episodes:
             nonlocal pending
             began = time.perf_counter()
             while pending:
-                waits = seen == rollout.total
+                waits = observed == rollout.total
                 try:
                     sequence, episode, reply = replies.get(timeout=POLL) if waits else replies.get_nowait()
                 except Empty:
@@ -152,7 +152,7 @@ class Episodes:
                 episode = running.setdefault(key, Episode(asked[sequence.prompt], *key))
                 tokenizer = self.tokenizer
                 episode.speak(sequence, None if tokenizer is None else tokenizer.decode(sequence.tokens, skip_special=True))
-                seen += 1
+                observed += 1
                 if self._pool is not None and episode.spoken < self.turns:
                     pending += 1
                     self._pool.apply_async(self._ask, (sequence, episode, replies.put))
@@ -196,8 +196,8 @@ class Episodes:
         messages = json.loads(json.dumps(messages, default=str))  # they are rendered, shown and saved
         mark = token_hex(16)
         chat = [*text, {"role": "assistant", "content": mark}, *messages]
-        _, found, after = tokenizer.render(chat, prompt=True).rpartition(mark)
-        if not found:
+        _, separator, after = tokenizer.render(chat, prompt=True).rpartition(mark)
+        if not separator:
             raise RewardError("environment: the chat template does not write the assistant's turns as they are; use another.")
         ids = tokenizer.inner.encode(after, add_special_tokens=False).ids
         if episode.finish == "stop" and ids[:1] == episode.tokens[-1:]:  # the policy itself ended its turn

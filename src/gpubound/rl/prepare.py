@@ -51,8 +51,8 @@ def prepare(
         raise ValueError(f"rl: model: got {recipe.model!r}, wanted a Hugging Face folder with the policy's weights.")
     known = _tokenizer(recipe, tokenizer)
     asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
-    held_out = recipe.eval_prompts if eval_prompts is None else eval_prompts
-    eval_list = [] if held_out is None else read_prompts(held_out, known)
+    validation = recipe.eval_prompts if eval_prompts is None else eval_prompts
+    eval_list = [] if validation is None else read_prompts(validation, known)
     check_columns(functions, asked, "prompts")
     check_columns(functions, eval_list, "eval_prompts")
     new = recipe.max_new_tokens

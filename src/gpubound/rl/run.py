@@ -154,7 +154,7 @@ class RLRun:
         return {"reference_logprobs": self.reference_objective.logprobs(self.reference, batch)}
 
     def logprobs_of(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the log-probabilities of the policy as it is now for a batch."""
+        """Return the log-probabilities of the current policy for a batch."""
         with BatchInvariant() if self.recipe.exact else nullcontext():
             return self.objective.logprobs(self.model, batch)
 

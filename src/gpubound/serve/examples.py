@@ -80,5 +80,5 @@ def pack(
 ) -> tuple[list[dict[str, Tensor]], list[AnswerPlace]]:
     """Return batches for the objective `policy`, and the place of each example in them."""
     names = ("advantages", *sorted({name for example in examples for name in example.logprobs}))
-    batches, places = pack_answers([example.in_row() for example in examples], rows, tokens, names, few=True)
-    return [{name: torch.from_numpy(values).to(device) for name, values in batch.items()} for batch in batches], places
+    batches, positions = pack_answers([example.in_row() for example in examples], rows, tokens, names, few=True)
+    return [{name: torch.from_numpy(values).to(device) for name, values in batch.items()} for batch in batches], positions

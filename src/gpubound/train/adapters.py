@@ -71,8 +71,8 @@ def check_published(folder: str | Path, adapters: Lora | None) -> None:
         )
     if adapters.base is not None:
         raise ValueError(
-            f"lora: base: got {adapters.base!r}, but {folder} is quantised already ({scheme.name}) and is read as it is; leave "
-            "base out."
+            f"lora: base: got {adapters.base!r}, but {folder} is quantised already ({scheme.name}) and is read unchanged; "
+            "leave base out."
         )
 
 

@@ -149,8 +149,8 @@ class TrainStep(NotCopyable):
         if offload_optimizer:
             self.host_memory = {name: self.memory.pop(name) for name in ("masters", "moments")}
             check_offload(config, sharding.ranks.alone, sum(self.host_memory.values()))
-        held = f"{readable(sum(self.memory.values()))} besides activations: {_listed(self.memory)}"
-        notice(f"train: {precision}, {held}{_listed(self.host_memory, '; in host memory ')}.")
+        resident = f"{readable(sum(self.memory.values()))} besides activations: {_listed(self.memory)}"
+        notice(f"train: {precision}, {resident}{_listed(self.host_memory, '; in host memory ')}.")
         self.model, self.accumulate, self.device, self._precision = model, accumulate, layout.device, precision
         self._guard = ModelGuard(model)
         self._closed, self._running, self._ranks = False, Lock(), ranks
@@ -177,7 +177,7 @@ class TrainStep(NotCopyable):
             sharding.broadcast_start()
             give_own_storages(model)
             host = HostMemory(layout.device) if offload_optimizer else None
-            if host is not None:  # what does not fit twice is moved by way of the host
+            if host is not None:  # a model that does not fit twice is moved by way of the host
                 undo.callback(move_to_host([slot.parameter for slot in layout.slots]))
                 release_stacks(model)
             # After all that may be refused: it casts the parameters.

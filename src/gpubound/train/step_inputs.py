@@ -1,4 +1,4 @@
-"""Checks before each step: of the model as it is now, and of the micro-batches, which every rank counts.
+"""Checks before each step: of the model's current state, and of the micro-batches, which every rank counts.
 
 ModelGuard checks that the model has the parameters that the step trains, and the forward that it captured.
 

@@ -162,7 +162,7 @@ def _is_path(name: str) -> bool:
     return Path(name).exists() or "/" not in name or name.endswith((".json", ".jsonl", ".parquet", ".txt"))
 
 
-def _llamafactory(values: Values, found: Translation) -> Values:
+def _llamafactory(values: Values, translated: Translation) -> Values:
     flat = {normal(name): value for name, value in values.items()}
     stage, kind, template = flat.pop("stage", "sft"), flat.pop("finetuning_type", "lora"), flat.pop("template", None)
     adapters = {name: flat.pop(name) for name in list(flat) if name.startswith("lora_")}
@@ -171,18 +171,18 @@ def _llamafactory(values: Values, found: Translation) -> Values:
         flat |= {"lora_r": rank, "lora_alpha": adapters.pop("lora_alpha", 2 * rank)} | adapters
         flat["lora_target_modules"] = "all-linear" if targets == "all" else [one.strip() for one in targets.split(",")]
     elif kind == "full":
-        found.left_out += [f"{name}: finetuning_type is full" for name in adapters]
+        translated.left_out += [f"{name}: finetuning_type is full" for name in adapters]
     else:
-        found.missing.append(f"finetuning_type: {shown(kind)}")
+        translated.missing.append(f"finetuning_type: {shown(kind)}")
     if template in TEMPLATES:
         flat["chat_template"] = TEMPLATES[template]
     elif template not in (None, "default", "empty"):
-        found.missing.append(f"template: {shown(template)}; the tokenizer's is taken, or give a file as chat_template")
+        translated.missing.append(f"template: {shown(template)}; the tokenizer's is taken, or give a file as chat_template")
     for name, key in (("dataset", "data"), ("eval_dataset", "eval_data")):
         if isinstance(names := flat.pop(name, None), str):
             flat[key] = [each.strip() for each in names.split(",")]
             if unknown := [each for each in flat[key] if not Path(each).exists()]:
-                found.missing.append(f"{name}: {', '.join(unknown)}: names of dataset_info.json; give their files")
+                translated.missing.append(f"{name}: {', '.join(unknown)}: names of dataset_info.json; give their files")
     flat.pop("dataset_dir", None), flat.pop("plot_loss", None)
     bits = flat.pop("quantization_bit", None)
     flat |= {"load_in_4bit": bits == 4, "load_in_8bit": bits == 8, "val_set_size": flat.pop("val_size", 0)}
@@ -196,7 +196,7 @@ def _llamafactory(values: Values, found: Translation) -> Values:
     if stage in ("dpo", "kto"):
         _preference(flat, beta, "kto" if stage == "kto" else None if loss == "sigmoid" else loss)
     elif stage not in ("sft", "pt"):
-        found.missing.append(f"stage: {shown(stage)}")
+        translated.missing.append(f"stage: {shown(stage)}")
     return flat
 
 

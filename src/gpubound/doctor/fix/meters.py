@@ -28,10 +28,10 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         raise Refused("wanted meter.update(value.item(), ...) in a loop")
     assert isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute)
     meter = _class_of(source, name_of(call.func.value), statement)
-    kept = _kept(meter, call.func.attr)
+    stored = _stored(meter, call.func.attr)
     edits = [Edit(source.end(read.func) - len("item"), source.end(read), KEPT)]
     for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Attribute) or node.attr not in kept or not isinstance(node.ctx, ast.Load):
+        if not isinstance(node, ast.Attribute) or node.attr not in stored or not isinstance(node.ctx, ast.Load):
             continue
         if meter in source.above(node):
             continue
@@ -44,30 +44,30 @@ def propose(source: SourceText, line: int) -> list[Edit]:
 
 def _class_of(source: SourceText, name: str, statement: ast.stmt) -> ast.ClassDef:
     """Return the class of this file of which the object of this name is made."""
-    made: set[str] = set()
+    callees: set[str] = set()
     for node in ast.walk(source.scope(statement)):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 pairs = [(target, node.value)]
                 if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = list(zip(target.elts, node.value.elts))
-                made |= {name_of(v.func) for t, v in pairs if name and name_of(t) == name and isinstance(v, ast.Call)}
-    classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name in made]
-    if len(made) != 1 or len(classes) != 1:
+                callees |= {name_of(v.func) for t, v in pairs if name and name_of(t) == name and isinstance(v, ast.Call)}
+    classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name in callees]
+    if len(callees) != 1 or len(classes) != 1:
         raise Refused(f"{name or 'the object'} is not made here of a class of this file")
     return classes[0]
 
 
-def _kept(meter: ast.ClassDef, method: str) -> set[str]:
+def _stored(meter: ast.ClassDef, method: str) -> set[str]:
     """Return the attributes and properties that hold the value or what is computed from it. Refused if it is used otherwise."""
     functions = {node.name: node for node in meter.body if isinstance(node, ast.FunctionDef)}
     if method not in functions or len(functions[method].args.args) < 2:
         raise Refused(f"class {meter.name} has no method {method} of this file")
-    value, kept, before = functions[method].args.args[1].arg, set[str](), -1
-    while before != len(kept):
-        before = len(kept)
+    value, stored, before = functions[method].args.args[1].arg, set[str](), -1
+    while before != len(stored):
+        before = len(stored)
         for node in ast.walk(functions[method]):
-            if not isinstance(node, ast.stmt) or not _uses(node, value, kept):
+            if not isinstance(node, ast.stmt) or not _uses(node, value, stored):
                 continue
             target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
             attribute = name_of(target) if target is not None else ""
@@ -75,24 +75,24 @@ def _kept(meter: ast.ClassDef, method: str) -> set[str]:
             plain = expression is not None and all(isinstance(part, ARITHMETIC) for part in ast.walk(expression))
             if not plain or not attribute.startswith("self."):
                 raise Refused(f"line {node.lineno} does more than compute with the value")
-            kept.add(attribute.removeprefix("self."))
+            stored.add(attribute.removeprefix("self."))
     for name, function in functions.items():
-        if name != method and any(_uses(node, "", kept) for node in ast.walk(function)):
+        if name != method and any(_uses(node, "", stored) for node in ast.walk(function)):
             is_property = any(name_of(each) == "property" for each in function.decorator_list)
             if is_property:
-                kept.add(name)
+                stored.add(name)
             elif name not in ("__str__", "__repr__", "reset", "__init__"):
-                raise Refused(f"{meter.name}.{name}() uses what is kept, in line {function.lineno}")
-    return kept
+                raise Refused(f"{meter.name}.{name}() uses what is stored, in line {function.lineno}")
+    return stored
 
 
-def _uses(node: ast.AST, value: str, kept: set[str]) -> bool:
+def _uses(node: ast.AST, value: str, stored: set[str]) -> bool:
     """Return whether a statement reads the value, or an attribute that holds it."""
     if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef):
         return False
     names = {name_of(n) for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute)) and isinstance(n.ctx, ast.Load)}
-    added = isinstance(node, ast.AugAssign) and name_of(node.target) in {f"self.{each}" for each in kept}
-    return bool(names & ({value} - {""} | {f"self.{each}" for each in kept})) or added
+    added = isinstance(node, ast.AugAssign) and name_of(node.target) in {f"self.{each}" for each in stored}
+    return bool(names & ({value} - {""} | {f"self.{each}" for each in stored})) or added
 
 
 def _is_number(source: SourceText, node: ast.Attribute) -> bool:

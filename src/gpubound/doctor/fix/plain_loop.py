@@ -11,7 +11,7 @@ STEP = "train_step"  # the name that an optimizer given to a function gets
 
 @dataclass(frozen=True)
 class Creation:
-    """Where the optimizer is made, and how the loop comes by it."""
+    """Place where the optimizer is created, and its name in the loop."""
 
     statement: ast.Assign
     model: str  # its name there
@@ -30,7 +30,7 @@ class PlainLoop:
     zero: ast.stmt
     forward: list[ast.stmt]
     backward: ast.stmt
-    clip: str  # the largest norm, as it is written; empty: not clipped
+    clip: str  # the largest norm, as source text; empty: not clipped
     kept: list[ast.stmt]  # between backward and the step, which read the loss alone
     step: ast.stmt
     loss: str
@@ -59,8 +59,8 @@ def plain_loop(source: SourceText, line: int) -> PlainLoop:
         raise Refused(f"zero_grad() is called on neither {optimizer} nor {model}")
     between = [n for n in body[body.index(backward) + 1 : at] if n is not zero[0]]
     clips = [n for n in between if _norm(n, model)]
-    kept = [n for n in between if n not in clips]
-    if len(clips) > 1 or not all(_reads_only(statement, loss) for statement in kept):
+    remaining = [n for n in between if n not in clips]
+    if len(clips) > 1 or not all(_reads_only(statement, loss) for statement in remaining):
         raise Refused("something stands between backward() and optimizer.step()")
     clip = _norm(clips[0], model) if clips else None
     if clip is not None and (changing := names_in(clip) & stored(source.scope(step))):
@@ -75,7 +75,7 @@ def plain_loop(source: SourceText, line: int) -> PlainLoop:
     if not all(parts) or not assigned or loss not in stored(assigned[-1]):
         raise Refused(f"between the model's call and {loss or 'the loss'}.backward() stands more than plain assignments")
     norm = source.text(clip) if clip is not None else ""
-    return PlainLoop(loop, creation, model, zero[0], forward[first:], backward, norm, kept, step, loss)
+    return PlainLoop(loop, creation, model, zero[0], forward[first:], backward, norm, remaining, step, loss)
 
 
 def assignments(source: SourceText, statement: ast.stmt) -> Iterator[ast.Assign]:
@@ -92,13 +92,15 @@ def assignments(source: SourceText, statement: ast.stmt) -> Iterator[ast.Assign]
 
 def _is_autocast(source: SourceText, item: ast.withitem) -> bool:
     """Return whether a block is one of autocast: a call of it, or a name that is only assigned such calls."""
-    made = [item.context_expr]
+    values = [item.context_expr]
     if name := name_of(item.context_expr):
         assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
-        made = [n.value for n in assignments if any(name_of(target) == name for target in n.targets)]
-        made = [part for value in made for part in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))]
-    calls = [last_name(value) for value in made if isinstance(value, ast.Call)]
-    return item.optional_vars is None and len(calls) == len(made) > 0 and set(calls) <= {"autocast", "nullcontext"}
+        values = [n.value for n in assignments if any(name_of(target) == name for target in n.targets)]
+        values = [
+            part for value in values for part in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
+        ]
+    calls = [last_name(value) for value in values if isinstance(value, ast.Call)]
+    return item.optional_vars is None and len(calls) == len(values) > 0 and set(calls) <= {"autocast", "nullcontext"}
 
 
 def _norm(statement: ast.stmt, model: str) -> ast.expr | None:
@@ -139,12 +141,12 @@ def _called_on(statement: ast.stmt, method: str) -> str:
 def _creation(source: SourceText, step: ast.stmt, zero: ast.stmt, optimizer: str) -> tuple[Creation, str]:
     """Return where the optimizer of one model's parameters is made, and the model's name in the loop."""
     scope = source.scope(step)
-    name, given, renamed, allowed = optimizer, {}, [], {id(zero), id(step)}
+    name, keywords, renamed, allowed = optimizer, {}, [], {id(zero), id(step)}
     home: ast.AST = scope
     if isinstance(scope, ast.FunctionDef) and optimizer in (parameter.arg for parameter in scope.args.args):
         call = _only_call(source, scope)
-        given = _given(call, scope)
-        home, name = source.scope(call), given.get(optimizer, "")
+        keywords = _given(call, scope)
+        home, name = source.scope(call), keywords.get(optimizer, "")
         parameter = next(each for each in scope.args.args if each.arg == optimizer)
         argument = next((each for each in (*call.args, *(k.value for k in call.keywords)) if name_of(each) == name), None)
         if argument is None or not name:
@@ -154,24 +156,26 @@ def _creation(source: SourceText, step: ast.stmt, zero: ast.stmt, optimizer: str
         renamed = edits + ([_renaming(source, keyword, optimizer)] if keyword else [])
         allowed.add(id(source.statement(call)))
     assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
-    made = [n for n in assignments if any(name_of(target) == name for target in n.targets)]
-    if len(made) == 1 and home is not source.tree and _is_top_level(source, made[0]):
+    created = [n for n in assignments if any(name_of(target) == name for target in n.targets)]
+    if len(created) == 1 and home is not source.tree and _is_top_level(source, created[0]):
         home = source.tree  # the function reads a global
-    if len(made) != 1 or (source.parents[made[0]] is not home and not (home is source.tree and _is_top_level(source, made[0]))):
+    if len(created) != 1 or (
+        source.parents[created[0]] is not home and not (home is source.tree and _is_top_level(source, created[0]))
+    ):
         raise Refused(f"{name} is not made once, in this function or its caller, and outside of any block")
     for node in ast.walk(source.tree):
         used = isinstance(node, ast.Name) and node.id in (optimizer, name) and isinstance(node.ctx, ast.Load)
         if used and id(statement := source.statement(node)) not in allowed:
-            call_there = statement.value if isinstance(statement, ast.Assign) else None
-            scheduled = isinstance(call_there, ast.Call) and last_name(call_there).endswith(("LR", "Scheduler"))
+            original_call = statement.value if isinstance(statement, ast.Assign) else None
+            scheduled = isinstance(original_call, ast.Call) and last_name(original_call).endswith(("LR", "Scheduler"))
             hint = "; give the step schedule=gb.Schedule(...) instead, by hand" if scheduled else ""
             raise Refused(f"{name_of(node)} is used in another way in line {statement.lineno}{hint}")
-    call_made = made[0].value
-    model = parameters_of(call_made.args[0]) if isinstance(call_made, ast.Call) and call_made.args else ""
-    if not model or len(made[0].targets) != 1:
+    created_call = created[0].value
+    model = parameters_of(created_call.args[0]) if isinstance(created_call, ast.Call) and created_call.args else ""
+    if not model or len(created[0].targets) != 1:
         raise Refused(f"{name} is not made of model.parameters(), of a model with a plain name")
-    inside = next((parameter for parameter, outer in given.items() if outer == model), model)
-    return Creation(made[0], model, home is not scope, given, renamed), inside
+    inside = next((parameter for parameter, outer in keywords.items() if outer == model), model)
+    return Creation(created[0], model, home is not scope, keywords, renamed), inside
 
 
 def _is_top_level(source: SourceText, statement: ast.stmt) -> bool:

@@ -44,12 +44,12 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     creation = plain.creation.statement
     if plain.creation.outside:
         start, end = source.line_range(creation, creation)
-        made = [Edit(start, end, _definitions(source, plain, batch, source.indent(creation)))]
+        edits = [Edit(start, end, _definitions(source, plain, batch, source.indent(creation)))]
     else:
         above = source.line_start(outermost.lineno)
         definitions = _definitions(source, plain, batch, source.indent(outermost))
-        made = [Edit(above, above, definitions), _edit_of(source, creation, creation, [])]
-    return [*imported(source, IMPORT), *made, written, *removed, *plain.creation.renamed]
+        edits = [Edit(above, above, definitions), _edit_of(source, creation, creation, [])]
+    return [*imported(source, IMPORT), *edits, written, *removed, *plain.creation.renamed]
 
 
 def _casts(source: SourceText) -> bool:

@@ -22,13 +22,13 @@ def propose_staged(source: SourceText, line: int) -> list[Edit]:
         f'    return tensor.pin_memory() if tensor.device.type == "cpu" and {torch}.cuda.is_available() else tensor',
     )
     names = [n for n in ast.walk(source.tree) if isinstance(n, (ast.Name, ast.FunctionDef))]
-    taken = any((n.id if isinstance(n, ast.Name) else n.name) == PINNED for n in names)
-    if taken and helper[1].strip().encode() not in source.data:
+    used_names = any((n.id if isinstance(n, ast.Name) else n.name) == PINNED for n in names)
+    if used_names and helper[1].strip().encode() not in source.data:
         raise Refused(f"the name {PINNED} is taken in this file")
     edits = [edit for call in source.calls(line) for edit in _staged(source, call, torch)]
     if not edits:
         raise Refused("the line makes no tensor of host data on the device, and copies none by .to() or .cuda()")
-    return [*edits, *([] if taken else imported_lines(source, *helper))]
+    return [*edits, *([] if used_names else imported_lines(source, *helper))]
 
 
 def _torch(source: SourceText) -> str:
@@ -45,8 +45,8 @@ def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
     start, end = source.start(call), source.end(call)
     device = next((keyword for keyword in call.keywords if keyword.arg == "device"), None)
     if name_of(call.func) in [f"{torch}.{name}" for name in MAKING] and device is not None and call.args:
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        before = max(source.end(n) for n in given if source.end(n) < source.start(device.value))
+        passed = [*call.args, *(keyword.value for keyword in call.keywords)]
+        before = max(source.end(n) for n in passed if source.end(n) < source.start(device.value))
         copy = f").to({source.text(device.value)}, non_blocking=True)"
         return [Edit(start, start, f"{PINNED}("), Edit(before, source.end(device.value), ""), Edit(end, end, copy)]
     if not isinstance(call.func, ast.Attribute) or last_name(call) not in ("to", "cuda"):

@@ -237,7 +237,7 @@ def together(verdict: Verdict) -> list[str]:
     alone = milliseconds(sum(finding.ms for finding in verdict.findings if finding.ms))
     joint = milliseconds(verdict.together_ms)
     named = "+".join(map(str, numbers)) if len(numbers) <= NAMED else f"{len(numbers)} priced ones"
-    text = f"{named} together: {joint} a step" + (f" (one by one {alone}: waits overlap)" if alone != joint else "")
+    text = f"{named} together: {joint} a step" + (f" (separately {alone}: waits overlap)" if alone != joint else "")
     if verdict.step_ms and verdict.together_ms < verdict.step_ms:
         left = verdict.step_ms - verdict.together_ms
         text += f", which leaves {milliseconds(left)} ({verdict.step_ms / left:.2f}x)"

@@ -74,8 +74,8 @@ def computing(evidence: Measurements) -> Iterator[tuple[list[LedgerRow], float]]
     for some in evidence.by_line("cpu_op"):
         rows = [row for row in some if _own(row)]
         count, amount = evidence.count_per_step(rows), sum(row.bytes for row in rows)
-        few = count < MANY and 0 < amount <= FEW_BYTES * sum(row.count for row in rows)
-        if count >= EVERY and not few:
+        scarce = count < MANY and 0 < amount <= FEW_BYTES * sum(row.count for row in rows)
+        if count >= EVERY and not scarce:
             yield rows, count
 
 

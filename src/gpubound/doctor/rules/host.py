@@ -94,7 +94,7 @@ def _in_engine(stack: Stack) -> bool:
 def late_lines(evidence: Measurements, loop: Loop | None) -> list[tuple[Place, float]]:
     """Return lines with the milliseconds a step in which the GPU is idle while the host works there, the longest first.
 
-    Torch's own code is left out: modules, autograd and optimizers launch, and the loader has a finding of its own. A line is
+    Torch's own code is left out: modules, autograd and optimizers launch, and the loader has a separate finding. A line is
     the user's, unless the loop is a library's.
     """
     library = loop is not None and owner(loop.site.file) is LIBRARY

@@ -277,16 +277,16 @@ class Contrastive(Objective):
                 name: value[begin : begin + chunk] if isinstance(value, Tensor) and value.shape[:1] == (rows,) else value
                 for name, value in inputs.items()
             }
-            given = (model, part, mask[begin : begin + chunk])
+            passed = (model, part, mask[begin : begin + chunk])
             if chunk < rows and torch.is_grad_enabled():
                 again = partial(checkpoint, self._chunk, use_reentrant=False, preserve_rng_state=drops_out(model))
-                embedded, term = again(*given)
+                embedded, term = again(*passed)
             else:
-                embedded, term = self._chunk(*given)
+                embedded, term = self._chunk(*passed)
             embeddings.append(embedded)
             terms += [] if term is None else [term * (len(embedded) / rows)]
-        whole = torch.cat(embeddings) if len(embeddings) > 1 else embeddings[0]
-        return whole, torch.stack(terms).sum() if terms else None
+        complete = torch.cat(embeddings) if len(embeddings) > 1 else embeddings[0]
+        return complete, torch.stack(terms).sum() if terms else None
 
     def _chunk(self, model: Any, inputs: dict[str, Any], mask: Tensor) -> tuple[Tensor, Tensor | None]:
         states = hidden_of(model, inputs)
