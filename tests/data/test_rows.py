@@ -141,6 +141,7 @@ def test_pairs_stay_together_and_share_their_fate():
     mask = np.ones(42, np.uint8)
     mask[29:34] = 0
     corpus = corpus_of(np.arange(42, dtype=np.uint16), lengths, mask)
+    corpus.group = 2
     plan = pack_corpus(corpus, "pairs", 8, "drop")
     assert (plan.examples, plan.rows, plan.too_long, plan.unlearnable) == (2, 4, 1, 1)
     cut = cutter(corpus, plan, Order(2, seed=1), (*PACKED_FIELDS, "example"))
