@@ -64,9 +64,15 @@ def halves(model) -> bool:
     return next(model.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "pages", "temperature"), [("own", None, 1.0), ("own", 9, 0.7), ("Qwen3", 9, 1.0), ("Llama", None, 1.3)]
+    ("kind", "pages", "temperature"),
+    [
+        pytest.param("own", None, 1.0, marks=pytest.mark.slow),
+        ("own", 9, 0.7),
+        pytest.param("Qwen3", 9, 1.0, marks=pytest.mark.slow),
+        pytest.param("Llama", None, 1.3, marks=pytest.mark.slow),
+    ],
 )
 def test_log_probabilities_are_the_trainers(kind, pages, temperature, dtype, device):
     """Three rows for eight sequences: refills, prompts that share a prefill, and fewer rows at the end."""
@@ -79,6 +85,7 @@ def test_log_probabilities_are_the_trainers(kind, pages, temperature, dtype, dev
     assert largest_gap(model, batch, temperature=temperature) == 0
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_batch(device):
     model = model_of("own", torch.bfloat16, device)
     found = []
@@ -89,6 +96,7 @@ def test_tokens_do_not_depend_on_the_batch(device):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_scores_are_the_log_probabilities_of_a_generation(device):
     fast = gb.decoder(model_of("own", torch.bfloat16, device), 2, ROOM, exact=True)
     assert "batch-invariant" in str(fast) and fast.certificate.tokens_compared
@@ -96,6 +104,7 @@ def test_scores_are_the_log_probabilities_of_a_generation(device):
     assert fast.score([PROMPTS[1] + one.tokens])[0][-6:] == one.logprobs
 
 
+@pytest.mark.slow
 def test_the_next_turn_of_a_conversation(device, monkeypatch):
     """With the keys of the turn before, and prefilled again."""
     model, turns = model_of("own", torch.bfloat16, device), []
@@ -155,6 +164,7 @@ def test_what_has_no_batch_invariant_kernel_is_refused():
         assert torch.equal(a[..., :1] @ b[:, :1], a[..., :1] * b[:, :1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "Qwen3"])
 def test_low_rank_adapters(kind, device):
     model = model_of(kind, torch.bfloat16, device)
