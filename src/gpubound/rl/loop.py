@@ -71,7 +71,7 @@ def train(
                 f"{run.checkpoints.folder} has the steps before, and answers that were sampled: go on with --resume."
             ) from error
         finally:
-            run.step.close()
+            run.close()
         return run
 
 

@@ -147,6 +147,14 @@ class RLRun:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
         return self.step.update()
 
+    def close(self) -> None:
+        """Release the model. Gradients that are not computed yet are waited for: their graphs' memory is freed."""
+        if self._side is not None:
+            self._side.synchronize()
+        if self._thread is not None:
+            self._thread.shutdown()
+        self.step.close()
+
     def reference_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the log-probabilities of the reference for a batch, where the step does not compute them itself."""
         if self.reference is None:
