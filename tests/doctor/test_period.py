@@ -7,7 +7,7 @@ from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record import phases as phases_module
 from gpubound.doctor.record.period import LONGEST, Period, period_of, rare_steps, repeats_after
 from gpubound.doctor.record.phases import FEWEST, LocatedPhase, Phase, Phases, RecordedPhase, SurveyPhase, TimedPhase
-from gpubound.doctor.record.run import RunPlan
+from gpubound.doctor.record.run import RunPlan, lines_once
 from gpubound.doctor.report.words import notes
 from gpubound.watch.pretend import simgpu
 
@@ -91,6 +91,15 @@ def test_a_dry_run_sees_what_happens_in_every_tenth_and_in_every_sixteenth_step(
     assert period.steps == 16 and every == {"(x * 2).cpu()": 8 / 16, "x.mean().item()": 1.0}
     tenth = loop([Phase(1), SurveyPhase(2, Period(), "located")], 300, rollout=0, print_every=10)
     assert tenth == {"x.sum().item()": 0.1, "x.mean().item()": 1.0}
+
+
+def test_a_line_that_blocked_in_one_step_of_several_is_known():
+    located = SurveyPhase(2, Period(), "located")
+    loop([Phase(1), located], 30, rollout=0, print_every=17)  # in steps 3 and 20, of which the last is seen among 2 to 21
+    number = {row.place.site.code: row.place.site.line for row in located.ledger.rows if row.kind == "sync"}
+    times = {code: len(located.ledger.lines[row.place.line]) for row in located.ledger.rows for code in [row.place.site.code]}
+    assert {line for _, line, _ in lines_once(located)} == {number[code] for code in number if times[code] == 1}
+    assert number["x.mean().item()"] not in {line for _, line, _ in lines_once(located)}
 
 
 def test_a_loop_of_equal_steps_is_looked_at_for_a_few_steps_alone():

@@ -305,3 +305,11 @@ def test_a_loop_of_launches_costs_nothing_where_the_host_is_ahead():
     """But for the tape's first step, which begins with an empty queue."""
     ahead = seen(steps(lambda l: l.launch(run=60, times=16), ahead=4), MANY_ADDS)
     assert [f.ms for f in diagnose(ahead).harmless if f.kind == "launch"] == [pytest.approx(0.0, abs=0.005)]
+
+
+def test_without_prices_what_was_seen_in_one_step_comes_after_what_every_step_does():
+    """An evaluation that fell into the window reads more often than the step does."""
+    evaluation, each = row("sync", "item", at(7, "shown(loss.item())"), 50), row("sync", "item", at(9, "best = loss.item()"))
+    assert [f.site.line for f in diagnose(seen(None, evaluation, each)).findings] == [7, 9]
+    once = seen(None, evaluation, each, once=frozenset({("train.py", 7, "")}))
+    assert [f.site.line for f in diagnose(once).findings] == [9, 7]

@@ -18,8 +18,9 @@ from ...version import __version__
 from ...watch import pretend
 from ...watch.ledger import LedgerRow
 from ...watch.pretend_cuda import cuda_is_pretended
+from ...watch.source_line import Place
 from ..finding import Verdict
-from ..price.prices import Measurements
+from ..price.prices import Line, Measurements, line_of
 from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
@@ -152,6 +153,7 @@ def _measure(
     about: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
     if any(isinstance(phase, RecordedPhase) and phase.other_profiler for phase in steps):
         about["profiler"] = True
+    period = next(phase.period.steps for phase in steps if isinstance(phase, SurveyPhase))
     device = pretend.NAME if plan.dry else label(torch.device("cuda", torch.cuda.current_device()))
     evidence = Measurements(
         script=name,
@@ -160,12 +162,19 @@ def _measure(
         steps=located.ledger.steps,
         counted=located.ledger.counted,
         about=about,
-        period=next(phase.period.steps for phase in steps if isinstance(phase, SurveyPhase)),
+        period=period,
+        once=lines_once(located) if period == 1 else frozenset(),
         phases={phase.name: {"steps": phase.done, "seconds": round(phase.seconds, 3)} for phase in steps},
         **_timed_and_taped(steps, located),
         absent=absent,
     )
     return _without_idle_counts(evidence, plan.dry)
+
+
+def lines_once(located: LocatedPhase) -> frozenset[Line]:
+    """Return the lines that blocked in a single step of several, such as an evaluation's."""
+    lines = ((line_of(Place(site)), steps) for site, steps in located.ledger.lines.items())
+    return frozenset(line for line, steps in lines if line and len(steps) == 1 < located.ledger.steps)
 
 
 def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:

@@ -50,7 +50,9 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
     priced = _adding_up([(claim, _priced(claim, evidence, prices)) for claim in claims], prices)
     harmless = [pair for pair in priced if _is_small(pair[1], prices)]
     costly = [pair for pair in priced if pair not in harmless]
-    costly.sort(key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), -pair[1].count))
+    costly.sort(
+        key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), line_of(pair[0].place) in evidence.once, -pair[1].count)
+    )
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
     return Verdict(
         script=evidence.script,
