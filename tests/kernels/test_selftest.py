@@ -211,3 +211,11 @@ def test_an_op_whose_first_call_comes_in_backward():
     """In a process of its own, where nothing has judged the op yet. It waited for ever."""
     done = subprocess.run([sys.executable, "-c", FIRST_IN_BACKWARD], capture_output=True, text=True, timeout=300)
     assert done.stdout == "agrees\n", done.stderr
+
+
+@pytest.mark.parametrize("op", ["lora_up", "dequantize_nf4"])
+def test_an_output_that_is_passed_has_the_dtype_of_the_call(op):
+    """In fp32 another kernel would be compiled and tested than a call in 16 bits launches, and one that spills registers."""
+    arguments = OPS[op].example(torch.Generator().manual_seed(0))
+    outputs = selftest._run(OPS[op].reference, arguments, torch.device("cpu"), torch.bfloat16)
+    assert {t.dtype for t in outputs.values()} == {torch.bfloat16}
