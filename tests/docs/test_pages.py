@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import re
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +35,17 @@ def test_the_manual_is_short():
 
 def test_the_figures_are_those_of_the_results(capsys):
     assert figures.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_the_picture_of_the_doctor_is_of_a_committed_run():
+    """The numbers that README tells of the picture are those of the run that it shows."""
+    run = json.loads((ROOT / "benchmarks/results/doctor_slow_loop.json").read_text(encoding="utf-8"))
+    (text,) = re.findall(r'doctor-light.png"[^>]*alt="([^"]+)"', README)
+    told = {float(number) for number in re.findall(r"\d+\.\d(?= ms)", text)}
+    costs = {finding["ms"] for finding in run["findings"]}
+    assert told == {run["step_ms"], *costs, round(run["step_ms"] - run["together_ms"], 1)}
+    assert f"busy {run['shares']['busy']:.0f} %" in text and run["gpu"].removeprefix("NVIDIA ") in text
+    assert {int(line) for line in re.findall(r"line (\d+)", text)} == {finding["line"] for finding in run["findings"]}
 
 
 # --- links ---
