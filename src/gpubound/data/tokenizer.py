@@ -212,6 +212,11 @@ class Tokenizer:
         return Tokenizer(inner, special.pop("eos_token"), chat, **special)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether the folder has a tokenizer that `Tokenizer.load` reads."""
+    return (folder / "tokenizer.json").exists() or gguf_in(folder) is not None
+
+
 def _content(name: str, token: Any, file: Path) -> str | None:
     """Return the text of a special token in a configuration: plain, or {"content": ..., "lstrip": ...}."""
     text = token.get("content") if isinstance(token, dict) else token

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..data import Tokenizer
-from ..data.gguf_file import gguf_in
-from ..data.tokenizer import adapt
+from ..data.tokenizer import adapt, has_tokenizer
 from ..device import host_bytes, label, usable_bytes
 from ..errors import DataError
 from ..layers.embedding_and_head import head_of
@@ -191,7 +190,7 @@ def _from_checkpoint(
 
 
 def _folder_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
-    if (folder / "tokenizer.json").exists() or gguf_in(folder) is not None:
+    if has_tokenizer(folder):
         return Tokenizer.load(folder)
     if not any((folder / name).exists() for name in SLOW):
         raise ValueError(f"{folder} has no tokenizer.json, and texts must become tokens; give one with --tokenizer FOLDER.")

@@ -10,6 +10,7 @@ from ..data.build import OtherCorpus, building_alone
 from ..data.chat import read_template
 from ..data.shards import CLAIM, MANIFEST
 from ..data.texts import Texts, is_hub_id
+from ..data.tokenizer import has_tokenizer
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
 from ..models.registry import is_named
@@ -166,7 +167,7 @@ def known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
                 f"tokenizer: {recipe.tokenizer} is not the one that {origin} was built with; leave --tokenizer out, or build "
                 f"the corpus anew with it."
             )
-    if is_named(recipe.model) or not (Path(recipe.model) / "tokenizer.json").exists():
+    if is_named(recipe.model) or not has_tokenizer(Path(recipe.model)):
         return tokenizer
     models = Tokenizer.load(recipe.model)
     if tokenizer is not None and (difference := models.difference(tokenizer)) is not None:

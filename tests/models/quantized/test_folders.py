@@ -20,6 +20,8 @@ from gpubound.layers.quantized_base import Base, dequantised
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.hf_loading import load_foreign
 from gpubound.models.llama.checkpoint import load_hf, reads
+from gpubound.train.data import known_tokenizer
+from gpubound.train.recipe import Recipe
 
 from .cases import BLOCKS, gguf_tensor, write, write_gguf
 
@@ -109,6 +111,8 @@ def test_the_tokenizer_of_a_gguf_file(tmp_path):
     assert [tokenizer.inner.id_to_token(i) for i in ids] == ["s", "ing", "ing", "Ġthe"]
     assert tokenizer.decode(ids) == "singing the"
     assert tokenizer.encode("<|end|>a") == [0, 1]
+    known = known_tokenizer(Recipe(model=str(tmp_path)), [])  # a run on this model gets no new one
+    assert known is not None and known.fingerprint == tokenizer.fingerprint
 
 
 def test_a_damaged_gguf_file_is_named(tmp_path):
