@@ -102,6 +102,19 @@ def test_a_value_whose_name_is_only_shown(capsys):
     assert [code for code, fix in named(step).items() if fix == general] == ["decides = loss.mean().item()"]
 
 
+def test_elements_that_are_read_one_by_one():
+    words, ids = "abcdefghij", torch.arange(10).to(simgpu())
+
+    def one_by_one():
+        return "".join(words[int(i)] for i in ids)
+
+    def at_once():
+        return "".join(words[i] for i in ids.tolist())
+
+    assert list(named(one_by_one).values()) == [remedies.AT_ONCE]
+    assert remedies.AT_ONCE not in named(at_once).values(), "one copy is left"
+
+
 def test_a_sum_and_what_is_shown_rarely(capsys):
     loss, counter = torch.ones((), device=simgpu()), iter(range(9))
 

@@ -313,3 +313,8 @@ def test_without_prices_what_was_seen_in_one_step_comes_after_what_every_step_do
     assert [f.site.line for f in diagnose(seen(None, evaluation, each)).findings] == [7, 9]
     once = seen(None, evaluation, each, once=frozenset({("train.py", 7, "")}))
     assert [f.site.line for f in diagnose(once).findings] == [9, 7]
+
+
+def test_an_op_that_has_no_form_for_many_tensors_is_no_loop_to_fuse():
+    assert diagnose(seen(None, MANY_ADDS)).findings
+    assert not diagnose(seen(None, row("launch", "masked_fill_", at(30), 250))).findings

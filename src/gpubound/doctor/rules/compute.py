@@ -5,6 +5,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
 
+import torch
+
 from ...formatting import readable
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import Place
@@ -154,7 +156,8 @@ def zeros(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in evidence.by_line("launch"):
         for row in rows:
-            inplace = row.what.endswith("_") and not row.what.startswith("_")
+            together = hasattr(torch, f"_foreach_{row.what}")  # x[mask] = y, say, has no such form
+            inplace = row.what.endswith("_") and not row.what.startswith("_") and together
             count = evidence.count_per_step([row])
             placed = (
                 row.what == "copy_" and row.place.site is not None and PLACED.search(row.place.site.code)

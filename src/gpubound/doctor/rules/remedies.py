@@ -38,6 +38,9 @@ METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
 RARE = "it is shown in few steps already; raise the interval if its price is worth it"
 OFTEN = 0.5  # a step
+SEVERAL = 8  # reads of a comprehension a step: it goes over a tensor
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+AT_ONCE = "read all elements at once: go over x.tolist()"
 SUMMED = "add up or collect loss.detach() instead, and read the result when it is shown"
 APPENDED = re.compile(r"\.append\(.*\.item\(\)")
 LATER = "give the meter loss.detach(), and read its sum when it is shown"
@@ -68,6 +71,8 @@ def _of_value(site: Site, count: float) -> str:
     text = ast.unparse(statement) if statement is not None else site.code
     if METER.search(text):
         return LATER
+    if count >= SEVERAL and statement is not None and any(isinstance(n, COMPREHENSIONS) for n in ast.walk(statement)):
+        return AT_ONCE
     if SHOWN.search(text) or (scope is not None and _only_shown(statement, scope)):
         return RARELY if count > OFTEN else RARE
     if isinstance(statement, ast.AugAssign) or APPENDED.search(text):
