@@ -13,7 +13,10 @@ from .place.models import place
 kernels_path = of_decode.kernels_path  # a fixture: the way that a GPU takes
 
 FUSED = (
+    "cohere",
+    "cohere2",
     "cwm",
+    "dots1",
     "ernie4_5",
     "exaone4",
     "gemma",
@@ -22,8 +25,13 @@ FUSED = (
     "gemma3_text",
     "glm",
     "glm4",
+    "glm4_moe",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
     "granite",
     "llama",
+    "minimax_m2",
     "ministral",
     "ministral3",
     "mistral",
@@ -31,12 +39,15 @@ FUSED = (
     "olmo2",
     "olmo3",
     "olmoe",
+    "phi",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "qwen3_moe",
     "seed_oss",
     "smollm3",
+    "starcoder2",
     "vaultgemma",
 )
 PROMPTS = [[1, 2, 3, 5, 8], [4, 5]]

@@ -197,14 +197,15 @@ def test_an_end_of_text_outside_the_vocabulary(ckpt, run, tmp_path, options):
 
 
 def test_another_architecture_through_transformers(ckpt, run, tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPTJConfig, GPTJForCausalLM
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=320, n_positions=64, n_embd=32, n_layer=1, n_head=2, eos_token_id=5)).eval()
-    model.save_pretrained(tmp_path / "gpt2")
+    sizes = {"vocab_size": 320, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
+    model = GPTJForCausalLM(GPTJConfig(**sizes, eos_token_id=5)).eval()
+    model.save_pretrained(tmp_path / "gptj")
     tokenizer = Tokenizer.load(ckpt)
-    tokenizer.save(tmp_path / "gpt2")
-    code, out, err = run(tmp_path / "gpt2", "--prompt", "the cat", "--json", "--max-new-tokens", "8")
+    tokenizer.save(tmp_path / "gptj")
+    code, out, err = run(tmp_path / "gptj", "--prompt", "the cat", "--json", "--max-new-tokens", "8")
     ids = tokenizer.encode("the cat")
     for _ in range(8):
         with torch.no_grad():

@@ -37,6 +37,16 @@ SPARSE = {
     "Qwen3Moe": {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3,
                  "moe_intermediate_size": 24, "norm_topk_prob": True},
     "Olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "Qwen2Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                 "shared_expert_intermediate_size": 40},
+    "Glm4Moe": {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
+    "Dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
+              "routed_scaling_factor": 1.5},
+    "MiniMaxM2": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "GptOss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9,
+               "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 1.0,
+               "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
 }  # fmt: skip
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
 HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
@@ -47,10 +57,14 @@ OTHERS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     }},
+    "Cohere": {"logit_scale": 0.5},
+    "Cohere2": {"logit_scale": 0.5, "layer_types": LOCAL["layer_types"], "sliding_window": 9},
     "Ernie4_5": {"use_bias": True},
     "Glm": {"rope_parameters": HALF, "eos_token_id": []},
     "Glm4": {"rope_parameters": HALF, "attention_bias": True, "eos_token_id": []},
     "Exaone4": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
+    "GPT2": {"n_inner": 16},
+    "GPTNeoX": {"rope_parameters": HALF},
     "Granite": {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
         "rms_norm_eps": 1e-2,
@@ -61,7 +75,9 @@ OTHERS = {
         "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": ROOM, "beta_fast": 4.0,
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7,
     }},
+    "Phi": {"rope_parameters": HALF},
     "SeedOss": {"attention_out_bias": True, "mlp_bias": True},
+    "Starcoder2": {"sliding_window": 13},
     "VaultGemma": LOCAL | {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
     "Olmo3": {"layer_types": LOCAL["layer_types"], "sliding_window": 9, "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
@@ -88,10 +104,13 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         model = transformers.AutoModelForCausalLM.from_config(config, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name and not name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if "Gemma" in kind else 0.0)
             else:
                 parameter.normal_(std=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.normal_(std=0.3)
     model = model.to(device, dtype).eval()
     if kind.endswith("placed"):
         gb.place(model, device=device)

@@ -35,13 +35,13 @@ def test_our_own_decoder_gives_the_tokens_of_its_forward(device):
 
 def test_any_other_model_by_its_own_forward():
     torch.manual_seed(0)
-    config = transformers.GPT2Config(vocab_size=89, n_embd=32, n_layer=2, n_head=4, n_positions=96, **ENDS)
+    config = transformers.GPTJConfig(vocab_size=89, n_embd=32, n_layer=2, n_head=4, n_positions=96, rotary_dim=4, **ENDS)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.25)
     fast = gb.decoder(model, 4, 96, verify=False)
-    assert "GPT2LMHeadModel" in fast.path and "docs/models.md" in fast.path
+    assert "GPTJForCausalLM" in fast.path and "docs/models.md" in fast.path
     want = [cases.hugging_face(model, prompt, 12) for prompt in cases.prompts()]
     assert fast.generate(cases.prompts(), max_new_tokens=12).tokens == want
 

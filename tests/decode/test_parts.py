@@ -31,8 +31,8 @@ class SixteenBits(LiveFormat):
 
     gate_up = stacked
 
-    def head(self, weight):
-        return self.stacked(Linear(weight))
+    def head(self, layer):
+        return self.stacked(layer)
 
 
 def test_a_weight_format(monkeypatch, device):

@@ -186,10 +186,6 @@ def elsewhere(model):
     model.model.layers[1].to("meta")
 
 
-def with_a_head_bias(model):
-    model.lm_head.bias = torch.nn.Parameter(torch.zeros(89))
-
-
 def with_an_adapter(model):
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
 
@@ -225,7 +221,6 @@ def strided(model):
         (mixed, "its weights differ in dtype or device: torch.float32 on cpu, torch.float64 on cpu"),
         (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
         (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
-        (with_a_head_bias, "its head has a bias"),
         (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
     ],
 )

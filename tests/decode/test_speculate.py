@@ -194,7 +194,7 @@ def test_stop_strings():
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["text", "same"])
 def test_the_models_own_forward_speculates_too(draft):
-    """GPT-2 has no fused kernels: several tokens of a row go through its own forward, at places of their own."""
+    """Several tokens of a row go through a model's own forward, at places of their own."""
     sizes = {"vocab_size": 89, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96}
     config = transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     models = [transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2)]
@@ -202,8 +202,9 @@ def test_the_models_own_forward_speculates_too(draft):
         torch.manual_seed(3)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2)
-    plain = gb.decoder(models[0], 3, cases.ROOM, verify=False)
-    fast = gb.decoder(models[0], 3, cases.ROOM, speculate=4 if draft == "text" else gb.Draft(models[1]), verify=False)
+    options = {"fused": False, "verify": False}
+    plain = gb.decoder(models[0], 3, cases.ROOM, **options)
+    fast = gb.decoder(models[0], 3, cases.ROOM, speculate=4 if draft == "text" else gb.Draft(models[1]), **options)
     assert fast.path and fast.body.same_kernels(1) is False
     for how in ({}, SAMPLED):
         found = compare(fast, plain, cases.prompts(), **how)

@@ -127,9 +127,8 @@ def test_a_bias_where_none_was_is_bound_anew(fast, capsys):
     assert capsys.readouterr().err == notice_of("model.layers.1.self_attn.o_proj.bias")
     layer.bias = None
     assert of_decoder(fast) == of_model(fast) == before
-    fast.model.lm_head.bias = nn.Parameter(torch.zeros(89))
-    for _ in range(2):
-        assert refusal(fast) == message("decode/weights:a_bias_where_none_was_is")
+    fast.model.lm_head.bias = nn.Parameter(torch.linspace(-4, 4, 89))
+    assert of_decoder(fast) == of_model(fast) != before
 
 
 def set_eps(model):

@@ -14,8 +14,11 @@ from gpubound.place.candidates import STACKS
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
 NAMES = {
+    "cohere": "Cohere (Command R)",
+    "cohere2": "Cohere 2 (Command A, R7B)",
     "cwm": "CWM",
     "deepseek_v4": "[DeepSeek-V4](research.md#deepseek-v4)",
+    "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5",
     "exaone4": "EXAONE 4",
     "gemma": "Gemma",
@@ -23,10 +26,15 @@ NAMES = {
     "gemma3": "Gemma 3",
     "glm": "GLM",
     "glm4": "GLM-4",
+    "glm4_moe": "GLM-4-MoE (GLM-4.5)",
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPT-NeoX, Pythia",
+    "gpt_oss": "gpt-oss",
     "granite": "Granite",
     "internvl": "InternVL",
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",
+    "minimax_m2": "MiniMax-M2",
     "ministral": "Ministral",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
@@ -35,17 +43,22 @@ NAMES = {
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",
+    "phi": "Phi",
     "phi3": "Phi-3",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen2_moe": "Qwen2-MoE",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
     "qwen3_vl": "Qwen3-VL",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
+    "starcoder2": "StarCoder2",
     "vaultgemma": "VaultGemma",
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
+CODED = ("phi", "starcoder2")  # whose MLPs no part of placing swaps
+SPARSE = ("mixtral", "gpt_oss")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -65,7 +78,7 @@ def placed(swaps) -> str:
 
 
 def loss(kind: str, swaps) -> str:
-    if "ForCausalLM" not in swaps:
+    if swaps and "ForCausalLM" not in swaps:
         return "transformers'"
     return "transformers': its logits are capped" if getattr(config_of(kind), "final_logit_softcapping", None) else "fused"
 
@@ -73,20 +86,20 @@ def loss(kind: str, swaps) -> str:
 def row(kind: str) -> list[str]:
     family = family_of(kind)
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
-    swaps, decoded = module.SWAPS, "ForCausalLM" in module.DECODING
+    swaps = module.SWAPS
     own = family in registry.RUNNERS
-    adapters = "none" if own else "all projections" if "MLP" in swaps else "attention's"
+    adapters = "none" if own else "attention's" if family in SPARSE else "all projections"
     if own:
         return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers", "as published"]
     loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"
     quantised = quantised_folders(kind, swaps)
-    if not decoded:
-        return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", "as PEFT runs them", loaded, quantised]
     return [NAMES[kind], placed(swaps), loss(kind, swaps), "fused", adapters, loaded, quantised]
 
 
 def quantised_folders(kind: str, swaps) -> str:
-    return "kept, decoded by the codes" if "MLP" in swaps else EXPERTS.get(kind, "by transformers")
+    if kind == "gpt_neox":  # its q, k and v are rows of one weight, by head
+        return "kept, decoded by its own forward"
+    return "kept, decoded by the codes" if "MLP" in swaps or kind in CODED else EXPERTS.get(kind, "by transformers")
 
 
 def wrapper_row(kind: str) -> list[str]:

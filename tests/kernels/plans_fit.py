@@ -27,6 +27,7 @@ NORMS = [(cols,) for cols in (1024, 2048, 4096, 8192)]
 STILL = [*NORMS, (2048, True)]  # a gain that does not train
 # Shapes that an op's example takes, where its plan or its kernel depends on them; all other ops are compiled once a dtype.
 SHAPES: dict[str, list[tuple]] = {
+    "activate_rows": [(), ("relu",), ("relu2",), ("silu",), ("gelu",)],
     "add_adapters": [(16, True), (256, False)],
     "add_dynamic_tanh": NORMS,
     "add_richards_norm": NORMS,
@@ -42,7 +43,8 @@ SHAPES: dict[str, list[tuple]] = {
         (4, 2, 256),
         (4, 2, 256, 128, False, 1.0, 50.0),
         (8, 1, 128, 48, True, 0.0, 0.0),
-        (2, 16, 128, 32, False, 0.0, 0.0, True),
+        (2, 16, 128, 32, False, 0.0, 0.0, True, False),
+        (8, 8, 64, 32, False, 0.0, 0.0, False, True),
     ],
     "divergence": [(8208, 1.0, beta, 1.0, True, True) for beta in (0.0, 0.5, 1.0)] + [(8208, 0.5, 0.5, 2.0, True, True)],
     "dynamic_tanh": NORMS,
@@ -53,6 +55,7 @@ SHAPES: dict[str, list[tuple]] = {
     "invariant_cached_attention": [(64,), (128,), (256,)],
     "invariant_linear": [(), (40_960, 1032)],
     "layer_norm": NORMS,
+    "layer_norm_rows": [(), (False, 0.0)],
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
     "lora_down": [
         (16, False),
@@ -110,6 +113,7 @@ SHAPES: dict[str, list[tuple]] = {
     "rms_norm": STILL,
     "rope": [(14, 2, 64, 32), (32, 8, 128, 64)],
     "rope_qkv": [(32, 8, 128, 64)],
+    "select_experts": [(), (True, False), (False, True)],
     "send_products": [(), (True,)],
     "send_words": [(), (6,)],
     "sparse_attention": [(512,), (512, True, False, True), (512, False, False, False)],

@@ -222,6 +222,31 @@ def test_several_tokens_in_the_forms_of_other_families(device, pairs, whole, off
             assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dependent", [0, EARLY])
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks_agree_with_the_reference(device, dtype, dependent, window):
+    case = Case(device, dtype, [0, 63, 64, 149], splits=16)
+    case.heads = case.heads._replace(sinks=3 * draw(device, dtype, 4, seed=7))
+    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, case.caches[0].element_size()), case.caches[0]),
+                      AttentionPlan(16, 2, 4)):  # fmt: skip
+        got, want = case("triton", window, dependent=dependent)[0], case("reference", window)[0]
+    same("out", got, want, max(TOLERANCE[dtype], 1e-5))
+
+
+@torch.no_grad()
+def test_the_definition_of_sinks(device):
+    """A score without a value takes its share of the softmax. At position 0, v counts by the rest."""
+    case = Case(device, torch.float32, [0], kv=1)
+    case.heads = case.heads._replace(sinks=torch.tensor([-1.0, 2.0], device=device), cos=torch.ones_like(case.heads.cos),
+                                     sin=torch.zeros_like(case.heads.sin))  # fmt: skip
+    q, k, v = case.qkv[0].split([32, 16, 16])
+    score = q.view(2, 16) @ k / 4
+    share = 1 / (1 + (case.heads.sinks - score).exp())
+    for source in ("triton", "reference"):
+        same(source, case(source)[0][0], (share[:, None] * v).flatten(), 1e-5)
+
+
 @torch.no_grad()
 def test_the_definition_of_interleaved_pairs(device):
     """The pair (2i, 2i + 1) is rotated, and the cache has its halves apart; scores do not depend on the order."""

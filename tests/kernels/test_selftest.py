@@ -27,6 +27,7 @@ FP32 = torch.float32
 
 
 SHAPED = {
+    "activate_rows": ("relu2",),
     "adamw": ((0.9, 0.95), 1e-6, False, False),
     "adamw8": (False,),
     "add_adapters": (16, True),
@@ -52,6 +53,7 @@ SHAPED = {
     "hc_post": (2,),
     "hc_pre": (2, True),
     "layer_norm": (96,),
+    "layer_norm_rows": (False, 1.0),
     "linear_cross_entropy": (333, True, False, True, True),
     "lora_down": (16, False, True, 1, True),
     "lora_gradients": (48, 64, 16, False, 2, False, True),
@@ -80,6 +82,7 @@ SHAPED = {
     "rms_norm": (96,),
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),
+    "select_experts": (False, True),
     "send_products": (True,),
     "send_words": (3,),
     "sinkhorn": (3, 2),

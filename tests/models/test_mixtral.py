@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Dots1Config,
+    Glm4MoeConfig,
+    MiniMaxM2Config,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from ..place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
 
@@ -14,6 +23,10 @@ KINDS = {
     "mixtral": (MixtralConfig, {}),
     "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "olmoe": (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (Qwen2MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "dots1": (Dots1Config, {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}),
+    "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 

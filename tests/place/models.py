@@ -5,6 +5,8 @@ import copy
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
     CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -21,10 +23,12 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
     VaultGemmaConfig,
 )
 
@@ -54,6 +58,10 @@ CONFIGS = {
     "glm4": Glm4Config,
     "ernie4_5": Ernie4_5Config,
     "olmo3": Olmo3Config,
+    "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
+    "starcoder2": Starcoder2Config,
+    "phi": PhiConfig,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -98,6 +106,10 @@ OPTIONS = {
     "vaultgemma": GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": None, "sliding_window": 5},
     "olmo3": {"layer_types": GEMMA["layer_types"], "sliding_window": 5, "rope_parameters": TYPED},
     "phi3": {"rope_parameters": HALF},
+    "cohere": {"logit_scale": 0.5},
+    "cohere2": {"logit_scale": 0.5, "layer_types": GEMMA["layer_types"], "sliding_window": 5},
+    "starcoder2": {"attention_dropout": 0.2, "residual_dropout": 0.3, "sliding_window": 24},
+    "phi": {"rope_parameters": HALF},
 }
 VOCABULARY = 89
 

@@ -36,6 +36,7 @@ from ..models.registry import switch
 from .host_view import HostView, StreamedModel
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward
+from .weights import PackedLinear
 
 if TYPE_CHECKING:
     from .generate import FastDecoder
@@ -79,7 +80,11 @@ def record_routing(routers: Mapping[int, Any]) -> Iterator[RoutingTrace]:
     trace = RoutingTrace()
 
     def hook(number: int) -> Any:
-        return lambda router, inputs, outputs: trace.add(number, outputs[2])
+        def record(router: Any, inputs: Any, outputs: Any) -> None:
+            if isinstance(outputs, tuple) and len(outputs) == 3:  # in some releases a router gives logits alone
+                trace.add(number, outputs[2])
+
+        return record
 
     handles = [router.register_forward_hook(hook(number)) for number, router in routers.items()]
     try:
@@ -107,20 +112,25 @@ def reference_stages(
     shape, home = model.shape, model.embed.device
     tables = {home: model.tables(ids.shape[0])}
     x = model.embed[ids.to(home)].float() * shape.embedded
+    if model.positions is not None:
+        x = x + model.positions[: len(ids)].float()
     yield "model.embed_tokens", x
     for number, layer in enumerate(model.layers):
         device = layer.attention.o.weight.device
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]
-        x = x + layer.attention.define(shape, x, tables[device], rounded)
+        before, x = x, x + layer.attention.define(shape, x, tables[device], rounded)
         yield f"model.layers.{number}.self_attn", x
-        x = x + layer.mlp.define(x, number, choices)
+        x = x + layer.mlp.define(before if layer.mlp.parallel else x, number, choices)
         yield f"model.layers.{number}.mlp", x
     x = plain_norm(x.to(home), model.norm)
     yield "model.norm", x
-    parts = model.head_parts() if isinstance(model, RoundedModel) else model.head.split(_rows_at_once(model.head.shape[1]))
+    rounded_model = isinstance(model, RoundedModel)
+    weight, bias, _ = (model.body.live if rounded_model else model).head
+    parts = model.head_parts() if rounded_model else weight.split(_rows_at_once(weight.shape[1]))
     logits = torch.cat([plain_linear(x, Linear(part.to(home))) for part in parts], -1)
+    logits = logits if bias is None else logits + bias.float()
     yield "lm_head", capped_(logits * shape.logit_scale, shape.logit_cap)
 
 
@@ -132,7 +142,8 @@ class RoundedModel:
     """The values of a runner's rounded weights in fp32, layer by layer, with the attributes of a WeightView."""
 
     def __init__(self, body: "FusedRunner") -> None:
-        self.body, self.shape, self.embed, self.norm = body, body.live.shape, body.live.embed, body.live.norm
+        live = body.live
+        self.body, self.shape, self.embed, self.norm, self.positions = body, live.shape, live.embed, live.norm, live.positions
 
     @property
     def layers(self) -> Iterator[LayerWeights]:
@@ -141,6 +152,9 @@ class RoundedModel:
     def head_parts(self) -> Iterator[Tensor]:
         """Yield the head's weight in parts: all of it may be the largest matrix by far."""
         head: Any = self.body.head
+        if not isinstance(head, PackedLinear):
+            yield from (layer.weight for layer in head.exact())
+            return
         packed, at_once = head.packed, _rows_at_once(head.packed.columns)
         for start in range(0, packed.rows, at_once):
             part = packed.part(slice(start, start + at_once))

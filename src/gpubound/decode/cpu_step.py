@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_attention import turn
-from ..kernels.decode_product import ACTIVATIONS, Norm
+from ..kernels.decode_product import ACTIVATIONS
 from ..kernels.dispatch import can_launch
-from ..models.decoding import AttentionWeights, DenseWeights
+from ..kernels.row_ops import ACTIVATED, LayerNorm
+from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, UngatedWeights
 from .layer import capped_attend
 
 if TYPE_CHECKING:
@@ -53,10 +54,10 @@ class CpuLinear:
 
 class CpuLayer(NamedTuple):
     attention: AttentionWeights
-    mlp: DenseWeights
+    mlp: DenseWeights | UngatedWeights
     qkv: CpuLinear
     o: CpuLinear
-    gate_up: CpuLinear
+    up: CpuLinear  # of DenseWeights the gate, too
     down: CpuLinear
 
 
@@ -91,7 +92,9 @@ class CpuStep:
         tables = body.workspace.tables
         angles = [(cos[index][:, None].to(body.live.dtype), sin[index][:, None].to(body.live.dtype)) for cos, sin in tables]
         x = body.embedded(token)
-        for number, (attention, mlp, qkv, o, gate_up, down) in enumerate(self.layers):
+        if body.positions is not None:
+            x = x + body.positions[index]
+        for number, (attention, mlp, qkv, o, up, down) in enumerate(self.layers):
             q, k, v = attention.heads(qkv(_normed(x, attention.norm)), s.head_dim, _normed)
             if attention.table is not None:
                 cos, sin = angles[attention.table]
@@ -100,25 +103,32 @@ class CpuStep:
             keys[row, :, target], values[row, :, target] = k, v
             start, mask = visible[attention.window]
             keys, values = keys[:, :, start:end], values[:, :, start:end]
-            if attention.cap:
-                mixed = capped_attend(q[:, :, None], keys, values, mask, s.scale, attention.cap).flatten(1)
+            if attention.cap or attention.sinks is not None:
+                rest = mask, s.scale, attention.cap, attention.sinks
+                mixed = capped_attend(q[:, :, None], keys, values, *rest).flatten(1)
             else:  # a group's query heads as queries of its one key head: no keys are repeated, as enable_gqa would
                 grouped = q.unflatten(1, (keys.shape[1], -1))
                 mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=s.scale).flatten(1)
             y = o(mixed)[0]
-            x = x + (y if attention.post_norm is None else _normed(y, attention.post_norm))
-            gate, up = gate_up(_normed(x, mlp.norm))
-            y = down(ACTIVATIONS[mlp.activation](gate).mul_(up))[0]
-            x = x + (y if mlp.post_norm is None else _normed(y, mlp.post_norm))
+            before, x = x, x + _normed(y, attention.post_norm)
+            first = up(_normed(before if mlp.parallel else x, mlp.norm))
+            if isinstance(mlp, DenseWeights):
+                h = ACTIVATIONS[mlp.activation](first[0]).mul_(first[1])
+            else:
+                h = ACTIVATED[mlp.activation](first[0])
+            x = x + _normed(down(h)[0], mlp.post_norm)
         logits = body.logits_of(_normed(x, body.live.norm))
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.largest[:rows]))
         body.arg[:rows] = self.largest[:rows]
         return logits
 
 
-def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+def _normed(x: Tensor, norm: AnyNorm) -> Tensor:
     if norm is None:
         return x
+    if isinstance(norm, LayerNorm):
+        weight = norm.weight + norm.offset if norm.offset else norm.weight
+        return F.layer_norm(x, x.shape[-1:], weight, norm.bias, norm.eps)
     if norm.offset:
         return F.rms_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.offset, norm.eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.decode_product import Norm
+from ..kernels.row_ops import LayerNorm
 from ..models.decoding import DenseWeights, LayerWeights, Linear
 from .weight_view import WeightView
 
@@ -20,17 +21,17 @@ from .weight_view import WeightView
 class HostView:
     """A WeightView on another device than its model's."""
 
-    sliced, adapted, apart = False, False, None
+    sliced, adapted, apart, positions = False, False, None, None
 
     def __init__(self, original: WeightView, device: torch.device) -> None:
         if any(type(layer.mlp) is not DenseWeights for layer in original.layers):
             raise ValueError(
-                f"decoder: device: got {device} for a model with experts on {original.device}, wanted one with dense MLPs; "
-                f"move the model."
+                f"decoder: device: got {device} for a model on {original.device} whose MLPs are experts or have no gate, "
+                f"wanted one with dense, gated MLPs; move the model."
             )
         self.original, self.device, self.dtype = original, device, original.dtype
         self.model, self.shape, self.coded = original.model, original.shape, original.coded
-        self.numbers, self.bytes_read = original.numbers, original.bytes_read
+        self.numbers, self.bytes_read, self.refresh_copies = original.numbers, original.bytes_read, original.refresh_copies
         self._read()
 
     def refresh(self) -> None:
@@ -42,7 +43,7 @@ class HostView:
         live = self.original
         self.reader, self.moved = live.reader, live.moved  # which is another one after a refresh
         self.layers = [LayerWeights(self._part(attention), self._part(mlp)) for attention, mlp in live.layers]
-        self.embed, self.norm, self.head = self._copy(live.embed), self._moved(live.norm), live.head.detach()
+        self.embed, self.norm, self.head = self._copy(live.embed), self._moved(live.norm), live.head
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return [(cos.to(self.device), sin.to(self.device)) for cos, sin in self.original.tables(length)]
@@ -50,11 +51,15 @@ class HostView:
     def _part(self, weights: Any) -> Any:
         """Return the weights of a part whose norms and biases are on the device."""
         values = ((field.name, getattr(weights, field.name)) for field in fields(weights))
-        return replace(weights, **{name: self._moved(value) for name, value in values if isinstance(value, (Norm, Linear))})
+        return replace(
+            weights, **{name: self._moved(value) for name, value in values if isinstance(value, (Norm, LayerNorm, Linear))}
+        )
 
     def _moved(self, value: Any) -> Any:
+        if isinstance(value, Norm | LayerNorm):
+            value = value._replace(weight=self._copy(value.weight))
         if isinstance(value, Norm):
-            return value._replace(weight=self._copy(value.weight))
+            return value
         return value if value.bias is None else value._replace(bias=self._copy(value.bias))
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -66,7 +71,7 @@ class StreamedModel:
 
     def __init__(self, view: HostView) -> None:
         self._view, self.shape, self.embed, self.norm, self.head = view, view.shape, view.embed, view.norm, view.head
-        self.tables = view.tables
+        self.tables, self.positions = view.tables, view.positions
 
     @property
     def layers(self) -> Iterator[LayerWeights]:

@@ -1,8 +1,9 @@
 """Parts of a layer: attention and a dense MLP, each with its norm and its addition to the residual stream.
 
 Each part has three forms. `step` is for few rows: kernels read the weights once, and each may start while the previous one
-still runs. `gemm_step` is for more, by cuBLAS. `prompt` is for prefill. Weights come in any format (weights.py), and keys and
-values go to any cache (kv_cache.py). models/decoding.py defines the results in plain fp32.
+still runs. `gemm_step` is for more, by cuBLAS. Both compute the input of the part's last product (`compute`), and add that
+product to the stream: parts of a parallel block compute first, and then add. `prompt` is for prefill. Weights come in any
+format (weights.py), and keys and values go to any cache (kv_cache.py). models/decoding.py defines the results in plain fp32.
 
 moe.py has an MLP of experts, with the same methods.
 
@@ -17,14 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..kernels import add_norm, norm_rows, rms_norm, rope
+from ..kernels import activate_rows, add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
+from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..layers.attention import attend
 from ..layers.block import gated
 from ..layers.linear_product import fused_linear
-from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
+from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, Linear, Shape, UngatedWeights
 from .kv_cache import Cache
 from .lora import AdapterRouter
 
@@ -57,6 +59,11 @@ class Workspace:
         """The implementation of the kernels on this device, for the table."""
         return "triton" if can_launch(self.device) else "reference"
 
+    @property
+    def layer_normed(self) -> Tensor:
+        """The stream after a LayerNorm, in fp32."""
+        return self.buffer("layer_normed", self.rows, self.shape.hidden)
+
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros, one buffer for all layers that ask for the same name and shape."""
         key = (name, *shape, dtype)
@@ -66,12 +73,22 @@ class Workspace:
 
 
 class Part:
-    """Base class of attention and MLP: a norm, products, and the addition to the residual stream, directly or after a norm."""
+    """Base class of attention and MLP: a norm, products, and the addition to the residual stream, directly or after a norm.
+
+    A subclass has the methods `compute` and `gemm_compute`, which return the input of the part's last product.
+    """
+
+    last: Any  # product
+    compute: Any
+    gemm_compute: Any
 
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
         self.products: list[Any] = []
         self._normed = workspace.buffer("normed", workspace.rows, workspace.shape.hidden, dtype=workspace.dtype)
+        self.reads_normed = False  # whether the part before has normed the same stream by the same LayerNorm
+        if isinstance(weights.norm, LayerNorm):
+            _ = workspace.layer_normed  # now, since no graph may allocate it
         summed = weights.post_norm is not None
         # Zeros before and after a step.
         self._sum = workspace.buffer("sum", workspace.rows, workspace.shape.hidden) if summed else None
@@ -83,9 +100,38 @@ class Part:
         self.products.append(product)
         return product
 
+    def step(self, x: Tensor, *arguments: Any) -> None:
+        """Run the part on the stream x (B, hidden), in place. The last argument is the launch mode."""
+        self.send(x, *arguments)
+        self.finish(x, arguments[-1])
+
+    def send(self, x: Tensor, *arguments: Any) -> None:
+        """Run the part up to its last product, which is added to its target, or sent to the other devices."""
+        self.add_output(self.last, self.compute(x, *arguments), x, arguments[-1])
+
+    def gemm_step(self, x: Tensor, *arguments: Any) -> None:
+        """Run the part as `step` does, by cuBLAS."""
+        self.gemm_add(self.gemm_compute(x, *arguments), x, arguments[-1])
+
+    def gemm_add(self, h: Tensor, x: Tensor, mode: int) -> None:
+        """Add the last product of h to the stream x."""
+        accumulate(self.target(x), h, self.last.matrices()[0], self.last.biases[0] if self.last.biases else None)
+        if self.last.added is not None:
+            self.last.added.add(h, self.target(x))
+        self.finish(x, mode)
+
     def read(self, x: Tensor, mode: int) -> Tensor:
         """Return the normed stream, which GEMMs of many rows read."""
-        return normed_rows(x, self.weights.norm, self._normed[: len(x)], mode)
+        h = self._normed[: len(x)]
+        return h if self.reads_normed else normed_rows(x, self.weights.norm, h, mode)
+
+    def operand(self, x: Tensor, mode: int, first: bool = False) -> tuple[Tensor, Norm | None]:
+        """Return what the first product of few rows reads: the stream and its norm, or the stream after a LayerNorm."""
+        norm = self.weights.norm
+        if not isinstance(norm, LayerNorm):
+            return self.stream(x, first), norm
+        h = self.workspace.layer_normed[: len(x)]
+        return h if self.reads_normed else layer_norm_rows(x, norm, h, mode), None
 
     def target(self, x: Tensor) -> Tensor:
         """Return the tensor that the last product is added to."""
@@ -116,6 +162,11 @@ class Part:
         """Return the tensors that a step reads completely."""
         return self.weights.norms() + [tensor for product in self.products for tensor in product.tensors()]
 
+    @property
+    def norm_in_product(self) -> str:
+        """The name of a norm that is part of the first product, for the table."""
+        return "norm, " if isinstance(self.weights.norm, Norm) else ""
+
     def ops(self) -> list[tuple[str, str, str]]:
         """Return (operation, op, reason) for each part of a step."""
         raise NotImplementedError
@@ -123,6 +174,8 @@ class Part:
     def report(self) -> list[tuple[str, str, str]]:
         """Return (operation, implementation, reason) for the decoder's table."""
         rows = self.ops() if self._sum is None else [*self.ops(), ("norm, residual add", "add_norm", "")]
+        if isinstance(self.weights.norm, LayerNorm) and not self.reads_normed:
+            rows = [("norm", "layer_norm_rows", ""), *rows]
         return [(what, f"{self.workspace.kernels}: {op}", why) for what, op, why in rows]
 
 
@@ -133,7 +186,7 @@ class CachedAttention(Part):
         super().__init__(weights, number, form, workspace)
         w, s, rows = weights, workspace.shape, workspace.rows
         self.qkv = self.product(form.stacked(w.q, w.k, w.v), w.q, w.k, w.v)
-        self.o = self.product(form.stacked(w.o), w.o)
+        self.o = self.last = self.product(form.stacked(w.o), w.o)
         self._qkv = workspace.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
         self._mixed = workspace.buffer("mixed", rows, s.heads * s.head_dim, dtype=workspace.dtype)
         most = max(n * _splits(n, s.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
@@ -142,28 +195,21 @@ class CachedAttention(Part):
         self._angles = workspace.no_rotation if w.table is None else workspace.tables[w.table]
         self._first = number == workspace.cache.layers[0]  # of its group: its product is the fence of triton/_step.py
 
-    def step(self, x: Tensor, position: Tensor, mode: int) -> None:
-        self.run(x, position, mode)
-        self.finish(x, mode)
-
-    def run(self, x: Tensor, position: Tensor, mode: int) -> None:
-        """Compute a step up to its last product."""
-        rows, qkv, mixed = len(x), self._qkv[: len(x)], self._mixed[: len(x)]
-        stream = self.stream(x, self._first)
-        self.qkv.norm_product(stream, self.weights.norm, qkv, FENCE if self._first and mode == EARLY else mode)
+    def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product in a step."""
+        rows, qkv = len(x), self._qkv[: len(x)]
+        h, norm = self.operand(x, mode, self._first)
+        self.qkv.norm_product(h, norm, qkv, FENCE if self._first and mode == EARLY else mode)
         self._attend(rows, qkv, position, mode)
-        self.add_output(self.o, mixed, x, mode)
+        return self._mixed[:rows]
 
-    def gemm_step(self, x: Tensor, position: Tensor, mode: int) -> None:
-        h, mixed, w = self.read(x, mode), self._mixed[: len(x)], self.weights
+    def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
+        h, w = self.read(x, mode), self.weights
         qkv = fused_linear(h, self.qkv.matrices(), self.qkv.biases or None)
         if self.qkv.added is not None:
             self.qkv.added.add(h, *qkv.split([len(layer.weight) for layer in (w.q, w.k, w.v)], -1))
         self._attend(len(x), qkv, position, 0)  # a dependent launch after cuBLAS takes 0.4 us longer (H200, 350m, 32 rows)
-        accumulate(self.target(x), mixed, self.o.matrices()[0], w.o.bias)
-        if self.o.added is not None:
-            self.o.added.add(mixed, self.target(x))
-        self.finish(x, mode)
+        return self._mixed[: len(x)]
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
@@ -176,7 +222,7 @@ class CachedAttention(Part):
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
         k, v = self.workspace.cache.extend(self.number, start, k, v)
-        mixed = attend_prompt(q.transpose(1, 2), k, v, start, w.window, s.scale, w.cap)
+        mixed = attend_prompt(q.transpose(1, 2), k, v, start, w.window, s.scale, w.cap, w.sinks)
         y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], w.o.bias)
         if self.o.added is not None:
             self.o.added.add(mixed, y)
@@ -184,7 +230,7 @@ class CachedAttention(Part):
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.workspace.shape, self.weights
-        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0)
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0, w.sinks)
         splits, tiles = _splits(rows, s.kv_heads)
         partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
         scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)
@@ -198,7 +244,7 @@ class CachedAttention(Part):
     def ops(self) -> list[tuple[str, str, str]]:
         attention = self.workspace.cache.layout.op
         return [
-            (f"{'norm, ' * (self.weights.norm is not None)}q k v", f"{self.qkv.prefix}norm_product", ""),
+            (f"{self.norm_in_product}q k v", f"{self.qkv.prefix}norm_product", ""),
             ("rotation, cache, attention", attention, ""),
             ("output", f"{self.o.prefix}add_product", ""),
         ]
@@ -212,30 +258,22 @@ class DenseMLP(Part):
     def __init__(self, weights: DenseWeights, number: int, form: Any, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
         self.gate_up = self.product(form.gate_up(weights.gate, weights.up), weights.gate, weights.up)
-        self.down = self.product(form.stacked(weights.down), weights.down)
+        self.down = self.last = self.product(form.stacked(weights.down), weights.down)
         self._gated = workspace.buffer("gated", workspace.rows, len(weights.gate.weight), dtype=workspace.dtype)
         self.gate_up_bytes = self.gate_up.nbytes  # that a step reads
 
-    def step(self, x: Tensor, mode: int) -> None:
-        self.run(x, mode)
-        self.finish(x, mode)
+    def compute(self, x: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product in a step."""
+        y, (h, norm) = self._gated[: len(x)], self.operand(x, mode)
+        self.gate_up.norm_gate_up(h, norm, self.weights.activation, y, mode)
+        return y
 
-    def run(self, x: Tensor, mode: int) -> None:
-        """Compute a step up to its last product."""
-        y = self._gated[: len(x)]
-        self.gate_up.norm_gate_up(self.stream(x), self.weights.norm, self.weights.activation, y, mode)
-        self.add_output(self.down, y, x, mode)
-
-    def gemm_step(self, x: Tensor, mode: int) -> None:
+    def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
         h = self.read(x, mode)
         both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
         if self.gate_up.added is not None:
             self.gate_up.added.add(h, *both.chunk(2, -1))
-        y = gated(self.weights.activation, both)
-        accumulate(self.target(x), y, self.down.matrices()[0], self.weights.down.bias)
-        if self.down.added is not None:
-            self.down.added.add(y, self.target(x))
-        self.finish(x, mode)
+        return gated(self.weights.activation, both)
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""
@@ -258,8 +296,61 @@ class DenseMLP(Part):
         return 0.0
 
     def ops(self) -> list[tuple[str, str, str]]:
-        first = f"{'norm, ' * (self.weights.norm is not None)}gate, up"
+        first = f"{self.norm_in_product}gate, up"
         return [(first, f"{self.gate_up.prefix}norm_gate_up", ""), ("down", f"{self.down.prefix}add_product", "")]
+
+    def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
+        return []
+
+
+class UngatedMLP(Part):
+    """Norm, up, activation, down."""
+
+    captures_prompts = True
+
+    def __init__(self, weights: UngatedWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
+        self.up = self.product(form.stacked(weights.up), weights.up)
+        self.down = self.last = self.product(form.stacked(weights.down), weights.down)
+        width = len(weights.up.weight)
+        self._up = workspace.buffer("up", workspace.rows, width)
+        self._activated = workspace.buffer("activated", workspace.rows, width, dtype=workspace.dtype)
+        self.gate_up_bytes = self.up.nbytes  # that a step reads
+
+    def compute(self, x: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product in a step."""
+        up, (h, norm) = self._up[: len(x)], self.operand(x, mode)
+        self.up.norm_product(h, norm, up, mode)
+        return activate_rows(up, self.weights.activation, self._activated[: len(x)], mode)
+
+    def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
+        return self._activate(self.read(x, mode))
+
+    def _activate(self, h: Tensor) -> Tensor:
+        """Return the input of the last product for normed h."""
+        up = F.linear(h, self.up.matrices()[0], self.weights.up.bias)
+        if self.up.added is not None:
+            self.up.added.add(h, up)
+        return ACTIVATED[self.weights.activation](up)
+
+    def prompt(self, h: Tensor) -> Tensor:
+        """Return the MLP's output for normed h (B, T, hidden)."""
+        h = self._activate(h)
+        y = F.linear(h, self.down.matrices()[0], self.weights.down.bias)
+        if self.down.added is not None:
+            self.down.added.add(h, y)
+        return y
+
+    def exact(self) -> UngatedWeights:
+        (up,), (down,) = self.up.exact(), self.down.exact()
+        return replace(self.weights, up=up, down=down)
+
+    def chosen_bytes(self, tokens: int) -> float:
+        return 0.0
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        first = (f"{self.norm_in_product}up", f"{self.up.prefix}norm_product", "")
+        return [first, ("activation", "activate_rows", ""), ("down", f"{self.down.prefix}add_product", "")]
 
     def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
         return []
@@ -275,16 +366,22 @@ def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Non
         x.add_(F.linear(h, weight, bias))
 
 
-def normed(x: Tensor, norm: Norm | None) -> Tensor:
+def normed(x: Tensor, norm: AnyNorm) -> Tensor:
+    if isinstance(norm, LayerNorm):
+        return layer_norm(x, norm.weight + norm.offset if norm.offset else norm.weight, norm.bias, norm.eps)
     return x if norm is None else rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
-def normed_rows(x: Tensor, norm: Norm | None, out: Tensor, mode: int = 0) -> Tensor:
+def normed_rows(x: Tensor, norm: AnyNorm, out: Tensor, mode: int = 0) -> Tensor:
     """Write the normed stream to `out` and return it."""
+    if isinstance(norm, LayerNorm):
+        return layer_norm_rows(x, norm, out, mode)
     return out.copy_(x) if norm is None else norm_rows(x, norm, out, mode)
 
 
-def attend_prompt(q: Tensor, k: Tensor, v: Tensor, start: int, window: int, scale: float, cap: float = 0.0) -> Tensor:
+def attend_prompt(
+    q: Tensor, k: Tensor, v: Tensor, start: int, window: int, scale: float, cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """Return the causal attention (B, T, H, D) of a prompt's queries (B, H, T, D) at positions start to start + T.
 
     k and v (B, K, start + T, D) hold all positions so far. window: each token sees this many of the nearest; 0: all. Only a
@@ -296,8 +393,8 @@ def attend_prompt(q: Tensor, k: Tensor, v: Tensor, start: int, window: int, scal
         k, v = k[:, :, first:], v[:, :, first:]
         age = torch.arange(start, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
         mask = (age >= 0) & (age < window)
-    if cap:
-        return capped_attend(q, k, v, mask, scale, cap)
+    if cap or sinks is not None:
+        return capped_attend(q, k, v, mask, scale, cap, sinks)
     return attend(q, k, v, mask, scale) if mask is not None or start == 0 else attend_lower_right(q, k, v, scale)
 
 
@@ -318,8 +415,10 @@ def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return y.transpose(1, 2)
 
 
-def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Return `attend` with capped scores, which SDPA does not have. Queries are chunked, since their scores are in memory."""
+def capped_attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Return `attend` with capped scores or sinks, which SDPA lacks. Queries are chunked, since their scores are in memory."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     sees = torch.ones(T, S, device=q.device, dtype=torch.bool).tril(S - T) if mask is None else mask
@@ -327,7 +426,10 @@ def capped_attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: f
     for at in range(0, T, step):
         some = q[:, :, at : at + step].reshape(B, K, -1, D)  # a group's heads as queries of its one key head
         scores = capped_((some @ k.transpose(2, 3)).view(B, H, -1, S).float() * scale, cap)
-        weights = scores.masked_fill(~sees[..., at : at + step, :], float("-inf")).softmax(-1).to(q.dtype)
+        scores = scores.masked_fill(~sees[..., at : at + step, :], float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.float()[:, None, None].expand(B, H, scores.shape[2], 1)], -1)
+        weights = scores.softmax(-1)[..., :S].to(q.dtype)
         outputs.append((weights.view(B, K, -1, S) @ v).view(B, H, -1, D))
     return torch.cat(outputs, 2).transpose(1, 2)
 

@@ -15,11 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import route, swiglu
+from ..kernels import (
+    add_slots,
+    column_down,
+    column_gate_up,
+    gate_rows,
+    norm_product,
+    route,
+    select_experts,
+    swiglu,
+)
+from ..kernels.column_experts import clamped_unit
+from ..kernels.expert_choice import chosen_experts
 from ..kernels.experts import likeliest
 from ..kernels.grouped_linear import by_group, not_grouped
-from ..models.decoding import ExpertWeights
-from .layer import Part, Workspace
+from ..models.decoding import ColumnExpertWeights, DenseWeights, ExpertWeights
+from .layer import DenseMLP, Part, Workspace
 
 PIECE = 4096  # tokens sorted at a time: their rows are S times in memory
 
@@ -40,15 +51,24 @@ class MoELayer(Part):
         self._ids = workspace.buffer("ids", rows, slots, dtype=torch.int32)
         self._shares = workspace.buffer("shares", rows, slots)
         self._routed = workspace.buffer("routed", rows, slots, width, dtype=workspace.dtype)
-        self.gate_up_bytes = slots * self.experts.gate_up_bytes
+        self._spare: Any = workspace.buffer("spare", rows, 2, self.count) if weights.routing is not None else None
+        self.shared = None if weights.shared is None else SharedExpert(weights, number, form, workspace)
+        self.gate_up_bytes = slots * self.experts.gate_up_bytes + (self.shared.gate_up_bytes if self.shared else 0)
 
     def step(self, x: Tensor, mode: int) -> None:
         w, rows = self.weights, len(x)
         ids, shares, routed = self._ids[:rows], self._shares[:rows], self._routed[:rows]
-        scratch = self._scores[:rows], self._scored[:rows]
-        route(x, w.norm, w.router.weight, w.normalise, *scratch, ids, shares, mode)
+        scores = self._scores[:rows]
+        also = None if self.shared is None else self.shared.compute(x, mode)
+        if w.routing is None:
+            route(x, w.norm, w.router.weight, w.normalise, scores, self._scored[:rows], ids, shares, mode)
+        else:
+            norm_product(x, w.norm, w.router.weight, out=scores, dependent=mode)
+            select_experts(scores, w.routing, self._spare[:rows], ids, shares, mode)
         self.experts.routed_gate_up(x, w.norm, ids, routed, mode)
         self.experts.add_routed(routed, ids, shares, self.target(x), mode)
+        if self.shared is not None and also is not None:
+            self.shared.last.add_product(also, self.target(x), mode)
         self.finish(x, mode)
         if self.workspace.routing_trace is not None:
             self.workspace.routing_trace.add(self.number, ids[-1:])
@@ -58,32 +78,43 @@ class MoELayer(Part):
             return self.step(x, 0)
         h, to = self.read(x, mode), self.target(x)
         to += grouped(h, *self._choose(h), *self.experts.matrices())
+        if self.shared is not None:
+            to += self.shared.prompt(h)
         self.finish(x, mode)
 
     def prompt(self, h: Tensor) -> Tensor:
         ids, shares = self._choose(h)
         mlp, stacks = each_expert if self.ungrouped else grouped, self.experts.matrices()
         pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, ids, shares)))
-        return torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
+        y = torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
+        return y if self.shared is None else y + self.shared.prompt(h)
 
     def _choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (..., S) int64 and shares (..., S) fp32 for h (..., hidden), by scores summed in fp32."""
-        router = self.weights.router.weight
+        w = self.weights
         if h.is_cuda and h.dtype != torch.float32:
-            scores = torch.mm(h.flatten(0, -2), router.t(), out_dtype=torch.float32).view(*h.shape[:-1], -1)
+            scores = torch.mm(h.flatten(0, -2), w.router.weight.t(), out_dtype=torch.float32).view(*h.shape[:-1], -1)
         else:
-            scores = F.linear(h.float(), router.float())
-        ids, shares = likeliest(scores, self.weights.slots, self.weights.normalise)
+            scores = F.linear(h.float(), w.router.weight.float())
+        if w.router.bias is not None:
+            scores = scores + w.router.bias.float()
+        if w.routing is None:
+            ids, shares = likeliest(scores, w.slots, w.normalise)
+        else:
+            ids, shares = chosen_experts(scores, w.slots, w.routing)
         if self.workspace.routing_trace is not None:
             self.workspace.routing_trace.add(self.number, ids[-1:] if ids.dim() == 2 else ids[-1])
         return ids, shares
 
-    def exact(self) -> ExpertWeights:
+    def exact(self) -> Any:
         gate_up, down = self.experts.exact()
-        return replace(self.weights, gate_up=gate_up, down=down)
+        shared = None if self.shared is None else self.shared.exact()
+        return replace(self.weights, gate_up=gate_up, down=down, shared=shared)
 
     def tensors(self) -> list[Tensor]:
-        return self.weights.tensors()
+        w = self.weights
+        shared = [] if self.shared is None else [t for product in self.shared.products for t in product.tensors()]
+        return [*w.norms(), *w.router.tensors(), *shared, *([] if w.shared_gate is None else [w.shared_gate])]
 
     def chosen_bytes(self, tokens: int) -> float:
         """Return the bytes of the experts that differ on average, if all are equally likely: tokens share some."""
@@ -92,10 +123,18 @@ class MoELayer(Part):
 
     def ops(self) -> list[tuple[str, str, str]]:
         prefix = self.form.prefix
+        what = f"{self.weights.slots} of {self.count} experts a row"
+        router = [("norm, router, choice", "route", what)]
+        if self.weights.routing is not None:
+            router = [("norm, router", "norm_product", ""), ("choice", "select_experts", what)]
+        shared = (
+            [] if self.shared is None else [(f"{part} of the shared expert", op, why) for part, op, why in self.shared.ops()]
+        )
         return [
-            ("norm, router, choice", "route", f"{self.weights.slots} of {self.count} experts a row"),
+            *router,
             ("norm, gate, up of experts", f"{prefix}routed_gate_up", "read where they lie"),
             ("down of experts", f"{prefix}add_routed", ""),
+            *shared,
         ]
 
     def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
@@ -107,6 +146,107 @@ class MoELayer(Part):
             prompts = (f"experts of prompts{', more rows' * both}", "grouped by expert: F.grouped_mm", "")
         why = self.ungrouped or "a row reads its experts' packed weights alone"
         return [prompts, ("experts of more rows", "as of one row", why)] if gemm and self.routes_all else [prompts]
+
+
+class ColumnMoELayer(MoELayer):
+    """A mixture whose experts have biases and a clamped unit, and weights stored by column."""
+
+    def __init__(self, weights: ColumnExpertWeights, number: int, form: Any, workspace: Workspace) -> None:
+        Part.__init__(self, weights, number, form, workspace)
+        self.count, self.shared = len(weights.router.weight), None
+        self.ungrouped = not_grouped(weights.gate_up, weights.down)
+        self.captures_prompts = not self.ungrouped
+        self.routes_all = bool(self.ungrouped)
+        rows, slots, units = workspace.rows, weights.slots, weights.down.shape[1]
+        self._scores = workspace.buffer("scores", rows, self.count)
+        self._spare: Any = workspace.buffer("spare", rows, 2, self.count)
+        self._ids = workspace.buffer("ids", rows, slots, dtype=torch.int32)
+        self._shares = workspace.buffer("shares", rows, slots)
+        self._units = workspace.buffer("units", rows, slots, units, dtype=workspace.dtype)
+        self._slots = workspace.buffer("slots", rows, slots, workspace.shape.hidden)
+        self.gate_up_bytes = slots * weights.gate_up[0].nbytes
+
+    def step(self, x: Tensor, mode: int) -> None:
+        w, rows = self.weights, len(x)
+        scores, ids, shares = self._scores[:rows], self._ids[:rows], self._shares[:rows]
+        units, y = self._units[:rows], self._slots[:rows]
+        norm_product(x, w.norm, w.router.weight, bias=w.router.bias, out=scores, dependent=mode)
+        select_experts(scores, w.routing, self._spare[:rows], ids, shares, mode)
+        column_gate_up(x, w.norm, w.gate_up, w.gate_up_bias, ids, units, w.alpha, w.limit, mode)
+        column_down(units, w.down, w.down_bias, ids, y, mode)
+        add_slots(y, shares, self.target(x), mode)
+        self.finish(x, mode)
+        if self.workspace.routing_trace is not None:
+            self.workspace.routing_trace.add(self.number, ids[-1:])
+
+    def gemm_step(self, x: Tensor, mode: int) -> None:
+        if self.routes_all:
+            return self.step(x, 0)
+        h, to = self.read(x, mode), self.target(x)
+        to += self._mixed(h, *self._choose(h))
+        self.finish(x, mode)
+
+    def prompt(self, h: Tensor) -> Tensor:
+        ids, shares = self._choose(h)
+        pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, ids, shares)))
+        return torch.cat([self._mixed(*piece).to(h.dtype) for piece in pieces]).view_as(h)
+
+    def _mixed(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """Return the experts' sum (N, hidden) fp32 for h (N, hidden)."""
+        w = self.weights
+        if self.ungrouped:
+            total = torch.zeros(h.shape, device=h.device, dtype=torch.float32)
+            for number in range(self.count):
+                mine = ids == number
+                unit = clamped_unit(h @ w.gate_up[number] + w.gate_up_bias[number], w.alpha, w.limit)
+                y = (unit @ w.down[number] + w.down_bias[number]) * torch.where(mine, shares, 0.0).sum(1, keepdim=True)
+                total += torch.where(mine.any(1, keepdim=True), y, 0.0)
+            return total
+        order, back, ends = by_group(ids, self.count)
+        expert = ids.flatten().index_select(0, order)
+        both = F.grouped_mm(h.index_select(0, order // ids.shape[1]), w.gate_up, offs=ends)
+        unit = clamped_unit(both + w.gate_up_bias.index_select(0, expert), w.alpha, w.limit)
+        y = F.grouped_mm(unit, w.down, offs=ends) + w.down_bias.index_select(0, expert)
+        y = y.index_select(0, back).view(*ids.shape, -1)
+        return torch.bmm(shares[:, None], y.float())[:, 0]
+
+    def exact(self) -> Any:
+        return self.weights
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.weights.norms(), *self.weights.router.tensors()]
+
+    def chosen_bytes(self, tokens: int) -> float:
+        different = self.count * (1 - (1 - self.weights.slots / self.count) ** tokens)
+        return different * (self.weights.gate_up[0].nbytes + self.weights.down[0].nbytes)
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        return [
+            ("norm, router", "norm_product", ""),
+            ("choice", "select_experts", f"{self.weights.slots} of {self.count} experts a row"),
+            ("norm, gate, up of experts", "column_gate_up", "read where they lie"),
+            ("down of experts", "column_down, add_slots", ""),
+        ]
+
+
+class SharedExpert(DenseMLP):
+    """An expert of every token, which reads the stream by the norm of the others, and may have a gate."""
+
+    def __init__(self, weights: ExpertWeights, number: int, form: Any, workspace: Workspace) -> None:
+        assert weights.shared is not None
+        super().__init__(replace(weights.shared, norm=weights.norm), number, form, workspace)
+        self.gate = weights.shared_gate
+
+    def compute(self, x: Tensor, mode: int) -> Tensor:
+        h = super().compute(x, mode)
+        return h if self.gate is None else gate_rows(x, self.weights.norm, self.gate, h, mode)
+
+    def prompt(self, h: Tensor) -> Tensor:
+        y = super().prompt(h)
+        return y if self.gate is None else y * F.linear(h, self.gate).sigmoid()
+
+    def exact(self) -> DenseWeights:
+        return replace(super().exact(), norm=None)
 
 
 def grouped(

@@ -22,17 +22,29 @@ from torch import Tensor
 
 from ..device import entered
 from ..errors import GenerateError
-from ..kernels import add_rms_norm
+from ..kernels import add_rms_norm, layer_norm_rows
 from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import Call, can_launch
-from ..models.decoding import AttentionWeights, DenseWeights, ExpertWeights, Linear, Reader
+from ..kernels.expert_choice import form_of_routing
+from ..kernels.row_ops import LayerNorm
+from ..models.decoding import (
+    AnyNorm,
+    AttentionWeights,
+    ColumnExpertWeights,
+    DenseWeights,
+    ExpertWeights,
+    Linear,
+    Reader,
+    UngatedWeights,
+    norm_tensors,
+)
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
 from .kv_cache import PLAIN, Cache
-from .layer import GEMV_ROWS, CachedAttention, DenseMLP, Workspace, normed, normed_rows
+from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, normed, normed_rows
 from .lora import adapter_names, form_of_layers
-from .moe import MoELayer
+from .moe import ColumnMoELayer, MoELayer
 from .placement.plan import LayerStage, described
 from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import WeightView
@@ -55,7 +67,13 @@ UNADDED = "its kernels add no adapters, and the model's are on; merge them, swit
 ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
 
 # The class that runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
-PARTS: dict[type, Any] = {AttentionWeights: CachedAttention, DenseWeights: DenseMLP, ExpertWeights: MoELayer}
+PARTS: dict[type, Any] = {
+    AttentionWeights: CachedAttention,
+    DenseWeights: DenseMLP,
+    UngatedWeights: UngatedMLP,
+    ExpertWeights: MoELayer,
+    ColumnExpertWeights: ColumnMoELayer,
+}
 
 
 def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
@@ -82,18 +100,29 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
 
     tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
     """
-    norm, rounded = live.layers[0].attention.norm, weight_format(weights).prefix
+    attention, mlp = live.layers[0]
+    norm, rounded = in_product(attention.norm), weight_format(weights).prefix
     prefix = "quantized_" if live.coded else rounded
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
     activation = live.reader.activation()
     calls: list[Call] = [
         (product, form(norm, 0.0)),
         (add, ()),
-        (f"{rounded}norm_product", form(live.norm, live.shape.logit_cap)),
+        (f"{rounded}norm_product", form(in_product(live.norm), live.shape.logit_cap)),
     ]
-    if live.reader.routers():
-        calls += [("route", ()), (f"{rounded}routed_gate_up", ()), (f"{rounded}add_routed", ())]
-    calls.append((gate_up, form(norm, activation)))
+    sparse = [layer.mlp for layer in live.layers if isinstance(layer.mlp, ExpertWeights)]
+    if sparse:
+        routing = sparse[0].routing
+        calls += [("route", ())] if routing is None else [("select_experts", form_of_routing(routing))]
+        calls += [("gate_rows", ())] if sparse[0].shared_gate is not None else []
+        calls += [(f"{rounded}routed_gate_up", ()), (f"{rounded}add_routed", ())]
+    if isinstance(live.layers[0].mlp, ColumnExpertWeights):
+        routing = live.layers[0].mlp.routing
+        calls += [
+            ("select_experts", form_of_routing(routing)),
+            *((op, ()) for op in ("column_gate_up", "column_down", "add_slots")),
+        ]
+    calls.append((product, form(norm, 0.0)) if isinstance(mlp, UngatedWeights) else (gate_up, form(norm, activation)))
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
@@ -109,7 +138,20 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
         if isinstance(mlp, DenseWeights):
             calls.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
             calls.append((add, form_of_layers(mlp.down)))
+        if isinstance(mlp, UngatedWeights):
+            calls.append((product, form(norm, 0.0, added=form_of_layers(mlp.up))))
+            calls.append((add, form_of_layers(mlp.down)))
     return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
+
+
+def in_product(norm: AnyNorm) -> Norm | None:
+    """Return the norm that is part of a product; a LayerNorm is not."""
+    return None if isinstance(norm, LayerNorm) else norm
+
+
+def _same(norm: AnyNorm, other: AnyNorm) -> bool:
+    """Return whether two LayerNorms have the same weights."""
+    return isinstance(norm, LayerNorm) and isinstance(other, LayerNorm) and norm.weight is other.weight
 
 
 class Layer(NamedTuple):
@@ -137,19 +179,34 @@ class LayerGroup:
         self.workspace.adapting.begin(adapter_names(live.model))
         for index, number in enumerate(self.numbers):
             parts = (PARTS[type(part)](part, number, form, self.workspace) for part in live.layers[number])
-            self.layers[index : index + 1] = [Layer(*parts)]
+            self.layers[index : index + 1] = [layer := Layer(*parts)]
+            layer.mlp.reads_normed = layer.mlp.weights.parallel and _same(*(part.weights.norm for part in layer))
         self.workspace.adapting.close()
 
     def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
         with entered(self.device):
             for attention, mlp in self.layers:
-                if own_kernels:
+                if mlp.weights.parallel:
+                    self._parallel_step(attention, mlp, x, position, mode, own_kernels)
+                elif own_kernels:
                     attention.step(x, position, mode)
                     mlp.step(x, mode)
                 else:
                     attention.gemm_step(x, position, mode)
                     mlp.gemm_step(x, mode)
+
+    def _parallel_step(self, attention: Any, mlp: Any, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
+        """Run a block whose parts read the same stream: both compute before either adds."""
+        if own_kernels:
+            mixed, h = attention.compute(x, position, mode), mlp.compute(x, mode)
+            for part, y in ((attention, mixed), (mlp, h)):
+                part.add_output(part.last, y, x, mode)
+                part.finish(x, mode)
+        else:
+            mixed, h = attention.gemm_compute(x, position, mode), mlp.gemm_compute(x, mode)
+            attention.gemm_add(mixed, x, mode)
+            mlp.gemm_add(h, x, mode)
 
     def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
         """Return the stream (B, T, hidden) of positions from `start` on, and the output to add to it."""
@@ -161,13 +218,13 @@ class LayerGroup:
         with entered(self.device):
             for attention, mlp in self.layers:
                 h, x = add_and_norm(x, pending, attention.weights.norm)
-                pending = attention.prompt(h, start, end)
-                if attention.weights.post_norm is not None:
-                    pending = normed(pending, attention.weights.post_norm)
-                h, x = add_and_norm(x, pending, mlp.weights.norm)
-                pending = mlp.prompt(h)
-                if mlp.weights.post_norm is not None:
-                    pending = normed(pending, mlp.weights.post_norm)
+                pending = normed(attention.prompt(h, start, end), attention.weights.post_norm)
+                if mlp.weights.parallel:
+                    h = h if mlp.reads_normed else normed(x, mlp.weights.norm)
+                    pending = pending + normed(mlp.prompt(h), mlp.weights.post_norm)
+                else:
+                    h, x = add_and_norm(x, pending, mlp.weights.norm)
+                    pending = normed(mlp.prompt(h), mlp.weights.post_norm)
         assert pending is not None  # there is a layer
         return x, pending
 
@@ -177,9 +234,9 @@ def table_bytes(reader: Reader, config: RunnerConfig) -> int:
     return (len(reader.angles()) + 1) * config.max_length * reader.shape().head_dim * 4
 
 
-def add_and_norm(x: Tensor, pending: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+def add_and_norm(x: Tensor, pending: Tensor | None, norm: AnyNorm) -> tuple[Tensor, Tensor]:
     """Return the normed input of a prompt's next part, and the stream x with `pending` added."""
-    if norm is not None and pending is not None:
+    if isinstance(norm, Norm) and pending is not None:
         return add_rms_norm(x, pending, norm.weight, norm.eps, norm.offset)
     x = x if pending is None else x + pending
     return normed(x, norm), x
@@ -212,7 +269,7 @@ class FusedRunner(ModelRunner):
         self.x = torch.zeros(rows, live.shape.hidden, **fp32)
         self.normed = self.workspace.buffer("normed", rows, live.shape.hidden, dtype=live.dtype)
         self.logits = torch.zeros(rows, self.vocab, **fp32)
-        self.dense = all(type(layer.mlp) is DenseWeights for layer in live.layers) and not live.sliced
+        self.dense = all(type(layer.mlp) in (DenseWeights, UngatedWeights) for layer in live.layers) and not live.sliced
         plain = config.tokens == 1 and config.cache == PLAIN and len(self.spans) == 1
         on_host = cpu_step.fits(self.device) and plain and self.dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
@@ -246,20 +303,23 @@ class FusedRunner(ModelRunner):
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
-        copied = self.tiled_rows > 0 and all(part.post_norm is None for layer in live.layers for part in layer)
+        # Nor do a LayerNorm and a parallel block.
+        plain = all(part.post_norm is None for layer in live.layers for part in layer)
+        usual = not any(isinstance(layer.attention.norm, LayerNorm) or layer.mlp.parallel for layer in live.layers)
+        copied = self.tiled_rows > 0 and plain and usual
         for group in self.spans:
             space = group.workspace
             space.gemv_rows = self.gemv_rows if self.tiled_rows else None
             space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
             group.read_weights(live, self.form)
-        self.embed, self.head = live.embed, self.form.head(live.head)
+        self.embed, self.head, self.positions = live.embed, self.form.head(live.head), getattr(live, "positions", None)
         self.early_bytes = PackedFormat.early_bytes if live.coded else self.form.early_bytes
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
-        read += [live.norm.weight, *self.head.tensors()]
+        read += [*norm_tensors(live.norm), *self.head.tensors()]
         self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
         self.bytes_a_token = sum(group.cache.bytes_a_token for group in self.spans)
-        self.sparse = [layer for layer in self.layers if type(layer.mlp) is not DenseMLP]
+        self.sparse = [layer for layer in self.layers if type(layer.mlp) not in (DenseMLP, UngatedMLP)]
         self.refills = len(self.spans) == 1
         self.captures_prefill = self.refills and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None
@@ -279,6 +339,8 @@ class FusedRunner(ModelRunner):
         x = self.x[:rows]
         if self.live.shape.embedded != 1:
             x *= self.live.shape.embedded
+        if self.positions is not None:
+            x += F.embedding(position.flatten(), self.positions)
         mode, own_kernels = self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows)
         for group in self.spans:
             x, position = x.to(group.device), position.to(group.device)
@@ -307,8 +369,10 @@ class FusedRunner(ModelRunner):
         rows, mode = len(x), self.mode(len(x))
         if rows > self.gemv_rows:
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
-        best = self.best[:rows], self.arg[:rows]
-        logits = self.head.norm_product(x, self.live.norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
+        best, norm = (self.best[:rows], self.arg[:rows]), self.live.norm
+        if isinstance(norm, LayerNorm):
+            x, norm = layer_norm_rows(x, norm, self.workspace.layer_normed[:rows], mode), None
+        logits = self.head.norm_product(x, norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
         if (scale := self.live.shape.logit_scale) != 1:
             logits *= scale
             best[0].mul_(scale)
@@ -323,6 +387,8 @@ class FusedRunner(ModelRunner):
             torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(F.linear(h, weight))
+        if self.head.biases:
+            logits += self.head.biases[0].detach()
         if (scale := self.live.shape.logit_scale) != 1:
             logits *= scale
         return capped_(logits, cap) if cap else logits
@@ -405,6 +471,8 @@ class FusedRunner(ModelRunner):
         if self.adapting.products:
             self.adapting.mark(len(ids), ids.shape[1])
         x, pending = self.embedded(ids), None
+        if self.positions is not None:
+            x = x + self.positions[start : start + ids.shape[1]]
         for group in self.spans:
             x, pending = group.prompt(x, pending, start)
         assert pending is not None  # there is a group
@@ -417,10 +485,11 @@ class FusedRunner(ModelRunner):
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for start in range(0, len(ids), CHUNK):
             for hidden in self.hidden(ids[None, start : start + CHUNK], start)[0].split(SCORED):
-                logits = F.linear(hidden, self.head.matrices()[0]).float() * self.live.shape.logit_scale
+                logits = F.linear(hidden, self.head.matrices()[0], *self.head.biases).float() * self.live.shape.logit_scale
                 yield capped_(logits, self.live.shape.logit_cap)
 
     def moved(self) -> str | None:
+        self.live.refresh_copies()
         return self.live.moved() or self.form.changed()
 
     def numbers(self) -> Any:

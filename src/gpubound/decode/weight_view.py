@@ -21,11 +21,11 @@ from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
-from ..models.decoding import Reader, linear_of, text_stack, weight_of
+from ..models.decoding import Linear, Reader, linear_of, norm_tensors, text_stack, weight_of
 from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
-from .model_watch import TensorWatch, model_tensors, scalars_of
+from .model_watch import TensorWatch, WeightVersions, model_tensors, scalars_of
 from .quantized import is_coded, unlike
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -56,7 +56,7 @@ class WeightView:
             raise GenerateError(f"{changed}: {reader}; build a new one.")
         if _devices(reader) != self.layer_devices:
             raise GenerateError("decoder: layers lie on other devices than when their decoder was built; build a new one.")
-        shape, embed = reader.shape(), weight_of(reader.trunk.embed_tokens)
+        shape, embed = reader.shape(), weight_of(reader.embedding)
         for name in (field.name for field in fields(shape) if field.name != "vocab"):
             before, after = getattr(self.shape, name), getattr(shape, name)
             if before != after:
@@ -80,12 +80,20 @@ class WeightView:
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
         watch = TensorWatch(self.model, "_parameters")
         self.moved = watch.moved  # the name of the first weight that was replaced or moved, or None
-        self.embed: Tensor = weight_of(reader.trunk.embed_tokens)
-        self.norm = reader.norm(reader.trunk.norm)
-        self.head: Tensor = weight_of(reader.model.lm_head)
+        self.embed: Tensor = weight_of(reader.embedding)
+        self.norm = reader.final_norm()
+        self.head = Linear(weight_of(reader.model.lm_head), reader.model.lm_head._parameters.get("bias"))
+        self.positions = reader.positions()
         self.layers = reader.layers()
+        self.copied = WeightVersions(self.model) if reader.copies else None
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.layer_devices = _devices(reader)
+
+    def refresh_copies(self) -> None:
+        """Copy the weights again that the kernels do not read in place, if any has changed."""
+        if self.copied is not None and self.copied.changed():
+            self.reader.copies.refresh()
+            self.copied = WeightVersions(self.model)
 
     @property
     def adapted(self) -> bool:
@@ -99,7 +107,8 @@ class WeightView:
 
     def bytes_read(self) -> int:
         """Return the bytes of the weights that a step reads in full: all except the embedding and the experts."""
-        tensors = [t for layer in self.layers for part in layer for t in part.tensors()] + [self.norm.weight, self.head]
+        tensors = [t for layer in self.layers for part in layer for t in part.tensors()]
+        tensors += [*norm_tensors(self.norm), *self.head.tensors()]
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
@@ -128,7 +137,7 @@ def readable_model(model: nn.Module, max_length: int, spread: bool | str = False
     reader = reader_of(model)
     if reader is None:
         return _unknown(model)
-    why = reader.refusal(max_length) or _unreadable(model, spread) or _unread(model, reader) or _uneven(reader)
+    why = reader.refusal(max_length) or _unreadable(reader, spread) or _unread(model, reader) or _uneven(reader)
     return why or unlike(reader.layers()) or reader
 
 
@@ -143,7 +152,7 @@ def _unknown(model: Any) -> str:
 
 def _devices(reader: Reader) -> list[torch.device]:
     """Return the device of each block."""
-    return [next(block.parameters()).device for block in reader.trunk.layers]
+    return [next(block.parameters()).device for block in reader.blocks]
 
 
 def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) -> str | None:
@@ -153,7 +162,7 @@ def _make_neighbours(reader: Reader, stacks: Mapping[tuple[int, int], Stacked]) 
     """
     why, others = None, list(reader.model.parameters())
     give_own_storages(reader.model)
-    for number, block in enumerate(reader.trunk.layers):
+    for number, block in enumerate(reader.blocks):
         for at, group in enumerate(reader.together(block)):
             sites = [linear_of(layer) for layer in group]
             biases = [site.bias for site in sites if site.bias is not None]
@@ -237,7 +246,8 @@ def closed_projection(
     coded  whether quantised weights can be read
     """
     trunk: Any = text_stack(model)
-    for name, module in trunk.named_modules(prefix="model" if trunk is model.model else "model.language_model"):
+    prefix = next(name for name, module in model.named_modules() if module is trunk)
+    for name, module in trunk.named_modules(prefix=prefix):
         projects = isinstance(module, nn.Linear) or name.endswith("_proj")
         if projects and not known(module) and (why := _closed(module, coded)):
             return f"{name}: {why}"
@@ -265,22 +275,20 @@ def _is_internal(hook: Any) -> bool:
     return module.partition(".")[0] in ("gpubound", "transformers")
 
 
-def _unreadable(model: nn.Module, spread: bool | str = False) -> str | None:
+def _unreadable(reader: Reader, spread: bool | str = False) -> str | None:
     """Return why the kernels cannot read the parameters in place."""
-    trunk: Any = text_stack(model)
-    if why := closed_projection(model, coded=not spread):
+    model, trunk = reader.model, reader.trunk
+    if why := closed_projection(model, reader.projects, coded=not spread):
         return why
-    if type(trunk.embed_tokens) is not nn.Embedding and role_of(trunk.embed_tokens) != "TextScaledWordEmbedding":
-        return f"its embedding is {type(trunk.embed_tokens).__name__}, not nn.Embedding"
+    if type(reader.embedding) is not nn.Embedding and role_of(reader.embedding) != "TextScaledWordEmbedding":
+        return f"its embedding is {type(reader.embedding).__name__}, not nn.Embedding"
     head: Any = model.lm_head
     own = type(head) is LMLoss and not hooked(head)  # a linear layer that can compute a loss, too
     if not own and (why := _closed(head)):
         return f"lm_head: {why}"
-    if getattr(head, "bias", None) is not None:
-        return "its head has a bias"
     adapted = [layer for _, layer in (*adapted_layers(model), *wrappers(model))]
     apart = {id(p) for layer in adapted for name in names_in(layer) for p in parameters_of(layer, name)}
-    if trunk is not model.model:  # a step does not read the part for images
+    if trunk is not getattr(model, "model", trunk):  # a step does not read the part for images
         apart |= {id(p) for p in model.parameters()} - {id(p) for part in (trunk, head) for p in part.parameters()}
     dense = (one for one in model_tensors(model, "_parameters") if not is_coded(one.tensor))
     weights = {one.name: one.tensor for one in dense if id(one.tensor) not in apart}

@@ -7,7 +7,7 @@ that has changed since it was packed is found at the next request (`changed`), a
 
 stacked(*layers)         layers that read one x (q, k and v; o; down)
 gate_up(gate, up)        the two halves of a gated MLP
-head(weight)             a single layer, too large for a scratch
+head(layer)              a single layer, too large for a scratch
 experts(gate_up, down)   the layers of a sparse MLP, stacked by expert
 
 Each product has the operations of a step under the names of their kernels; `matrices()` in the model's dtype for many rows,
@@ -110,8 +110,8 @@ class LiveFormat(WeightFormat):
 
     gate_up = stacked
 
-    def head(self, weight: Tensor) -> "DenseLinear":
-        return DenseLinear(Linear(weight))
+    def head(self, layer: Linear) -> "DenseLinear":
+        return DenseLinear(layer)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "DenseExperts":
         return DenseExperts(gate_up, down)
@@ -234,9 +234,9 @@ class PackedFormat(WeightFormat):
     def gate_up(self, gate: Linear, up: Linear) -> "PackedLinear":
         return PackedLinear(self, pack_gate_up(gate.weight, up.weight, self.kind, self.device), (gate, up), turns=2)
 
-    def head(self, weight: Tensor) -> "PackedLinear":
+    def head(self, layer: Linear) -> "PackedLinear":
         """Pack the head. It is unpacked for each use, since its scratch would be the largest of all."""
-        return PackedLinear(self, pack(weight, self.kind, self.device), [Linear(weight)], shared=False)
+        return PackedLinear(self, pack(layer.weight, self.kind, self.device), [layer], shared=False)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
         return PackedExperts(self, gate_up, down)

@@ -7,6 +7,7 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
 from .add_rows import add_rows as add_rows
+from .column_experts import add_slots as add_slots, column_down as column_down, column_gate_up as column_gate_up
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
@@ -20,6 +21,7 @@ from .decode_product import (
     send_product as send_product,
 )
 from .divergence import divergence as divergence
+from .expert_choice import gate_rows as gate_rows, select_experts as select_experts
 from .experts import (
     add_routed as add_routed,
     route as route,
@@ -60,6 +62,7 @@ from .quantized_product import (
 )
 from .registry import reference as reference
 from .rope import rope as rope, rope_qkv as rope_qkv
+from .row_ops import activate_rows as activate_rows, layer_norm_rows as layer_norm_rows
 from .sampling import pick as pick, sample as sample
 from .tiled_product import (
     tiled_add_product as tiled_add_product,

@@ -60,6 +60,7 @@ class Heads(NamedTuple):
     window: int = 0  # the nearest keys that a token sees, itself among them; 0: all
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: no cap
     interleaved: bool = False  # rotate pairs (2i, 2i + 1); the cache holds keys with these pairs `apart`
+    sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
 
 
 class Scratch(NamedTuple):
@@ -156,7 +157,11 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     if pages is not None:  # a key of a page that there is not
         exists = _page_exists(pages, cache.k).repeat_interleave(cache.k.shape[2], 1)
         scores = scores.masked_fill(~exists[:, None, None], torch.nan)
-    weights = torch.softmax(scores.masked_fill(~live[:, None, None], float("-inf")), -1)
+    scores = scores.masked_fill(~live[:, None, None], float("-inf"))
+    if heads.sinks is not None:
+        sinks = heads.sinks.to(scores.dtype).view(K, -1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.softmax(scores, -1)[..., : keys.shape[2]]
     values = values.masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
     return torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
 
@@ -297,6 +302,8 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
         if norm is not None:
             columns, of = (count * width, "row") if full else (width, "head")
             require(op, name, norm.weight, None, (columns,), device, f"it has one weight for each dimension of a {of}")
+    if heads.sinks is not None:
+        require(op, "heads.sinks", heads.sinks, None, (counts[0],), device, "each query head has one")
     if heads.window < 0:
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
 
@@ -307,20 +314,24 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
-    usual = pairs == size // 2 and not (full or offset or heads.cap or heads.interleaved)
-    rare = pairs, full, offset, heads.cap
-    return shape if usual else (*shape, *rare, True) if heads.interleaved else (*shape, *rare)
+    interleaved, sinks = heads.interleaved, heads.sinks is not None
+    usual = pairs == size // 2 and not (full or offset or heads.cap or interleaved or sinks)
+    rare = pairs, full, offset, heads.cap, *((interleaved, sinks) if interleaved or sinks else ())
+    return shape if usual else (*shape, *rare)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
-    pairs, full, offset, cap, *interleaved = rare or (size // 2, False, 0.0, 0.0)
+    pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
+    interleaved, sinks = others or (False, False)
     cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
     qkv = draw(generator, 2, (group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, bool(interleaved))
+    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, interleaved)
+    if sinks:
+        heads = heads._replace(sinks=draw(generator, kv * group).detach())
     if full or offset:
         weights = (draw(generator, size * (count if full else 1)).detach() for count in (kv * group, kv))
         q_norm, k_norm = (Norm(weight, 1e-6, offset) for weight in weights)

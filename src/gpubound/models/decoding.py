@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.column_experts import clamped_unit
 from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
+from ..kernels.expert_choice import ExpertRouting, selection, shares_of
 from ..kernels.rope import apart
+from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
 from ..layers.linear_product import format_of
@@ -26,7 +29,8 @@ from ..layers.quantized_base import dequantised, some_rows
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # types of layers
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) with RoPE, and of values
-Normed = Callable[[Tensor, Norm | None], Tensor]
+AnyNorm = Norm | LayerNorm | None
+Normed = Callable[[Tensor, Any], Tensor]
 
 
 class Linear(NamedTuple):
@@ -57,7 +61,7 @@ class PartWeights:
     """Base class of the weights of a layer's parts. Norms and biases may be None."""
 
     def norms(self) -> list[Tensor]:
-        return [value.weight for value in vars(self).values() if isinstance(value, Norm)]
+        return [t for value in vars(self).values() if isinstance(value, Norm | LayerNorm) for t in norm_tensors(value)]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a decoding step reads in full."""
@@ -69,7 +73,7 @@ class PartWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights(PartWeights):
-    norm: Norm | None
+    norm: AnyNorm
     q: Linear
     k: Linear
     v: Linear
@@ -81,6 +85,7 @@ class AttentionWeights(PartWeights):
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: not capped
     post_norm: Norm | None = None  # of the update, before it is added to the residual stream
     interleaved: int = 0  # pairs (2i, 2i + 1) that are rotated; 0: pairs (i, i + P)
+    sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
 
     def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
         """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first.
@@ -111,24 +116,43 @@ class AttentionWeights(PartWeights):
         scores = capped_(torch.einsum("thd,shd->hts", q, k) * shape.scale, self.cap)
         age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
         hidden = (age < 0) | (age >= (self.window or T))
-        y = torch.einsum("hts,shd->thd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.float()[:, None, None].expand(-1, T, 1)], -1)
+        y = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v)
         return plain_norm(plain_linear(y.flatten(1), self.o), self.post_norm)
 
 
 @dataclass(frozen=True)
 class DenseWeights(PartWeights):
-    norm: Norm | None
+    norm: AnyNorm
     gate: Linear
     up: Linear
     down: Linear
     activation: str = "silu"
     post_norm: Norm | None = None
+    parallel: bool = False  # it reads the stream before attention's update
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32."""
         h = plain_norm(x, self.norm)
         gated = ACTIVATIONS[self.activation](plain_linear(h, self.gate)) * plain_linear(h, self.up)
         return plain_norm(plain_linear(gated, self.down), self.post_norm)
+
+
+@dataclass(frozen=True)
+class UngatedWeights(PartWeights):
+    norm: AnyNorm
+    up: Linear
+    down: Linear
+    activation: str  # one of kernels.row_ops.ACTIVATED
+    post_norm: Norm | None = None
+    parallel: bool = False  # as of DenseWeights
+
+    def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32."""
+        h = ACTIVATED[self.activation](plain_linear(plain_norm(x, self.norm), self.up))
+        return plain_norm(plain_linear(h, self.down), self.post_norm)
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,14 @@ class ExpertWeights(PartWeights):
     slots: int
     normalise: bool  # divide the chosen experts' shares by their sum
     post_norm: Norm | None = None
+    routing: ExpertRouting | None = None  # None: by a softmax
+    shared: DenseWeights | None = None  # an expert of every token, which reads the normed stream
+    shared_gate: Tensor | None = None  # (1, hidden): its output times sigmoid(gate of the token)
+    parallel: ClassVar[bool] = False
+
+    def tensors(self) -> list[Tensor]:
+        shared = [] if self.shared is None else self.shared.tensors()
+        return [*super().tensors(), *shared, *([] if self.shared_gate is None else [self.shared_gate])]
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32. Only the experts of one token at a time are converted to fp32.
@@ -150,23 +182,65 @@ class ExpertWeights(PartWeights):
         """
         h = plain_norm(x, self.norm)
         scores = plain_linear(h, self.router)
-        shares, ids = scores.softmax(-1).topk(self.slots)
-        if choices:
-            ids = choices.judged(number, scores)
+        values = scores if self.routing is None else selection(scores, self.routing)
+        ids = choices.judged(number, values) if choices else values.topk(self.slots).indices
+        if self.routing is None:
             shares = scores.softmax(-1).gather(-1, ids)
-        if self.normalise:
-            shares = shares / shares.sum(-1, keepdim=True)
+            shares = shares / shares.sum(-1, keepdim=True) if self.normalise else shares
+        else:
+            shares = shares_of(scores, ids, self.routing)
         updates = []
         for row, chosen, share in zip(h, ids, shares):
             gate, up = (self.gate_up.index_select(0, chosen).float() @ row).chunk(2, -1)
             products = torch.bmm(self.down.index_select(0, chosen).float(), (F.silu(gate) * up)[..., None])
             updates.append(share @ products[..., 0])
+        y = torch.stack(updates)
+        if self.shared is not None:
+            also = self.shared.define(h, number, choices)
+            y = y + (also if self.shared_gate is None else also * (h @ self.shared_gate.float().t()).sigmoid())
+        return plain_norm(y, self.post_norm)
+
+
+@dataclass(frozen=True)
+class ColumnExpertWeights(PartWeights):
+    """Experts with biases, whose weights are stored by column, and whose gated unit is clamped.
+
+    A unit is (up + 1) · gate · sigmoid(alpha · gate), of gate at most `limit` and up within it.
+    """
+
+    norm: Norm
+    router: Linear  # (E, hidden)
+    gate_up: Tensor  # (E, hidden, 2 I): a unit's gate, then its up
+    gate_up_bias: Tensor  # (E, 2 I)
+    down: Tensor  # (E, I, hidden)
+    down_bias: Tensor  # (E, hidden)
+    slots: int
+    alpha: float
+    limit: float
+    post_norm: Norm | None = None
+    parallel: ClassVar[bool] = False
+
+    @property
+    def routing(self) -> ExpertRouting:
+        return ExpertRouting(None, True)
+
+    def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32."""
+        h = plain_norm(x, self.norm)
+        scores = plain_linear(h, self.router)
+        ids = choices.judged(number, scores) if choices else scores.topk(self.slots).indices
+        updates = []
+        for row, chosen, share in zip(h, ids, shares_of(scores, ids, self.routing)):
+            both = torch.einsum("k,ekn->en", row, self.gate_up.index_select(0, chosen).float())
+            unit = clamped_unit(both + self.gate_up_bias[chosen].float(), self.alpha, self.limit)
+            y = torch.einsum("ei,ein->en", unit, self.down.index_select(0, chosen).float()) + self.down_bias[chosen].float()
+            updates.append(share @ y)
         return plain_norm(torch.stack(updates), self.post_norm)
 
 
 class LayerWeights(NamedTuple):
     attention: AttentionWeights
-    mlp: Any  # DenseWeights, ExpertWeights, or another record with their methods
+    mlp: Any  # DenseWeights, UngatedWeights, ExpertWeights, or another record with their methods
 
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
@@ -178,10 +252,16 @@ def plain_linear(x: Tensor, layer: Linear) -> Tensor:
     return y
 
 
-def plain_norm(x: Tensor, norm: Norm | None) -> Tensor:
+def plain_norm(x: Tensor, norm: AnyNorm) -> Tensor:
     if norm is None:
         return x
+    if isinstance(norm, LayerNorm):
+        return layer_normed(x, norm)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
+
+
+def norm_tensors(norm: Norm | LayerNorm) -> list[Tensor]:
+    return [norm.weight] if isinstance(norm, Norm) or norm.bias is None else [norm.weight, norm.bias]
 
 
 # Fields of a config that every reader reads itself, that its modules and tensors show, or that change nothing in eval mode.
@@ -235,10 +315,13 @@ FIXED = ("default", "linear", "llama3", "yarn")
 # transformers' names of activations, and the kernels' names.
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
+UNGATED_NAMES = ACTIVATION_NAMES | {"relu": "relu", "relu2": "relu2", "gelu_fast": "gelu_tanh"}
+
 
 def activation_name(config: Any) -> str:
     """Return a transformers config's name of the activation."""
-    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
+    names = ("hidden_activation", "hidden_act", "activation_function")
+    return str(next((value for name in names if (value := getattr(config, name, None))), ""))
 
 
 def rope_types(rotary: Any) -> list[str]:
@@ -280,6 +363,40 @@ class HFAngles:
         return frequencies.data_ptr(), frequencies._version, getattr(self.rotary, self.scaling, None)
 
 
+class SingleAngles(HFAngles):
+    """Angles of a rotary module that has each of a pair's once."""
+
+    def __call__(self, positions: Tensor) -> Rope:
+        like = torch.empty(0, device=positions.device, dtype=torch.float32)
+        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
+        shape = (*positions.shape, cos.shape[-1])
+        return cos.reshape(shape), sin.reshape(shape)
+
+
+class InterleavedAngles(HFAngles):
+    """Angles of a rotary module that has both of a pair next to each other."""
+
+    def __call__(self, positions: Tensor) -> Rope:
+        like = torch.empty(0, device=positions.device, dtype=torch.float32)
+        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
+        shape = (*positions.shape, cos.shape[-1] // 2)
+        return cos[..., ::2].reshape(shape), sin[..., ::2].reshape(shape)
+
+
+class NoAngles:
+    """Angles of a model without rotation: zeros."""
+
+    def __init__(self, pairs: int) -> None:
+        self.pairs = pairs
+
+    def __call__(self, positions: Tensor) -> Rope:
+        zeros = torch.zeros(*positions.shape, self.pairs, device=positions.device, dtype=torch.float32)
+        return torch.ones_like(zeros), zeros
+
+    def stamp(self) -> object:
+        return self.pairs
+
+
 class ChangingAngles(HFAngles):
     """Angles of a rotary module whose frequencies depend on the length of the text (longrope): computed for every batch."""
 
@@ -290,15 +407,17 @@ class ChangingAngles(HFAngles):
 _halved: tuple[Tensor, Rope] | None = None
 
 
-def halves(embeddings: tuple[Tensor, Tensor]) -> Rope:
+def halves(embeddings: tuple[Tensor, Tensor], interleaved: bool = False) -> Rope:
     """Convert Hugging Face's cos and sin (B or 1, T, D), each angle twice and in the model's dtype, to the kernels' layout.
 
     Every layer of a forward gets the same pair, so the last conversion is cached.
+    interleaved: an angle's two places are next to each other, and not D/2 apart
     """
     global _halved
     cached = _halved
     if cached is None or cached[0] is not embeddings[0]:
-        cos, sin = ((t[0] if t.shape[0] == 1 else t)[..., : t.shape[-1] // 2].float().contiguous() for t in embeddings)
+        first = slice(None, None, 2) if interleaved else slice(embeddings[0].shape[-1] // 2)
+        cos, sin = ((t[0] if t.shape[0] == 1 else t)[..., first].float().contiguous() for t in embeddings)
         _halved = cached = embeddings[0], (cos, sin)
     return cached[1]
 
@@ -311,7 +430,29 @@ def ends_of(generation: dict[str, Any]) -> list[int]:
 
 def text_stack(model: Any) -> Any:
     """Return the decoder stack of a causal language model, or of the text model inside one of images and text."""
-    return model.model._modules.get("language_model", model.model)
+    stack = model.model if hasattr(model, "model") else getattr(model, model.base_model_prefix)
+    return stack._modules.get("language_model", stack)
+
+
+class ArrangedCopies:
+    """Copies of weights that the kernels cannot read in place, in their layout."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def of(self, weight: Tensor, arrange: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the copy of a weight. It is made by the first call."""
+        if id(weight) not in self._copies:
+            self._copies[id(weight)] = weight, arrange, arrange(weight.detach()).contiguous().clone()
+        return self._copies[id(weight)][2]
+
+    def refresh(self) -> None:
+        """Copy the weights' current values, to the same addresses."""
+        for weight, arrange, copy in self._copies.values():
+            copy.copy_(arrange(weight.detach()))
 
 
 class Reader:
@@ -324,22 +465,45 @@ class Reader:
     NORMS: ClassVar[tuple[str | None, ...]] = ("input_layernorm", None, "post_attention_layernorm", None)
     OFFSET = 0.0  # of all norms
     READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
+    # Names in the stack: its blocks, embedding and last norm. Names in a block: attention, and its output projection.
+    BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "layers", "embed_tokens", "norm", "self_attn", "o_proj"
     image_positions = True  # whether an image's tokens have positions like a text's
 
     def __init__(self, model: Any) -> None:
         self.model, self.trunk = model, text_stack(model)
-        self.config = model.config if self.trunk is model.model else self.trunk.config
+        self.config = model.config if self.trunk is getattr(model, "model", self.trunk) else self.trunk.config
+        self.copies = ArrangedCopies()
+
+    @property
+    def blocks(self) -> Any:
+        return getattr(self.trunk, self.BLOCKS)
+
+    @property
+    def embedding(self) -> Any:
+        return getattr(self.trunk, self.EMBEDDING)
+
+    def attention_of(self, block: Any) -> Any:
+        return getattr(block, self.ATTENTION)
+
+    def projects(self, module: nn.Module) -> bool:
+        """Return whether a module that is no nn.Linear is a projection that the reader reads."""
+        return False
+
+    def positions(self) -> Tensor | None:
+        """Return learnt vectors (L, hidden) that are added to the embeddings of the first L positions."""
+        return None
 
     def refusal(self, max_length: int) -> str | None:
         """Return why the kernels cannot decode the model for texts of that length; None if they can."""
-        for kind in rope_types(self.trunk.rotary_emb):
+        for kind in rope_types(getattr(self.trunk, "rotary_emb", None)):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:
                 beyond = f" beyond {longest} tokens, and max_length is {max_length}" if longest else ""
                 return f"its rotary angles ({kind!r}) change with the length of what is read{beyond}"
         if self.activation() is None:
-            return f"its activation is {activation_name(self.config)!r}, the kernels' are {', '.join(ACTIVATIONS)}"
-        if getattr(self.trunk.layers[0].self_attn, "head_dim", 0) % 2:
+            known = ", ".join(ACTIVATED if isinstance(self, UngatedReader) else ACTIVATIONS)
+            return f"its activation is {activation_name(self.config)!r}, the kernels' are {known}"
+        if getattr(self.attention_of(self.blocks[0]), "head_dim", 0) % 2:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False):
             return "its tokens attend to later tokens"
@@ -356,18 +520,21 @@ class Reader:
         return ACTIVATION_NAMES.get(activation_name(self.config))
 
     def shape(self) -> Shape:
-        c, attention = self.config, self.trunk.layers[0].self_attn
-        scale = getattr(self.trunk.embed_tokens, "embed_scale", None)  # rounded to the weights' dtype when used
+        c, attention = self.config, self.attention_of(self.blocks[0])
+        scale = getattr(self.embedding, "embed_scale", None)  # rounded to the weights' dtype when used
         return Shape(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
-            kv_heads=c.num_key_value_heads,
-            head_dim=attention.head_dim,
+            kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+            head_dim=self.head_dim(attention),
             vocab=self.model.lm_head.weight.shape[0],
             scale=attention.scaling,
-            embedded=1.0 if scale is None else float(scale.to(self.trunk.embed_tokens.weight.dtype)),
+            embedded=1.0 if scale is None else float(scale.to(self.embedding.weight.dtype)),
             logit_cap=getattr(c, "final_logit_softcapping", None) or 0.0,
         )
+
+    def head_dim(self, attention: Any) -> int:
+        return attention.head_dim
 
     def angles(self) -> list[Angles]:
         """Return the rotary angles of the model, which a layer's `table` indexes."""
@@ -375,19 +542,22 @@ class Reader:
         return [HFAngles(rotary, kind) for kind in angle_types(rotary)] or [HFAngles(rotary)]
 
     def layers(self) -> list[LayerWeights]:
-        return [LayerWeights(self.attention(block), self.mlp(block)) for block in self.trunk.layers]
+        return [LayerWeights(self.attention(block), self.mlp(block)) for block in self.blocks]
 
-    def norm(self, module: Any) -> Norm:
-        """Return the weights of a norm."""
+    def norm(self, module: Any) -> Any:
+        """Return the weights of a norm, a Norm or a LayerNorm."""
         eps = module.eps if hasattr(module, "eps") else module.variance_epsilon  # Hugging Face has both names
         return Norm(weight_of(module), float(eps), self.OFFSET)
 
-    def norms(self, parent: Any, names: Sequence[str | None]) -> list[Norm | None]:
+    def final_norm(self) -> Any:
+        return self.norm(getattr(self.trunk, self.FINAL))
+
+    def norms(self, parent: Any, names: Sequence[str | None]) -> list[Any]:
         modules = [name and getattr(parent, name, None) for name in names]
         return [None if module is None else self.norm(module) for module in modules]
 
     def attention(self, block: Any) -> AttentionWeights:
-        attention, (before, after) = block.self_attn, self.norms(block, self.NORMS[:2])
+        attention, (before, after) = self.attention_of(block), self.norms(block, self.NORMS[:2])
         q_norm, k_norm = self.norms(attention, ("q_norm", "k_norm"))
         q, k, v = self.projections(attention)
         return AttentionWeights(
@@ -395,7 +565,7 @@ class Reader:
             q=q,
             k=k,
             v=v,
-            o=linear_of(attention.o_proj),
+            o=self.linear(getattr(attention, self.OUTPUT)),
             q_norm=q_norm,
             k_norm=k_norm,
             window=self.window(attention),
@@ -403,6 +573,9 @@ class Reader:
             cap=self.cap(attention),
             post_norm=after,
         )
+
+    def linear(self, layer: Any) -> Linear:
+        return linear_of(layer)
 
     def projections(self, attention: Any) -> list[Linear]:
         return [linear_of(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
@@ -440,6 +613,31 @@ class Reader:
     def routers(self) -> dict[int, nn.Module]:
         """Return the router modules by layer."""
         return {}
+
+
+class LayerNormReader(Reader):
+    """Reader of models whose norms of the stream are LayerNorms."""
+
+    def norm(self, module: Any) -> LayerNorm:
+        eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        return LayerNorm(weight_of(module), module._parameters.get("bias"), float(eps))
+
+
+class UngatedReader(LayerNormReader):
+    """Reader of models whose MLPs have no gate besides. LAYERS: names of its two layers."""
+
+    LAYERS: ClassVar[tuple[str, str]] = ("c_fc", "c_proj")
+    PARALLEL = False
+
+    def activation(self) -> str | None:
+        return UNGATED_NAMES.get(activation_name(self.config))
+
+    def mlp(self, block: Any) -> UngatedWeights:
+        before, after = self.norms(block, self.NORMS[2:])
+        up, down = (self.linear(getattr(block.mlp, name)) for name in self.LAYERS)
+        activation = self.activation()
+        assert activation is not None
+        return UngatedWeights(before, up, down, activation, after, self.PARALLEL)
 
 
 def weight_of(module: Any) -> Tensor:

@@ -139,7 +139,7 @@ class HFAttention(Delegating, Attention):
             kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
             return self.delegate(why, hidden_states, **kwargs, **{cache_word(self.forwards[1]): cache})
         mask = kwargs.pop(SEGMENTS, attention_mask)
-        q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, halves(position_embeddings)))
+        q, k, v = (t.transpose(1, 2) for t in self.project(hidden_states, self.angles(position_embeddings)))
         cached = cache is not None
         if cached:
             k, v = cache.update(k, v, self.layer_idx)
@@ -153,6 +153,10 @@ class HFAttention(Delegating, Attention):
         if not cached:
             return attend(q, k, v, mask, self.scaling, dropout, self.is_causal, self.window()), None
         return ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, mask, dropout=dropout, scaling=self.scaling)
+
+    def angles(self, embeddings: tuple[Tensor, Tensor]) -> Rope:
+        """Convert transformers' cos and sin to the kernels' layout."""
+        return halves(embeddings)
 
     def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         return Attention.project(self, x, turn if self.turns() else None)

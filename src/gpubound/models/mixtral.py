@@ -1,4 +1,7 @@
-"""Mixtral, Qwen3-MoE and OLMoE: Llama's attention, and sparse layers, whose router chooses a few experts for each token.
+"""Llama's attention, and sparse layers, whose router chooses a few experts for each token.
+
+Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE choose by a softmax. GLM-4-MoE, dots.llm1 and MiniMax-M2 choose by sigmoid scores plus a
+correction, the first two within groups. Qwen2-MoE, GLM-4-MoE and dots.llm1 also have an expert of every token.
 
 Placing replaces norms and attention. Experts, the loop over layers, and the loss, which may include the router's, stay those of
 transformers.
@@ -6,7 +9,8 @@ transformers.
 
 from typing import Any
 
-from .decoding import ExpertWeights, Linear, Reader, activation_name, weight_of
+from ..kernels.expert_choice import ExpertRouting
+from .decoding import DenseWeights, ExpertWeights, Linear, Reader, activation_name, linear_of, weight_of
 from .hf_modules import HFAttention, attention, norm
 from .olmo2 import WideNormAttention
 from .registry import Maker, Swap, role_of
@@ -24,8 +28,9 @@ def sparse_attention(module: Any, stack: Any) -> Swap:
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention}
 
+CORRECTION = "e_score_correction_bias"
 # Parts of a sparse block: their roles and parameters.
-PARTS = {"gate": ("TopKRouter", {"weight"}), "experts": ("Experts", {"gate_up_proj", "down_proj"})}
+PARTS = {"gate": (("TopKRouter", "TopkRouter"), {"weight"}), "experts": (("Experts",), {"gate_up_proj", "down_proj"})}
 
 
 class SparseReader(Reader):
@@ -37,6 +42,8 @@ class SparseReader(Reader):
     READS = frozenset((
         "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
         "decoder_sparse_step", "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+        "shared_expert_intermediate_size", "qkv_bias", "n_shared_experts", "n_routed_experts", "routed_scaling_factor",
+        "n_group", "topk_group", "first_k_dense_replace", "use_qk_norm", "num_mtp_layers",
     ))  # fmt: skip
 
     def refusal(self, max_length: int) -> str | None:
@@ -47,9 +54,9 @@ class SparseReader(Reader):
         sparse = self._sparse()
         for number, block in sparse.items():
             name = f"model.layers.{number}.mlp"
-            for part, (kind, names) in PARTS.items():
+            for part, (kinds, names) in PARTS.items():
                 module = getattr(block, part)
-                if role_of(module) != kind or set(module._parameters) != names:
+                if role_of(module) not in kinds or set(module._parameters) != names:
                     return f"{name}.{part}: {type(module).__name__}, not the family's own"
                 if module._forward_hooks or module._forward_pre_hooks:
                     return f"{name}.{part}: it carries hooks"
@@ -65,6 +72,7 @@ class SparseReader(Reader):
         if not _is_sparse(block.mlp):
             return super().mlp(block)
         before, after = self.norms(block, self.NORMS[2:])
+        gate = block.mlp._modules.get("shared_expert_gate")
         assert before is not None
         return ExpertWeights(
             norm=before,
@@ -74,7 +82,28 @@ class SparseReader(Reader):
             slots=int(block.mlp.gate.top_k),
             normalise=bool(getattr(block.mlp.gate, "norm_topk_prob", True)),
             post_norm=after,
+            routing=self.routing(block.mlp),
+            shared=self.shared(block.mlp),
+            shared_gate=None if gate is None else weight_of(gate),
         )
+
+    def routing(self, block: Any) -> ExpertRouting | None:
+        """Return how a sparse block chooses experts; None for a softmax."""
+        router = block.gate
+        correction = next((b for part in (router, block) if (b := part._buffers.get(CORRECTION)) is not None), None)
+        if correction is None:
+            return None
+        groups, kept = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+        normalise, factor = getattr(router, "norm_topk_prob", True), getattr(router, "routed_scaling_factor", 1.0)
+        return ExpertRouting(correction, bool(normalise), float(factor), groups, kept)
+
+    def shared(self, block: Any) -> DenseWeights | None:
+        """Return the expert of every token, or None."""
+        mlp = block._modules.get("shared_expert") or block._modules.get("shared_experts")
+        if mlp is None:
+            return None
+        gate, up = self.gate_up(mlp)
+        return DenseWeights(None, gate, up, linear_of(mlp.down_proj))
 
     def routers(self) -> dict[int, Any]:
         return {number: block.gate for number, block in self._sparse().items()}
@@ -84,7 +113,7 @@ class SparseReader(Reader):
 
 
 def _is_sparse(mlp: Any) -> bool:
-    return role_of(mlp) == "SparseMoeBlock"
+    return role_of(mlp) in ("SparseMoeBlock", "MoE")
 
 
 DECODING = {"ForCausalLM": SparseReader}

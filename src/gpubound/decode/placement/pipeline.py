@@ -36,7 +36,7 @@ def pipeline_runner(model: Any, config: RunnerConfig, fused: bool, devices: Sequ
     family = runner_of(model) or FUSED
     reader = family.reader_for(model, config, len(devices))
     cached, tables = family.kept_bytes(reader, config)
-    blocks, head = reader.trunk.layers, weight_of(model.lm_head)
+    blocks, head = reader.blocks, weight_of(model.lm_head)
     weights = [{t.data_ptr(): t.nbytes for t in (*block.parameters(), *block.buffers())} for block in blocks]
     inside = set().union(*weights)
     ends = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.data_ptr() not in inside}
@@ -72,12 +72,15 @@ def fused_reader(model: Any, config: RunnerConfig, count: int, spread: bool | st
         raise ValueError(f"decoder: devices: got {count}, which only the fused kernels run on, and {reader}.")
     if any(one.adapters for layer in reader.layers() for part in layer for one in part.linears()):
         raise ValueError(f"decoder: devices: got {count} for a model with low-rank adapters, {ON_ONE}.")
+    if reader.copies or reader.positions() is not None:
+        why = "whose weights are copied to another layout, or which has learnt positions: one device runs it"
+        raise ValueError(f"decoder: devices: got {count} for a model {why}; leave devices out.")
     return reader
 
 
 def _kept_bytes(reader: Reader, config: RunnerConfig) -> tuple[list[int], int]:
     a_layer = Cache(config, range(1), reader.shape(), weight_of(reader.model.lm_head).dtype, META).nbytes
-    return [a_layer] * len(reader.trunk.layers), table_bytes(reader, config)
+    return [a_layer] * len(reader.blocks), table_bytes(reader, config)
 
 
 def _fused_runner(reader: Reader, config: RunnerConfig, stages: Sequence[LayerStage]) -> ModelRunner:

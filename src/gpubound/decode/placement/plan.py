@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...device import host_bytes, label, resolve, usable_bytes
 from ...errors import DeviceError
 from ...formatting import readable
+from ...kernels.row_ops import LayerNorm
 from ...layers.block import to_device_of
 from ...models.decoding import DenseWeights, LayerWeights, Shape, text_stack
 from ...trace import say
@@ -258,6 +259,8 @@ def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str
     if shape.kv_heads % count:
         return f"its {shape.kv_heads} key and value heads do not divide by {count}"
     for number, (attention, mlp) in enumerate(layers):
+        if isinstance(attention.norm, LayerNorm) or mlp.parallel:
+            return f"layer {number} has a LayerNorm or reads the stream before attention, which slices do not"
         if type(mlp) is not DenseWeights:
             return f"layer {number} is a mixture of experts, of which none is sliced"
         if any(norm is not None and len(norm.weight) != shape.head_dim for norm in (attention.q_norm, attention.k_norm)):

@@ -50,8 +50,8 @@ class ModelSlice:
     """Copies of one device's slice of a model, with the attributes of a WeightView."""
 
     sliced = True
-    adapted = False
-    coded = False
+    adapted = coded = False
+    positions = None
     apart = None
 
     def __init__(self, live: WeightView, plan: SlicePlan) -> None:
@@ -68,7 +68,7 @@ class ModelSlice:
         self.reader = live.reader
         self.layers = [LayerWeights(self._part(a, a.o), self._part(mlp, mlp.down)) for a, mlp in live.layers]
         self.norm = self._norm(live.norm)
-        self.head = self._copy(live.head[self.plan.words.start : self.plan.words.stop])
+        self.head = Linear(self._copy(live.head.weight[self.plan.words.start : self.plan.words.stop]))
         self.embed: Any = self._copy(live.embed) if self.plan.number == 0 else None  # tokens are chosen on the first
         del self._copies[self._copied :]  # of biases that were removed
 
@@ -192,10 +192,10 @@ class SlicedRunner(ModelRunner):
         for parts in zip(*(one.layers for one in self.slices)):
             attention, mlp = zip(*parts)
             for one, own_position, part in zip(self.slices, self.positions, attention):
-                part.run(one.x[:rows], own_position[:rows, 0], 0)
+                part.send(one.x[:rows], own_position[:rows, 0], 0)
             self._finish(attention, rows)
             for one, part in zip(self.slices, mlp):
-                part.run(one.x[:rows], 0)
+                part.send(one.x[:rows], 0)
             self._finish(mlp, rows)
         for number in reversed(range(len(self.slices))):  # the first receives what the others have sent
             self.end_step(number, rows, ("logits", "best", "arg"))

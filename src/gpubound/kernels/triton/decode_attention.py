@@ -275,7 +275,7 @@ def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr,
 
 @triton.jit
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
-                             eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
+                             sinks, eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
                              K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, CAP: tl.constexpr,
@@ -335,6 +335,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         qa *= scale
         qb *= scale
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
+        if sinks is not None:  # as of a key without a value, in the first part
+            sink = tl.load(sinks + kv * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
+            m, weight = tl.where(split == 0, sink, m), tl.where(split == 0, 1.0, weight)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
         if AHEAD:
             # An empty tile leaves weights of 1, which the first key that is live multiplies by 0: each part has one.
@@ -415,7 +418,7 @@ def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
-    cos, sin, q_norm, k_norm, scale, window, cap, interleaved = heads
+    cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks = heads
     partial, finished, tiles = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
@@ -429,10 +432,11 @@ def decode_attention(
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
-            qkv, position, *cache, cos, sin, q_weight, k_weight, eps, scale, partial, finished, out, len(cos), len(cache.k), KV,
-            group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, cap, interpreted(),
-            tokens, page if cache.pages is not None else None, most, kind, tiles, TOGETHER if tokens == 1 else 1,
-            dependent == EARLY, num_stages=plan.stages, **options(plan.warps, EARLY if dependent else 0),
+            qkv, position, *cache, cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
+            len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, cap,
+            interpreted(), tokens, page if cache.pages is not None else None, most, kind, tiles,
+            TOGETHER if tokens == 1 else 1, dependent == EARLY, num_stages=plan.stages,
+            **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
     way = "many" if position.numel() * KV >= MANY else ""

@@ -1,0 +1,104 @@
+"""Cohere and Cohere 2: parallel blocks after one LayerNorm without a bias, interleaved rotation, a factor of the logits.
+
+Cohere 2 has a window in most layers, and no positions in the others.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernels import layer_norm
+from ..layers.attention import Angles, Rope
+from ..layers.fused_weights import Kernels
+from .decoding import AttentionWeights, DenseWeights, InterleavedAngles, LayerNormReader, Shape, halves
+from .hf_modules import HFCausalLM, attention, causal_lm, mlp
+from .interleaved import InterleavedAttention
+from .registry import BATCH, TOKENS, Delegating, Maker, Swap, random_case
+
+
+class HFLayerNorm(Delegating, nn.Module):
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if why := self.patched():
+            return self.delegate(why, hidden_states)
+        return layer_norm(hidden_states, self.weight, None, self.variance_epsilon)
+
+    def fused_kernels(self) -> Kernels:
+        return "{}", ("layer_norm",)
+
+
+def plain_norm(module: Any, stack: Any) -> Swap:
+    shape = (BATCH, TOKENS, *module.weight.shape[-1:])
+    refusal = "it norms each head by its own weights" if module.weight.dim() > 1 else ""
+    cases = (random_case(module, shape),)
+    return Swap(HFLayerNorm, (("layer_norm", shape[-1:]),), {"delegated": Counter()}, cases, refusal)
+
+
+class CohereAttention(InterleavedAttention):
+    sliding_window: int | None
+
+    def angles(self, embeddings: tuple[Tensor, Tensor]) -> Rope:
+        return halves(embeddings, interleaved=True)
+
+    def project(self, x: Tensor, turn: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotate q and k, but in Cohere 2's layers without a window."""
+        if vars(self).get("sliding_window", 0) is None:
+            return super(InterleavedAttention, self).project(x, None)
+        return super().project(x, turn)
+
+
+def cohere_attention(module: Any, stack: Any) -> Swap:
+    swap = attention(module, stack, CohereAttention)
+    if getattr(module, "use_qk_norm", False):
+        swap.refusal = "it norms each head by its own weights"
+    return swap
+
+
+class CohereCausalLM(HFCausalLM):
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.config.logit_scale
+
+
+SWAPS: dict[str, Maker] = {
+    "LayerNorm": plain_norm,
+    "MLP": mlp,
+    "Attention": cohere_attention,
+    "ForCausalLM": partial(causal_lm, part=CohereCausalLM),
+}
+
+
+class CohereReader(LayerNormReader):
+    NORMS = ("input_layernorm", None, None, None)
+    READS = frozenset({"logit_scale", "layer_norm_eps", "use_qk_norm", "rope_theta", "sliding_window_pattern"})
+    image_positions = False  # the cache has keys in another order than the model
+
+    def refusal(self, max_length: int) -> str | None:
+        if getattr(self.config, "use_qk_norm", False):
+            return "it norms each head by its own weights (use_qk_norm)"
+        return super().refusal(max_length)
+
+    def shape(self) -> Shape:
+        return replace(super().shape(), logit_scale=float(self.model.logit_scale))
+
+    def angles(self) -> list[Angles]:
+        return [InterleavedAngles(self.trunk.rotary_emb)]
+
+    def table(self, attention: Any) -> int | None:
+        return 0 if getattr(attention, "sliding_window", 0) is not None else None
+
+    def window(self, attention: Any) -> int:
+        return getattr(attention, "sliding_window", None) or 0
+
+    def attention(self, block: Any) -> AttentionWeights:
+        return replace(super().attention(block), interleaved=len(self.trunk.rotary_emb.inv_freq))
+
+    def mlp(self, block: Any) -> DenseWeights:
+        return replace(super().mlp(block), norm=self.norm(block.input_layernorm), parallel=True)
+
+
+DECODING = {"ForCausalLM": CohereReader}
