@@ -36,6 +36,7 @@ FUSED = (
     "ministral3",
     "mistral",
     "mixtral",
+    "nemotron",
     "olmo2",
     "olmo3",
     "olmoe",
@@ -47,6 +48,7 @@ FUSED = (
     "qwen3_moe",
     "seed_oss",
     "smollm3",
+    "stablelm",
     "starcoder2",
     "vaultgemma",
 )

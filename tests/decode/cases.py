@@ -69,6 +69,7 @@ OTHERS = {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
         "rms_norm_eps": 1e-2,
     },
+    "Nemotron": {"rope_parameters": HALF},
     "Olmo2": {"num_key_value_heads": 4},
     "Ministral": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
     "Ministral3": {"rope_parameters": {
@@ -77,6 +78,7 @@ OTHERS = {
     }},
     "Phi": {"rope_parameters": HALF},
     "SeedOss": {"attention_out_bias": True, "mlp_bias": True},
+    "StableLm": {"rope_parameters": HALF, "use_qkv_bias": True, "use_parallel_residual": True},
     "Starcoder2": {"sliding_window": 13},
     "VaultGemma": LOCAL | {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5},
     "Olmo3": {"layer_types": LOCAL["layer_types"], "sliding_window": 9, "rope_parameters": {

@@ -40,6 +40,7 @@ NAMES = {
     "mistral": "Mistral",
     "mistral3": "Mistral Small 3, Ministral 3 with images",
     "mixtral": "Mixtral",
+    "nemotron": "Nemotron",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",
@@ -53,11 +54,12 @@ NAMES = {
     "qwen3_vl": "Qwen3-VL",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
+    "stablelm": "StableLM",
     "starcoder2": "StarCoder2",
     "vaultgemma": "VaultGemma",
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
-CODED = ("phi", "starcoder2")  # whose MLPs no part of placing swaps
+CODED = ("nemotron", "phi", "stablelm", "starcoder2")  # whose MLPs no part of placing swaps
 SPARSE = ("mixtral", "gpt_oss")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 

@@ -221,6 +221,7 @@ FAMILIES = {
     "cohere": {"cohere": "Cohere", "cohere2": "Cohere2"},
     "starcoder2": {"starcoder2": "Starcoder2"},
     "phi": {"phi": "Phi"},
+    "stablelm": {"stablelm": "StableLm", "nemotron": "Nemotron"},
     "gpt": {"gpt_neox": "GPTNeoX", "gpt2": "GPT2"},
     "gpt_oss": {"gpt_oss": "GptOss"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},

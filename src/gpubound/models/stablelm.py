@@ -1,0 +1,43 @@
+"""StableLM and Nemotron: Llama's attention, with rotation of a part of each head, and LayerNorms.
+
+StableLM's MLP has a gate, and its blocks may be parallel. Nemotron's has none, and its norms' gain is 1 + weight. Placing swaps
+norms and the loss.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from ..kernels.row_ops import LayerNorm
+from .decoding import LayerNormReader, UngatedReader
+from .registry import Maker
+
+SWAPS: dict[str, Maker] = {}
+
+
+class StableLMReader(LayerNormReader):
+    READS = frozenset({"layer_norm_eps", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "hidden_dropout"})
+
+    def refusal(self, max_length: int) -> str | None:
+        if self.config.qk_layernorm:
+            return "it norms each head by its own LayerNorm (qk_layernorm)"
+        return super().refusal(max_length)
+
+    def mlp(self, block: Any) -> Any:
+        if not block.use_parallel_residual:
+            return super().mlp(block)
+        return replace(super().mlp(block), norm=self.norm(block.input_layernorm), parallel=True)
+
+
+class NemotronReader(UngatedReader):
+    READS = frozenset({"norm_eps"})
+    LAYERS: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")
+
+    def norm(self, module: Any) -> LayerNorm:
+        return super().norm(module)._replace(offset=1.0)
+
+
+def read(model: Any) -> Any:
+    return (NemotronReader if model.config.model_type == "nemotron" else StableLMReader)(model)
+
+
+DECODING: dict[str, Any] = {"ForCausalLM": read}
