@@ -48,7 +48,7 @@ class MemoryJob(Job):
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Memory, argv, "bench memory")
-    known = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+    known = {file.stem: file for file in sorted([*RECIPES.glob("*.yaml"), *RECIPES.glob("*.sh")])}
     names = options.only.split(",") if options.only else list(known)
     if wrong := [name for name in names if name not in known]:
         raise ValueError(f"--only: got {wrong[0]!r}, wanted some of {', '.join(known)}.")
@@ -72,7 +72,8 @@ def measure(bench: Bench, name: str, recipe: Path) -> None:
     if not peaks:  # a CPU has no such peaks: what the step holds besides activations is known there, too
         peaks = {"make step": sum(facts["state"].values())}
     for phase, peak in peaks.items():
-        beside = {"predicted": facts["predicted"][phase] / GIB, "the limit": facts["room"] / GIB}
+        predicted = {} if phase not in facts["predicted"] else {"predicted": facts["predicted"][phase] / GIB}
+        beside = predicted | {"the limit": facts["room"] / GIB}
         bench.figure(f"{name}, {phase}", "GiB", peak / GIB, beside, {"the limit": 1.0})
 
 

@@ -5,6 +5,7 @@ The only argument is a JSON object: recipe (a file), device, dry. The answer is 
 
 import json
 import re
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 import gpubound
+from gpubound.cli import arguments
 from gpubound.cli.train_options import from_file
 from gpubound.device import CONTEXT, memory_size
+from gpubound.generate.options import Generate
 from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.place import place
@@ -87,8 +90,32 @@ def measured(recipe: Recipe, config: DecoderConfig, device: torch.device) -> tup
     return memory, step.memory
 
 
+def decode(file: Path, device: torch.device, dry: bool) -> None:
+    """Measure the command of a script: a model of random weights in host memory, and its decoder on the device."""
+    command = shlex.split(next(line for line in file.read_text().splitlines() if line.startswith("gpubound generate ")))
+    options, memory = arguments(Generate, command[2:], "generate"), MemoryPhases(device)
+    assert options.memory is not None, f"{file}: it names no memory"
+    if device.type == "cuda":
+        gpubound.limit(options.memory)
+    model = Decoder(config_of(file, dry), device=META, dtype=torch.bfloat16).to_empty(device="cpu").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # on the device: a CPU draws 8 billion in minutes
+            drawn = torch.empty_like(parameter, device=device)
+            parameter.copy_(drawn.normal_(0.0, 0.02) if parameter.dim() > 1 else drawn.fill_(1.0))
+    with memory("make decoder"):
+        decoder = gpubound.decoder(model, max_length=options.max_length or 2048, weights=options.weights, device=device)
+    with memory("generate"):
+        decoder.generate([list(range(64))], max_new_tokens=8 if dry else 256, stop=())
+    peaks = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
+    room, state = memory_size(options.memory) - CONTEXT, {"weights": decoder.body.weight_bytes}
+    answer({"peaks": peaks, "predicted": {}, "room": room, "state": state})
+
+
 def main(job: dict[str, Any]) -> None:
     device, file = torch.device(job["device"]), Path(job["recipe"])
+    if file.suffix == ".sh":
+        decode(file, device, job["dry"])
+        return
     options, config = from_file(str(file)), config_of(file, job["dry"])
     recipe = small(options.recipe()) if job["dry"] else options.recipe()
     assert options.memory is not None, f"{file}: it names no memory"

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import bench_memory, memory_worker
 from benchmarks.serving import MARK
+from gpubound.device import CONTEXT
 
 
 @pytest.mark.parametrize("recipe", sorted(bench_memory.RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
@@ -16,6 +17,12 @@ def test_a_recipe_runs_and_holds_what_is_predicted(recipe, capsys):
     assert 0 < sum(facts["state"].values()) < facts["predicted"]["make step"] < facts["room"]
 
 
+def test_the_command_of_a_script_is_decoded(capsys):
+    memory_worker.main({"recipe": str(bench_memory.RECIPES / "decode_8b_8gb.sh"), "device": "cpu", "dry": True})
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(MARK))
+    assert facts["peaks"] == {} and 0 < facts["state"]["weights"] < facts["room"] == 8 * 10**9 - CONTEXT
+
+
 def test_an_unknown_recipe_is_named():
-    with pytest.raises(ValueError, match="only: got 'qlora_9b', wanted some of full_1b_16gb, "):
+    with pytest.raises(ValueError, match="only: got 'qlora_9b', wanted some of decode_8b_8gb, full_1b_16gb, "):
         bench_memory.main(["--only", "qlora_9b", "--dry"])
