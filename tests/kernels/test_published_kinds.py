@@ -33,7 +33,7 @@ def test_published_levels_are_kept_bit_for_bit(device, kind, columns, dtype):
     groups = columns // (2 * about.group) if columns % (2 * about.group) == 0 else 1
     scale = torch.randn(6, groups, generator=generator).to(dtype)
     offset = torch.randn(6, groups, generator=generator) if about.offset else None
-    packed = pack_levels(*(None if t is None else t.to(device) for t in (levels, scale)), kind, offset)
+    packed = pack_levels(levels.to(device), scale.to(device), kind, None if offset is None else offset.to(device))
     each = scale.double().repeat_interleave(columns // groups, 1)
     less = 0.0 if offset is None else offset.double().repeat_interleave(columns // groups, 1)
     # of fp32's product and difference

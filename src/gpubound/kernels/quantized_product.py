@@ -51,7 +51,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     return implementation("dequantize", out, None, (weight.kind,))(weight, out, turns)
 
 
-@definition(lambda g, kind="int8": (draw_packed(g, 40, 160, kind), draw(g, 40, 160).detach(), 2))
+@definition(lambda g, kind="int8": (draw_packed(g, 40, 192, kind), draw(g, 40, 192).detach(), 2))
 @torch.no_grad()
 def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     return out.copy_(unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1))
