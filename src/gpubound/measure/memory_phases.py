@@ -38,7 +38,8 @@ class MemoryPhases:
         if self.device.type != "cuda":
             yield
             return
-        torch.cuda.reset_peak_memory_stats(self.device)
+        if torch.cuda.is_initialized():  # before, torch refuses it, and there is no peak
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
             yield
         except torch.OutOfMemoryError as error:
