@@ -29,6 +29,7 @@ _HALFWAY = tl.constexpr(2.0**60)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
 _FP4_BITS = tl.constexpr(0x81C00000 - (1 << 32))  # the sign, two bits of exponent, one of mantissa
 _FP4_HALFWAY = tl.constexpr(2.0**63)
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.constexpr_function
@@ -96,7 +97,13 @@ def _number(words, one, SLOT: tl.constexpr, KIND: tl.constexpr, extra_ptr=None):
     if _values(KIND) == "e2m1":
         return (((words << (4 * SLOT)) >> 6) & _FP4_BITS).to(tl.float32, bitcast=True)
     if _values(KIND) == "nf4":  # sixteen numbers in one line of the L1
-        return tl.load(extra_ptr + ((words >> (4 * (SLOT ^ 1))) & 15))
+        at = extra_ptr + ((words >> (4 * (SLOT ^ 1))) & 15)
+        if _INTERPRETED:
+            return tl.load(at)
+        # tl.load has another layout, and Triton 3.6 converts 32 words by more shared memory than it reserves: writes out of it.
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [at.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+        )
     FOUR: tl.constexpr = _slots(KIND) == 8
     SHOWN: tl.constexpr = 2 if FOUR else 1  # levels in the window of bits 15 to 22
     window: tl.constexpr = SLOT // SHOWN
