@@ -35,7 +35,7 @@ GEMV_ROWS = 8  # the most rows of a GEMV, whose kernels give a row the same bits
 # H200, a step of 1 row at 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by
 # themselves: 32 rows at 160 tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
 GEMV_SPLITS, GEMM_SPLITS = (32, 1), (16, 4)
-MANY_SPLITS = 16, 32  # where every row and kv head has a program already: those that find no part only take time
+MANY_SPLITS = 16, 64  # where every row and kv head has a program already: those that find no part only take time
 SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
