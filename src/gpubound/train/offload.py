@@ -27,6 +27,7 @@ PART = BLOCK << 15  # elements: 100 MB of fp32 moments and masters
 SHARE = 0.9  # of the free host memory that the state may take
 ALIGN = 256  # bytes between the tensors of a part
 State = list[Tensor | None]  # moments and master, or None, of some elements
+PAGE = 4096  # bytes
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
 
@@ -68,14 +69,17 @@ class HostMemory(StateMemory):
 
     def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return zeros in host memory, pinned where there is a GPU."""
-        zeros = torch.zeros(size, dtype=dtype, device="cpu")
         if not size or self.device.type == "cpu":
-            return zeros
+            return torch.zeros(size, dtype=dtype, device="cpu")
         if self.device.type != "cuda":  # the pretend device
-            return zeros.pin_memory()
-        # torch's pinned memory comes in powers of two: 34 GB would take 64.
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, PORTABLE))
-        finalize(zeros, _unregister, zeros.data_ptr(), self.device).atexit = False
+            return torch.zeros(size, dtype=dtype, device="cpu").pin_memory()
+        # torch's pinned memory comes in powers of two: 34 GB would take 64. Whole pages, for none may be registered twice.
+        nbytes = size * dtype.itemsize
+        memory = torch.zeros(nbytes + 2 * PAGE, dtype=torch.uint8, device="cpu")
+        zeros = memory[-memory.data_ptr() % PAGE :][:nbytes].view(dtype)
+        pages = -(-nbytes // PAGE) * PAGE
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), pages, PORTABLE))
+        finalize(self, _unregister, memory, zeros.data_ptr(), self.device).atexit = False
         return zeros
 
     def reserve(self, parts: list[State]) -> None:
@@ -190,6 +194,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _unregister(address: int, device: torch.device) -> None:
+def _unregister(memory: Tensor, address: int, device: torch.device) -> None:
+    """Make `memory` pageable again, which lives until then: views of it may be all that the optimizer keeps."""
     torch.cuda.synchronize(device)  # a copy may still run
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
