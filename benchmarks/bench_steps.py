@@ -7,6 +7,7 @@ users write it; its products follow the same TF32 setting. The losses of the fir
 import copy
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import gpubound as gb
 from gpubound import measure
 from gpubound.cli import arguments, guarded
-from gpubound.device import resolve
+from gpubound.device import products, resolve
 
 from . import results
 from .bench_graph import kernel_seconds
@@ -60,7 +61,8 @@ def main(argv: Sequence[str]) -> int:
     bench.rounds = 3 if options.dry else options.rounds
     for name in chosen("--only", options.only, list(TASKS)):
         for precision in ("fp32",) if options.dry else chosen("--precisions", options.precisions, list(NEAR)):
-            measure_case(bench, name, precision, options.compile and not options.dry)
+            with products("tf32" if precision == "tf32" else "ieee") if device.type == "cuda" else nullcontext():
+                measure_case(bench, name, precision, options.compile and not options.dry)
             release(device)
     return bench.finish()
 
@@ -70,7 +72,6 @@ def measure_case(bench: Bench, name: str, precision: str, compiled: bool) -> Non
     torch.manual_seed(0)
     batch = {key: value.to(bench.device) for key, value in task.batch(2 if bench.dry else task.size).items()}
     model = (task.tiny if bench.dry and task.tiny else task.model)().to(bench.device)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     works = {
         "ours": ours(task, copy.deepcopy(model), batch, precision),
         "eager": eager(task, copy.deepcopy(model), batch, precision),

@@ -176,6 +176,6 @@ class TestRefusals:
 
     def test_another_family(self):
         """Its experts have a shared one beside them."""
-        config = transformers.Qwen2MoeConfig(**cases.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        config = transformers.GraniteMoeSharedConfig(**cases.SIZES, num_local_experts=4, num_experts_per_tok=2)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        assert weight_view.bind(model).startswith("Qwen2MoeForCausalLM is none of the families with fused kernels")
+        assert weight_view.bind(model).startswith("GraniteMoeSharedForCausalLM is none of the families with fused kernels")

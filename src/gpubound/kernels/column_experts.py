@@ -72,6 +72,7 @@ def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor,
     op, (experts, units, columns) = "column_down", down.shape
     require(op, "ids", ids, torch.int32, (len(h), "slots"), h.device, "select_experts writes it")
     require(op, "h", h, None, (*ids.shape, units), h.device, "a row of it belongs to each expert that was chosen")
+    require(op, "down", down, None, (experts, units, columns), h.device, STACKED)
     require(op, "bias", bias, down.dtype, (experts, columns), h.device, "it has one number for each column")
     require(op, "out", out, torch.float32, (*ids.shape, columns), h.device, WRITTEN)
     return implementation(op, down)(h, down, bias, ids, out, dependent)

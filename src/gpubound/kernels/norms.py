@@ -23,8 +23,7 @@ def norm_shape(cols: int, weight: Tensor | None) -> tuple:
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension. Without a weight there is no gain."""
     require_rows("rms_norm", x, weight=weight)
-    shape = norm_shape(x.shape[-1], weight) if x.is_cuda else ()
-    return implementation("rms_norm", x, too_wide(x), shape)(x, weight, eps, offset)
+    return implementation("rms_norm", x, too_wide(x), norm_shape(x.shape[-1], weight))(x, weight, eps, offset)
 
 
 def _gain(g: torch.Generator, cols: int, frozen_weight: bool) -> Tensor:
@@ -49,8 +48,8 @@ def add_rms_norm(
     """
     require_rows("add_rms_norm", x, weight=weight)
     require_residual("add_rms_norm", residual, x, rounded=True)
-    shape = norm_shape(x.shape[-1], weight) if x.is_cuda else ()
-    if shape and residual.dtype != x.dtype:
+    shape = norm_shape(x.shape[-1], weight)
+    if residual.dtype != x.dtype:
         shape = x.shape[-1], len(shape) > 1, residual.dtype
     return implementation("add_rms_norm", x, too_wide(x), shape)(x, residual, weight, eps, offset)
 

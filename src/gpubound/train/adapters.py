@@ -17,7 +17,7 @@ from ..layers.linear_product import multiply_by_records
 from ..layers.quantized_base import Base
 from ..lora.base import FORMATS, InCodes, report_quantised, suited
 from ..lora.layers import adapted_layers
-from ..models.folder import read_config, weight_files
+from ..models.folder import has_config, read_config, weight_files
 from ..models.quantized.choose import scheme_of
 from ..models.storing import allocate, read_parts, stored_state
 from ..trace import notice
@@ -62,7 +62,8 @@ def load_quantised(folder: str | Path, family: Any, format: str, device: torch.d
 
 def check_published(folder: str | Path, adapters: Lora | None) -> None:
     """Raise ValueError if the folder's weights are quantised already, and would be trained or quantised again."""
-    if (scheme := scheme_of(Path(folder), read_config(Path(folder)))) is None:
+    folder = Path(folder)
+    if not has_config(folder) or (scheme := scheme_of(folder, read_config(folder))) is None:
         return
     if adapters is None:
         raise ValueError(
