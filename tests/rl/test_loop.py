@@ -199,7 +199,7 @@ def test_on_a_gpu_overlap_samples_and_learns_what_one_stream_does(tmp_path, monk
         gb.place(model)
         keys = OVERLAP | {"samples": 16, "lr": 1e-3, "graph": "require", "device": "cuda"}
         runs.append(train(tmp_path / name, model=model, steps=3, **keys).tape.steps())
-        monkeypatch.setattr(RLRun, "add_aside", lambda run, batches: [run.step.add(batch) for batch in batches])
+        monkeypatch.setattr(RLRun, "add_concurrently", lambda run, batches: [run.step.add(batch) for batch in batches])
     for two, one in zip(*runs):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1)
     assert [record["reward"] for record in runs[0][:2]] == [record["reward"] for record in runs[1][:2]]
@@ -242,7 +242,10 @@ def test_a_reward_that_fails_is_named_and_the_steps_before_are_saved(reward, wor
 @pytest.mark.parametrize("part", ["rollout", "step", "step with overlap"])
 def test_out_of_memory_is_one_sentence_and_nothing_is_lost(part, tmp_path, monkeypatch):
     keys = {"steps": 3} | (OVERLAP if part == "step with overlap" else {})
-    calls, (owner, name) = [], {"rollout": (RLRun, "answers"), "step": (TrainStep, "__call__")}.get(part, (RLRun, "add_aside"))
+    calls, (owner, name) = (
+        [],
+        {"rollout": (RLRun, "answers"), "step": (TrainStep, "__call__")}.get(part, (RLRun, "add_concurrently")),
+    )
     plain = getattr(owner, name)
 
     def failing(*given, **named):

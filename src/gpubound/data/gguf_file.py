@@ -61,13 +61,13 @@ class GgufFile:
             raise ValueError(f"version {version}, wanted 2 or 3")
         tensors, pairs = self._scalar("<Q"), self._scalar("<Q")
         self.metadata: dict[str, Any] = {self._string(): self._value(self._scalar("<I")) for _ in range(pairs)}
-        found = []
+        fields = []
         for _ in range(tensors):
             name, sizes = self._string(), [self._scalar("<Q") for _ in range(self._scalar("<I"))]
-            found.append((name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")))
+            fields.append((name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")))
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         start = -(-self._at // alignment) * alignment
-        self.tensors = {name: Entry(shape, kind, start + offset) for name, shape, kind, offset in found}
+        self.tensors = {name: Entry(shape, kind, start + offset) for name, shape, kind, offset in fields}
 
     def _scalar(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self._data, self._at)

@@ -64,7 +64,7 @@ class CodedLinear:
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
         together = [[*group] for _, group in groupby(map(_packed, layers), kind_of)]
         self.parts = [join_packed(group, join_rows([one.words for one in group])) for group in together]
-        self.kinds = Counter(group[0].kind for group in together for _ in group)
+        self.formats = Counter(group[0].kind for group in together for _ in group)
         self.rows = [packed.rows for packed in self.parts]
         self.columns, device = self.parts[0].columns, self.parts[0].words.device
         self.nbytes = sum(packed.nbytes for packed in self.parts)

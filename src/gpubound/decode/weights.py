@@ -86,11 +86,11 @@ class LiveFormat(WeightFormat):
 
     def __init__(self, kind: None = None) -> None:
         super().__init__()
-        self.kinds = Counter[str]()  # of quantised weights
+        self.formats = Counter[str]()  # of quantised weights
 
     def begin(self, model: nn.Module, device: torch.device, on_host: bool) -> None:
         """Prepare to read the model's current weights on `device`. on_host: for the CPU's step, which no kernel serves."""
-        self.on_host, self.dtype, self.kinds = (
+        self.on_host, self.dtype, self.formats = (
             on_host,
             next(p.dtype for p in model.parameters() if p.is_floating_point()),
             Counter(),
@@ -105,7 +105,7 @@ class LiveFormat(WeightFormat):
         if not is_coded(layers[0].weight):
             return DenseLinear(*layers)
         product = CodedLinear(self, layers)
-        self.kinds.update(product.kinds)
+        self.formats.update(product.formats)
         return product
 
     gate_up = stacked
@@ -117,14 +117,14 @@ class LiveFormat(WeightFormat):
         return DenseExperts(gate_up, down)
 
     def report(self, kernels: str, read: int, unpacked: int, steps: str) -> list[tuple[str, str, str]]:
-        if not self.kinds:
+        if not self.formats:
             return []
-        kinds = ", ".join(f"{count} in {kind}" for kind, count in self.kinds.items())
+        formats = ", ".join(f"{count} in {kind}" for kind, count in self.formats.items())
         if self.on_host:
-            return [("weights", kinds, "kept in full: no kernel reads quantised ones on a CPU")]
+            return [("weights", formats, "kept in full: no kernel reads quantised ones on a CPU")]
         return [
             (f"prompts{steps}", f"{kernels}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
-            ("weights", f"the model's own: {kinds}", f"{read / 1e6:,.3g} MB a step"),
+            ("weights", f"the model's own: {formats}", f"{read / 1e6:,.3g} MB a step"),
         ]
 
 

@@ -18,15 +18,15 @@ LEAST = 1e-20  # added to the sum that scores are divided by
 class ExpertRouting(NamedTuple):
     """Choice of experts by sigmoid scores plus a correction, and their shares by the scores alone, times a factor.
 
-    Experts are in groups of equal size. Those of the `kept` groups are chosen whose two best sum to most. Without a correction,
-    experts are chosen by their logits, and their shares are a softmax over those that are chosen.
+    Experts are in groups of equal size. Those of the `top_groups` groups are chosen whose two best sum to most. Without a
+    correction, experts are chosen by their logits, and their shares are a softmax over those that are chosen.
     """
 
     correction: Tensor | None  # (E,)
     normalise: bool  # divide the chosen scores by their sum
     factor: float = 1.0
     groups: int = 1
-    kept: int = 1
+    top_groups: int = 1
 
 
 def selection(logits: Tensor, routing: ExpertRouting) -> Tensor:
@@ -40,10 +40,10 @@ def selection(logits: Tensor, routing: ExpertRouting) -> Tensor:
     if routing.groups == 1:
         return values
     totals = values.unflatten(-1, (routing.groups, -1)).topk(2).values.sum(-1)
-    best = totals.sort(dim=-1, descending=True, stable=True).indices[..., : routing.kept]
-    kept = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, best, True)
-    kept = kept.repeat_interleave(logits.shape[-1] // routing.groups, -1)
-    return torch.where(kept, values, values.amin(-1, keepdim=True) - 1)
+    best = totals.sort(dim=-1, descending=True, stable=True).indices[..., : routing.top_groups]
+    selected = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, best, True)
+    selected = selected.repeat_interleave(logits.shape[-1] // routing.groups, -1)
+    return torch.where(selected, values, values.amin(-1, keepdim=True) - 1)
 
 
 def chosen_experts(logits: Tensor, slots: int, routing: ExpertRouting) -> tuple[Tensor, Tensor]:
@@ -77,11 +77,11 @@ def select_experts(
     if (correction := routing.correction) is not None:
         require("select_experts", "routing.correction", correction, None, (experts,), logits.device, "one for each expert")
     size = experts // max(1, routing.groups)
-    fits = 0 < routing.kept <= routing.groups and size * routing.groups == experts and (routing.groups == 1 or size > 1)
-    if not fits or not 0 < slots <= size * routing.kept:
+    fits = 0 < routing.top_groups <= routing.groups and size * routing.groups == experts and (routing.groups == 1 or size > 1)
+    if not fits or not 0 < slots <= size * routing.top_groups:
         raise ValueError(
             f"select_experts: {experts} experts must be in groups of equal size, with {slots} slots in the kept ones, got "
-            f"{routing.groups} groups, of which {routing.kept} are kept."
+            f"{routing.groups} groups, of which {routing.top_groups} are kept."
         )
     require("select_experts", "spare", spare, torch.float32, (rows, 2, experts), logits.device, WRITTEN)
     require("select_experts", "ids", ids, torch.int32, (rows, slots), logits.device, WRITTEN)
@@ -107,8 +107,8 @@ def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False) -
 def select_experts_reference(
     logits: Tensor, routing: ExpertRouting, spare: Tensor, ids: Tensor, shares: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor]:
-    experts, found = chosen_experts(logits, ids.shape[1], routing)
-    return ids.copy_(experts), shares.copy_(found)
+    experts, shares_of_experts = chosen_experts(logits, ids.shape[1], routing)
+    return ids.copy_(experts), shares.copy_(shares_of_experts)
 
 
 def gate_rows(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int = 0) -> Tensor:

@@ -186,17 +186,17 @@ def pack_levels(levels: Tensor, scale: Tensor, kind: str, offset: Tensor | None 
     scale, offset  (rows, groups): a divisor of the columns; the kind's groups repeat them
     """
     (rows, columns), about = levels.shape, TABLE[kind]
-    given, groups = scale.shape[1], -(-columns // about.group)
+    scales_per_row, groups = scale.shape[1], -(-columns // about.group)
     if about.values != "level" or (offset is not None) != about.offset:
         raise ValueError(f"pack_levels: kind: got {kind!r}, wanted one of levels, with offsets where these are passed.")
-    if given > 1 and columns % (given * about.group):
+    if scales_per_row > 1 and columns % (scales_per_row * about.group):
         raise ValueError(
-            f"pack_levels: scale: got {given} a row of {columns} columns for {kind!r}, wanted groups of a multiple of "
+            f"pack_levels: scale: got {scales_per_row} a row of {columns} columns for {kind!r}, wanted groups of a multiple of "
             f"{about.group} columns."
         )
 
     def spread(t: Tensor) -> Tensor:
-        each = t.expand(rows, groups) if given == 1 else t.repeat_interleave(groups // given, 1)
+        each = t.expand(rows, groups) if scales_per_row == 1 else t.repeat_interleave(groups // scales_per_row, 1)
         return F.pad(each, (0, about.scales(columns) - groups)).contiguous()
 
     words = torch.empty(rows, about.words(columns), device=levels.device, dtype=torch.int32)

@@ -54,9 +54,9 @@ class SparseReader(Reader):
         sparse = self._sparse()
         for number, block in sparse.items():
             name = f"model.layers.{number}.mlp"
-            for part, (kinds, names) in PARTS.items():
+            for part, (classes, names) in PARTS.items():
                 module = getattr(block, part)
-                if role_of(module) not in kinds or set(module._parameters) != names:
+                if role_of(module) not in classes or set(module._parameters) != names:
                     return f"{name}.{part}: {type(module).__name__}, not the family's own"
                 if module._forward_hooks or module._forward_pre_hooks:
                     return f"{name}.{part}: it carries hooks"
@@ -93,9 +93,9 @@ class SparseReader(Reader):
         correction = next((b for part in (router, block) if (b := part._buffers.get(CORRECTION)) is not None), None)
         if correction is None:
             return None
-        groups, kept = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+        groups, top_groups = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
         normalise, factor = getattr(router, "norm_topk_prob", True), getattr(router, "routed_scaling_factor", 1.0)
-        return ExpertRouting(correction, bool(normalise), float(factor), groups, kept)
+        return ExpertRouting(correction, bool(normalise), float(factor), groups, top_groups)
 
     def shared(self, block: Any) -> DenseWeights | None:
         """Return the expert of every token, or None."""

@@ -141,8 +141,8 @@ def first_that_fits(recipe: Recipe, world: int, bytes_per_gpu: int) -> str | Non
     rows, limit = recipe.micro_batch * recipe.accumulate, int(bytes_per_gpu * (1 - FREE))
     sizes = [n for n in range(recipe.micro_batch, 0, -1) if rows % n == 0 and rows // n % world == 0]
     for base in _bases(recipe, world):
-        step, kept = step_of(dataclasses.replace(recipe, **base), world), recipe.recompute
-        for recompute, size in product(dict.fromkeys((kept, "blocks")), [rows] if step.in_backward else sizes):
+        step, recomputed = step_of(dataclasses.replace(recipe, **base), world), recipe.recompute
+        for recompute, size in product(dict.fromkeys((recomputed, "blocks")), [rows] if step.in_backward else sizes):
             changed = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute} | base
             changed = {name: value for name, value in changed.items() if value != getattr(recipe, name)}
             fitting = replace(step, rows=size, accumulate=rows // size // world, recompute=recompute)

@@ -102,7 +102,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
                 if not recipe.overlap:
                     result = step(batches)
                 else:  # the gradients are computed while the next answers are sampled: both read the weights before the update
-                    run.add_aside(batches)
+                    run.add_concurrently(batches)
                     if run.done + 1 < recipe.steps:
                         following = sample(run, scoring, stop, ahead=1)
                         if following is None:

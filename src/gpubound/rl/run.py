@@ -123,7 +123,7 @@ class RLRun:
         """Return the seed of the rollout of a step after `done` others: a resumed run repeats it."""
         return (self.recipe.seed * 1_000_003 + done * 64 + attempt) & ((1 << 63) - 1)
 
-    def add_aside(self, batches: list[dict[str, Tensor]]) -> None:
+    def add_concurrently(self, batches: list[dict[str, Tensor]]) -> None:
         """Launch the gradients of micro-batches on a second stream; `update` waits for it. On a CPU they are computed now.
 
         They are launched, and their graphs captured, by a second thread: cuBLAS has a workspace for each thread and stream, and
@@ -142,7 +142,7 @@ class RLRun:
                 self.step.add(batch)
 
     def update(self) -> StepResult:
-        """Update the weights by the gradients of `add_aside`."""
+        """Update the weights by the gradients of `add_concurrently`."""
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
         return self.step.update()

@@ -170,7 +170,7 @@ def _run(func, args, kwargs):
     out = compute(*map(_unwrap, args), **{name: _unwrap(value) for name, value in inner.items()})
     if target is not None and torch.device(target).type != NAME:
         return out
-    if (given := kwargs.get("out")) is not None and given.shape != given.elem.shape:
+    if (result := kwargs.get("out")) is not None and result.shape != result.elem.shape:
         raise NotImplementedError(f"the pretend device has no resizing in place, as {func._opname} into a tensor wants")
     if func._opname == "copy_" and not isinstance(args[0], SimTensor):
         return args[0]

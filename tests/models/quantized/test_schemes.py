@@ -10,7 +10,7 @@ from gpubound.models import Decoder
 from gpubound.models.llama.checkpoint import load_hf
 from gpubound.models.quantized import gguf
 from gpubound.models.quantized.fill import numbers
-from gpubound.models.quantized.scheme import Held
+from gpubound.models.quantized.scheme import Coded
 
 from .cases import BLOCKS, FORMATS, gguf_tensor, write
 
@@ -40,5 +40,5 @@ def test_blocks_of_a_gguf_file_are_read_into_the_numbers_that_it_publishes(name)
     assert blocks.name == name
     data = torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).view(6, -1, blocks.nbytes)
     weight = blocks.read(data, 512)
-    assert isinstance(weight, Held) and weight.kind.name == BLOCKS[name][3]
+    assert isinstance(weight, Coded) and weight.kind.name == BLOCKS[name][3]
     assert torch.equal(numbers(weight, shape, torch.float32), wanted.float())

@@ -1,8 +1,8 @@
 """Choice of experts with a program for each row, and the gate of a shared expert.
 
 Chosen are the experts before which fewer than S stand, counted by comparing each with each, as in experts.py. Of groups, each
-expert's value counts for its group's total where it is one of the two best there; an expert is kept where fewer than `kept`
-groups have a greater total than its own. These go through memory between passes of one program.
+expert's value counts for its group's total where it is one of the two best there; an expert is eligible where fewer than
+`top_groups` groups have a greater total than its group. These go through memory between passes of one program.
 """
 
 import torch
@@ -38,7 +38,7 @@ def _value(line, correction_ptr, i, experts):
 
 
 @triton.jit
-def _select_experts_kernel(logits_ptr, correction_ptr, spare_ptr, ids_ptr, shares_ptr, factor, experts, size, kept,
+def _select_experts_kernel(logits_ptr, correction_ptr, spare_ptr, ids_ptr, shares_ptr, factor, experts, size, top_groups,
                            S: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, GROUPED: tl.constexpr,
                            NORMALISE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
@@ -74,7 +74,7 @@ def _select_experts_kernel(logits_ptr, correction_ptr, spare_ptr, ids_ptr, share
             first = (j < experts) & (j % size == 0)  # one expert for each group
             ahead = (other[None] > total[:, None]) | ((other[None] == total[:, None]) & (j[None] // size < i[:, None] // size))
             rank += tl.sum((ahead & first[None]).to(tl.int32), 1)
-        allowed = inside & (rank < kept)
+        allowed = inside & (rank < top_groups)
         tl.debug_barrier()
         tl.store(totals + i, tl.where(allowed, mine, float("-inf")), mask=inside)
         tl.debug_barrier()
@@ -127,7 +127,7 @@ def select_experts(
     rows, experts = logits.shape
     block = power_of_two(experts)
     _select_experts_kernel[(rows,)](
-        logits, routing.correction, spare, ids, shares, routing.factor, experts, experts // routing.groups, routing.kept,
+        logits, routing.correction, spare, ids, shares, routing.factor, experts, experts // routing.groups, routing.top_groups,
         ids.shape[1], block, max(1, min(block, COMPARED // block)), routing.groups > 1, routing.normalise,
         **options(4, dependent),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from ...errors import DataError
 from ...kernels.nf4 import BLOCK, CODE, GROUP, dynamic_code
 from ...layers.quantized_base import KINDS, InNf4
 from ..folder import CURE, Stored
-from .scheme import Held, Scheme, Take, Values, Weight, hold_levels
+from .scheme import Coded, Scheme, Take, Values, Weight, hold_levels
 
 STATE = ".weight.quant_state.bitsandbytes__"
 
@@ -46,17 +46,17 @@ class FourBits(Scheme):
         if absmax.dtype == torch.uint8:
             nested = [take(f"{layer}.weight.nested_{part}").float() for part in ("absmax", "quant_map")]
         offset = torch.tensor([state.get("nested_offset", 0.0)], dtype=torch.float32, device=codes.device)
-        whole_rows = columns % BLOCK == 0
-        if whole_rows and size == BLOCK and nested is not None and self._is_nf4(code, nested[1], state):
+        full_rows = columns % BLOCK == 0
+        if full_rows and size == BLOCK and nested is not None and self._is_nf4(code, nested[1], state):
             scales = {"absmax": absmax, "scale": nested[0], "offset": offset}
-            return Held(InNf4, codes.view(rows, columns // 2), scales)
+            return Coded(InNf4, codes.view(rows, columns // 2), scales)
         if nested is not None:
             group = int(state.get("nested_blocksize", GROUP))
             absmax = nested[1][absmax.int()] * nested[0].repeat_interleave(group)[: len(absmax)] + offset
-        if whole_rows and size % BLOCK == 0 and columns % size == 0:
+        if full_rows and size % BLOCK == 0 and columns % size == 0:
             scale = absmax.float().repeat_interleave(size // BLOCK).view(rows, columns // BLOCK)
             words = codes.contiguous().view(rows, columns // 2).view(torch.int32)
-            return Held(KINDS["nf4"], words, {"scale": scale.contiguous(), "extra": code.float()})
+            return Coded(KINDS["nf4"], words, {"scale": scale.contiguous(), "extra": code.float()})
         codes = codes.flatten()
         values = code.float()[torch.stack((codes >> 4, codes & 15), 1).flatten().int()]
         each = absmax.float().repeat_interleave(size)[: len(values)]

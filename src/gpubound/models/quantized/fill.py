@@ -14,7 +14,7 @@ from ...layers.quantized_base import Base, dequantised
 from ...trace import fallback, notice
 from ..folder import CURE
 from ..storing import allocate, stored_state
-from .scheme import Held, Scheme, Weight
+from .scheme import Coded, Scheme, Weight
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,11 +56,11 @@ def fill(model: Model, scheme: Scheme, device: torch.device, dtype: torch.dtype)
         read.add(tensor.data_ptr())
     if absent := [name for name, address in missing if address not in read]:  # a tied one was read under another name
         raise DataError(f"{scheme.folder} lacks {absent[:3]} ({len(absent)} tensors in all); {CURE}.")
-    kinds, reasons = Counter[str](), dict[str, list[str]]()
+    formats, reasons = Counter[str](), dict[str, list[str]]()
     nbytes = of_modules = scheme.read_modules(model, take)
     for name, layer in layers.items():
         kind, why = _fill_layer(name, layer, scheme, take, device, dtype)
-        kinds[kind] += 1
+        formats[kind] += 1
         nbytes += sum(t.nbytes for t in (layer.weight, *layer.buffers()))
         if why:
             reasons.setdefault(why, []).append(name)
@@ -69,12 +69,12 @@ def fill(model: Model, scheme: Scheme, device: torch.device, dtype: torch.dtype)
     for why, names in reasons.items():
         rest = f" and {len(names) - 1} others" if len(names) > 1 else ""
         fallback(f"{scheme.folder.name}: {len(names)} quantised weights", f"{names[0]}{rest} are read in {precision}: {why}")
-    held = ", ".join(f"{count} weights in {kind}" for kind, count in kinds.items() if kind)
-    wide = f"; embedding or head in {precision}" * bool(widened)
+    summary = ", ".join(f"{count} weights in {kind}" for kind, count in formats.items() if kind)
+    dequantised_note = f"; embedding or head in {precision}" * bool(widened)
     if of_modules:
-        held = ", ".join(filter(None, (held, "experts")))
-    if held:
-        notice(f"{scheme.folder.name}: {scheme.name}: {held} as published, {readable(nbytes)}{wide}.")
+        summary = ", ".join(filter(None, (summary, "experts")))
+    if summary:
+        notice(f"{scheme.folder.name}: {scheme.name}: {summary} as published, {readable(nbytes)}{dequantised_note}.")
     return model
 
 
@@ -84,7 +84,7 @@ def _fill_layer(name: str, layer: Any, scheme: Scheme, take: Any, device: torch.
     if layer.bias is not None:
         bias = torch.empty(layer.bias.shape, dtype=dtype, device=device)
         layer.bias = nn.Parameter(bias.copy_(scheme.dense(f"{name}.bias", take)))
-    if isinstance(weight, Held):
+    if isinstance(weight, Coded):
         base = Base(layer, weight.kind, (weight.codes, weight.scales), dtype)
         base.rounds_inputs = False
         return weight.kind.name, ""
@@ -94,7 +94,7 @@ def _fill_layer(name: str, layer: Any, scheme: Scheme, take: Any, device: torch.
 
 def numbers(weight: Weight, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return the dequantised numbers of a weight."""
-    if not isinstance(weight, Held):
+    if not isinstance(weight, Coded):
         return weight.values.to(dtype)
     layer = nn.Linear(shape[1], shape[0], bias=False, device="meta")
     Base(layer, weight.kind, (weight.codes, weight.scales), dtype)

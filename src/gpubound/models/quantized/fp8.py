@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import DataError
 from ...layers.quantized_base import KINDS, InFp8
 from ..folder import CURE, Stored
-from .scheme import Held, Scheme, Take, Values, Weight
+from .scheme import Coded, Scheme, Take, Values, Weight
 
 SCALES = ("weight_scale_inv", "weight_scale")
 
@@ -63,9 +63,9 @@ class Fp8Scheme(Scheme):
             )
         words = codes.contiguous().view(torch.int32)
         if scale.shape[1] == 1:
-            return Held(InFp8, words, {"scale": scale[:, 0].contiguous()})
+            return Coded(InFp8, words, {"scale": scale[:, 0].contiguous()})
         each = scale.repeat_interleave(across // 128, 1)[:, : -(-columns // 128)]
-        return Held(KINDS["fp8_blocks"], words, {"scale": each.contiguous()})
+        return Coded(KINDS["fp8_blocks"], words, {"scale": each.contiguous()})
 
 
 def wide(scale: Tensor) -> Tensor:

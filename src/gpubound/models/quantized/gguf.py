@@ -20,7 +20,7 @@ from torch import Tensor
 from ...data.gguf_file import PLAIN, GgufFile, hf_name
 from ...errors import DataError
 from ..folder import Stored
-from .scheme import Held, Scheme, Take, Values, Weight, hold_levels
+from .scheme import Coded, Scheme, Take, Values, Weight, hold_levels
 
 
 class Blocks(NamedTuple):
@@ -124,15 +124,15 @@ class Gguf(Scheme):
                 )
             stored[ours] = Stored(path, entry.shape, PLAIN[entry.type][0] if entry.type in PLAIN else TYPES[entry.type].name)
         super().__init__(path.parent, stored, {})
-        kinds = {about.dtype for about in stored.values() if about.dtype not in ("F32", "F16", "BF16")}
-        self.name = f"GGUF, {', '.join(sorted(kinds))}"
+        types = {about.dtype for about in stored.values() if about.dtype not in ("F32", "F16", "BF16")}
+        self.name = f"GGUF, {', '.join(sorted(types))}"
         self.heads: dict[str, int] = {}
         if self.file.architecture == "llama":
             self.heads["q_proj"] = self.file.value("attention.head_count")
             self.heads["k_proj"] = self.file.value("attention.head_count_kv", self.heads["q_proj"])
         for name, one in stored.items():
             layer, _, part = name.rpartition(".")
-            if part == "weight" and len(one.shape) == 2 and one.dtype in kinds:
+            if part == "weight" and len(one.shape) == 2 and one.dtype in types:
                 self.layers[layer] = one.shape[0], one.shape[1]
 
     def tensors(self, layer: str) -> list[str]:
@@ -147,7 +147,7 @@ class Gguf(Scheme):
         if isinstance(weight, Values):
             return weight._replace(values=weight.values[order])
         at = order.to(weight.codes.device)
-        return Held(weight.kind, weight.codes[at], {key: t[at] for key, t in weight.scales.items()})
+        return Coded(weight.kind, weight.codes[at], {key: t[at] for key, t in weight.scales.items()})
 
     def dense(self, name: str, take: Take) -> Tensor:
         order, numbers = self._order(name.rpartition(".")[0], self.stored[name].shape[0]), take(name)

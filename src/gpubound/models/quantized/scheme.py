@@ -19,7 +19,7 @@ Take = Callable[[str], Tensor]
 """name of a stored tensor -> the tensor, on the device that the model is read to"""
 
 
-class Held(NamedTuple):
+class Coded(NamedTuple):
     """Codes and scales of a weight in a format."""
 
     kind: type[Frozen]
@@ -34,7 +34,7 @@ class Values(NamedTuple):
     why: str
 
 
-Weight = Held | Values
+Weight = Coded | Values
 
 
 class Scheme:
@@ -75,12 +75,12 @@ class Scheme:
 
     def small(self, ends: str) -> dict[str, Tensor]:
         """Read all tensors whose names have this part: those that say how others are stored."""
-        found: dict[str, Tensor] = {}
+        tensors_by_name: dict[str, Tensor] = {}
         names = [name for name in self.stored if ends in name]
         for file in dict.fromkeys(self.stored[name].file for name in names):
             with opened(file) as tensors:
-                found |= {name: tensors.get_tensor(name) for name in names if self.stored[name].file == file}
-        return found
+                tensors_by_name |= {name: tensors.get_tensor(name) for name in names if self.stored[name].file == file}
+        return tensors_by_name
 
     def wrong(self, what: str, got: Any, wanted: str) -> DataError:
         return DataError(f"{self.folder / 'config.json'}: quantization_config: {what}: got {got!r}, wanted {wanted}.")
@@ -91,8 +91,8 @@ class Scheme:
         return self.stored[name].shape
 
 
-def held(packed: Packed) -> Held:
-    return Held(KINDS[packed.kind], *InPacked.split(packed))
+def as_coded(packed: Packed) -> Coded:
+    return Coded(KINDS[packed.kind], *InPacked.split(packed))
 
 
 def hold_levels(levels: Tensor, scale: Tensor, bits: int, zero: int, offset: Tensor | None = None) -> Weight:
@@ -108,8 +108,8 @@ def hold_levels(levels: Tensor, scale: Tensor, bits: int, zero: int, offset: Ten
     if name in TABLE and columns % groups == 0 and (groups == 1 or size % TABLE[name].group == 0):
         if offset is None and TABLE[name].zero != zero:
             levels = levels + (TABLE[name].zero - zero)
-        wide = (scale.expand(rows, groups), None if offset is None else offset.expand(rows, groups))
-        return held(pack_levels(levels, wide[0], name, wide[1]))
+        expanded = (scale.expand(rows, groups), None if offset is None else offset.expand(rows, groups))
+        return as_coded(pack_levels(levels, expanded[0], name, expanded[1]))
     index = torch.arange(columns, device=levels.device) // -(-columns // groups)
     return Values(by_group(levels, scale, zero, offset, index), f"it has {size} columns a scale, no multiple of 16 or 32")
 
