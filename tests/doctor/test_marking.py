@@ -24,3 +24,19 @@ def test_what_the_doctor_waits_for_is_not_the_scripts():
             x.sum().item()
         x.sum().item()
     assert [row.count for row in ledger.rows if row.kind == "sync"] == [1]
+
+
+def test_rows_that_a_garbage_collection_adds_at_a_steps_end():
+    ledger = MarkingLedger(gputrace=False)
+
+    class Collecting:
+        bytes, ms = 0, 0.0
+
+        @property
+        def count(self):
+            ledger._rows["gc", len(ledger._rows)] = self
+            return 1
+
+    ledger._rows["sync", 0] = Collecting()
+    ledger.complete()
+    assert list(ledger._complete) == [("sync", 0)]

@@ -69,13 +69,14 @@ class MarkingLedger(Ledger):
         """Mark the end of a step, after which `drop_incomplete` drops what was recorded."""
         self.step()
         with self._lock:
-            self._complete = {key: (row.count, row.bytes, row.ms) for key, row in self._rows.items()}
+            rows = self._rows.copy()  # a garbage collection in the loop adds a row
+            self._complete = {key: (row.count, row.bytes, row.ms) for key, row in rows.items()}
 
     def drop_incomplete(self) -> None:
         """Drop what was recorded after the last whole step, if there was one: a script's end is no step."""
         with self._lock:
             if self._complete:
-                self._rows = {key: row for key, row in self._rows.items() if key in self._complete}
+                self._rows = {key: row for key, row in self._rows.copy().items() if key in self._complete}
                 for key, row in self._rows.items():
                     row.count, row.bytes, row.ms = self._complete[key]
 
