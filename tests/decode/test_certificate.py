@@ -13,7 +13,7 @@ from gpubound.decode import kv_cache, layer, transformer, weights as own_weights
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
 from gpubound.models import registry
-from gpubound.models.decoding import READ, unread_option
+from gpubound.models.reader import READ, unread_option
 from gpubound.train.precision import cast_inputs
 from tests.messages import message
 

@@ -14,7 +14,8 @@ from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat
 from gpubound.kernels import decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models import hf_modules as family
-from gpubound.models.decoding import DenseWeights, Linear, Reader, plain_linear, plain_norm
+from gpubound.models.decoding import DenseWeights, Linear, plain_linear, plain_norm
+from gpubound.models.reader import Reader
 from tests.messages import message
 
 from . import cases

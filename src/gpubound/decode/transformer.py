@@ -34,10 +34,10 @@ from ..models.decoding import (
     DenseWeights,
     ExpertWeights,
     Linear,
-    Reader,
     UngatedWeights,
     norm_tensors,
 )
+from ..models.reader import Reader
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView

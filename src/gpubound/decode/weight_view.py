@@ -1,6 +1,6 @@
 """View of a model's weights for the fused kernels, or the reason why they cannot read the model.
 
-The family's reader says which tensors are which (models/decoding.py). The tensors are the model's own parameters, without a
+The family's reader says which tensors are which (models/reader.py). The tensors are the model's own parameters, without a
 copy: the next launch sees an optimizer's step, a load or a merge in place. `WeightView.moved` finds tensors that were replaced
 or moved (`.to()`, `assign=True`, resharding, tying anew).
 """
@@ -21,7 +21,8 @@ from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
-from ..models.decoding import Linear, Reader, linear_of, norm_tensors, text_stack, weight_of
+from ..models.decoding import Linear, norm_tensors
+from ..models.reader import Reader, linear_of, text_stack, weight_of
 from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ..kernels import layer_norm
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import Kernels
-from .decoding import AttentionWeights, DenseWeights, InterleavedAngles, LayerNormReader, Shape, halves
+from .decoding import AttentionWeights, DenseWeights, Shape
 from .hf_modules import HFCausalLM, attention, causal_lm, mlp
 from .interleaved import InterleavedAttention
+from .reader import InterleavedAngles, LayerNormReader, halves
 from .registry import BATCH, TOKENS, Delegating, Maker, Swap, random_case
 
 

@@ -17,9 +17,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..layers.attention import Attention, Rope
 from ..layers.fused_weights import Kernels
 from ..layers.packed_attention import Segments
-from .decoding import Reader, text_stack
 from .hf_modules import HFMLP, HFAttention, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .layer_types import TypedStack, typed_stack
+from .reader import Reader, text_stack
 from .registry import Maker, Swap
 
 

@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layers.attention import Angles
 from ..layers.fused_weights import hooked
-from .decoding import Linear, NoAngles, Shape, UngatedReader, weight_of
+from .decoding import Linear, Shape
+from .reader import NoAngles, UngatedReader, weight_of
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {}

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..layers.attention import Angles
-from .decoding import AttentionWeights, ColumnExpertWeights, Linear, Reader, SingleAngles, weight_of
+from .decoding import AttentionWeights, ColumnExpertWeights, Linear
 from .hf_modules import norm
+from .reader import Reader, SingleAngles, weight_of
 from .registry import Maker, role_of
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm}

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..kernels.decode_product import Norm
 from ..layers.attention import Mask, Rope
 from ..layers.block import normed_for
-from .decoding import Reader, Shape
+from .decoding import Shape
 from .hf_modules import HFCausalLM, HFStack, attention, causal_lm, mlp, norm, stack
+from .reader import Reader
 from .registry import Maker
 
 

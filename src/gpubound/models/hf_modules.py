@@ -28,8 +28,8 @@ from ..layers.block import MLP, RMSNorm, gated_calls, run_block, run_blocks
 from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
 from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.packed_attention import Segments
-from .decoding import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, halves, rope_types
 from .packed_rows import SEGMENTS, WINDOWED, restarts
+from .reader import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, halves, rope_types
 from .registry import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
 # Keywords of attention that do not change SDPA's result. Any other argument goes to the original forward.

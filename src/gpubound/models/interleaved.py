@@ -14,9 +14,10 @@ from ..kernels.rope import apart, together
 from ..layers.attention import Attention, Mask, Rope
 from ..layers.block import normed_for
 from ..layers.fused_weights import Kernels
-from .decoding import AttentionWeights, Linear, Reader, parts_of
+from .decoding import AttentionWeights, Linear
 from .hf_modules import HFMLP, HFAttention, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
 from .phi3 import PackedMLP
+from .reader import Reader, parts_of
 from .registry import Maker, Swap
 
 

@@ -25,7 +25,7 @@ RESIDUAL_WRITERS = ("o_proj.weight", "down_proj.weight", "down_proj")
 class LanguageModel(nn.Module):
     """A trunk of blocks below a linear head. A call gives logits; `loss` never materialises all logits.
 
-    A subclass has a class attribute `reader` (models/decoding.py), and a config with hidden, layers, vocabulary and tied. The
+    A subclass has a class attribute `reader` (models/reader.py), and a config with hidden, layers, vocabulary and tied. The
     trunk, token ids to the last hidden state, has a table embed_tokens.
     """
 

@@ -13,9 +13,9 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import run_blocks
 from ..layers.packed_attention import Segments
-from .decoding import HFAngles, Reader, angle_types, layer_type
 from .hf_modules import HFAttention, HFStack, attention, causal_lm, mlp, norm, stack
 from .packed_rows import FULL, WINDOWED
+from .reader import HFAngles, Reader, angle_types, layer_type
 from .registry import Maker, Swap
 
 BOTH_WAYS = "the config lets tokens attend to later tokens"

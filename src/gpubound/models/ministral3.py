@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import Mask
-from .decoding import Reader
 from .hf_modules import HFAttention, HFStack, attention, causal_lm, mlp, norm, stack
+from .reader import Reader
 from .registry import Maker
 
 BETA = "llama_4_scaling_beta"

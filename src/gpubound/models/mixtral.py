@@ -10,9 +10,10 @@ transformers.
 from typing import Any
 
 from ..kernels.expert_choice import ExpertRouting
-from .decoding import DenseWeights, ExpertWeights, Linear, Reader, activation_name, linear_of, weight_of
+from .decoding import DenseWeights, ExpertWeights, Linear
 from .hf_modules import HFAttention, attention, norm
 from .olmo2 import WideNormAttention
+from .reader import Reader, activation_name, linear_of, weight_of
 from .registry import Maker, Swap, role_of
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
-from .decoding import Reader, angle_types
 from .hf_modules import HFMLP, OPS, HFAttention, HFNorm, HFStack, mlp, norm, stack, tried_causal_lm
 from .layer_types import TypedStack, typed_attention, typed_stack
+from .reader import Reader, angle_types
 from .registry import Maker, Swap
 
 

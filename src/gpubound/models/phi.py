@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from ..layers.fused_weights import run_linear
-from .decoding import UngatedReader, UngatedWeights
+from .decoding import UngatedWeights
 from .hf_modules import HFAttention, attention, tried_causal_lm
+from .reader import UngatedReader
 from .registry import Maker, Swap
 
 NORMED = "it norms each head by a LayerNorm (qk_layernorm)"

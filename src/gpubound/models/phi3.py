@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import RopeTable
-from .decoding import ChangingAngles, Linear, Reader, parts_of
+from .decoding import Linear
 from .hf_modules import HFMLP, HFAttention, HFStack, attention, mlp, norm, stack, tried_causal_lm, unswapped
+from .reader import ChangingAngles, Reader, parts_of
 from .registry import Maker, Swap
 
 

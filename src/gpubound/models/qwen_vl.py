@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .decoding import Reader
 from .hf_modules import HFStack, attention, causal_lm, mlp, norm, stack
+from .reader import Reader
 from .registry import Maker, Swap
 
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from ..kernels.dispatch import Call
 from ..layers import LMLoss
 from ..trace import count
-from .decoding import Reader, text_stack
+from .reader import Reader, text_stack
 
 # Names of the KV cache in transformers: `cache` since 5.24, `past_key_values` before, and in models from elsewhere.
 NAMES = ("cache", "past_key_values")

@@ -6,8 +6,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decoding import Reader
 from .hf_modules import HFMLP, HFAttention, attention, causal_lm, mlp, norm, stack
+from .reader import Reader
 from .registry import Maker
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..kernels.row_ops import LayerNorm
-from .decoding import LayerNormReader, UngatedReader
+from .reader import LayerNormReader, UngatedReader
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {}

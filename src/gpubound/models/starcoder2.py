@@ -6,8 +6,8 @@ Placing swaps norms, attention and the loss; the loop over layers and the MLP st
 from functools import partial
 from typing import Any
 
-from .decoding import UngatedReader
 from .hf_modules import attention, tried_causal_lm
+from .reader import UngatedReader
 from .registry import Maker
 from .seed_oss import DroppedAttention
 

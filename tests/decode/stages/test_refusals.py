@@ -8,7 +8,7 @@ from gpubound.decode import weight_view
 from gpubound.decode.placement import plan as spread
 from gpubound.decode.placement.pipeline import fused_reader
 from gpubound.decode.runner import RunnerConfig
-from gpubound.models.decoding import Reader
+from gpubound.models.reader import Reader
 from tests.messages import message
 
 from .. import cases

@@ -20,7 +20,7 @@ from ...device import label
 from ...formatting import readable
 from ...kernels.dispatch import hasten
 from ...kernels.sampling import Into
-from ...models.decoding import Reader, weight_of
+from ...models.reader import Reader, weight_of
 from ...models.registry import runner_of
 from ...trace import say
 from ..kv_cache import Cache

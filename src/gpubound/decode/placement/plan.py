@@ -27,7 +27,8 @@ from ...errors import DeviceError
 from ...formatting import readable
 from ...kernels.row_ops import LayerNorm
 from ...layers.block import to_device_of
-from ...models.decoding import DenseWeights, LayerWeights, Shape, text_stack
+from ...models.decoding import DenseWeights, LayerWeights, Shape
+from ...models.reader import text_stack
 from ...trace import say
 from ..runner import lanes
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...kernels.decode_product import Norm
 from ...kernels.packed_weights import Packed
 from ...layers.fused_weights import hooked
-from ..decoding import FIXED, Reader, activation_name, linear_of, rope_types
+from ..reader import FIXED, Reader, activation_name, linear_of, rope_types
 from ..registry import Maker, role_of
 from .kernels.products import Fp8Blocks
 from .modules import Fp8Linear

@@ -19,8 +19,9 @@ from ...kernels.norms import norm_shape
 from ...layers.attention import Angles, Attention, Llama3Angles, Mask, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
 from ...layers.embedding_and_head import look_up
-from ..decoding import Reader, Shape
+from ..decoding import Shape
 from ..language_model import LanguageModel
+from ..reader import Reader
 
 REQUIRED: Any = None  # default of required fields, so that __post_init__ names a missing one: dataclasses raise a TypeError
 

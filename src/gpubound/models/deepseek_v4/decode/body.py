@@ -34,7 +34,7 @@ from ....decode.weight_view import DTYPES, closed_projection, unadded
 from ....errors import GenerateError
 from ....kernels.decode_product import chained
 from ....layers.block import visiting
-from ...decoding import weight_of
+from ...reader import weight_of
 from ...registry import reader_of
 from ..family import CompressedReader, StreamedLayerWeights
 from ..modules import rounded

@@ -25,7 +25,7 @@ from ....formatting import readable
 from ....kernels.decode_product import chained
 from ....kernels.packed_weights import GROUP, Packed
 from ....trace import notice
-from ...decoding import weight_of
+from ...reader import weight_of
 from ..family import CompressedReader, CompressedWeights, LatentWeights, LinearWeights, MixtureWeights, StreamedLayerWeights
 from ..kernels.products import Fp8Blocks
 from .attention import LatentAttention

@@ -16,7 +16,7 @@ from ....decode.runner import RunnerConfig
 from ....device import entered
 from ....kernels import norm_product, send_words
 from ....kernels.decode_product import Norm
-from ...decoding import weight_of
+from ...reader import weight_of
 from ..family import CollapseWeights, CompressedReader, HyperWeights, LinearWeights
 from ..kernels import hc_head, hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products
 from .attention import LatentAttention, Moment, PlaceTable, Stretch
