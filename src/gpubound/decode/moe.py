@@ -33,6 +33,8 @@ from ..models.decoding import ColumnExpertWeights, DenseWeights, ExpertWeights
 from .layer import DenseMLP, Part, Workspace
 
 PIECE = 4096  # tokens sorted at a time: their rows are S times in memory
+Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""h (N, hidden), ids and shares (N, S) -> the experts' sum (N, hidden), in fp32"""
 
 
 class MoELayer(Part):
@@ -53,6 +55,7 @@ class MoELayer(Part):
         self._routed = workspace.buffer("routed", rows, slots, width, dtype=workspace.dtype)
         self._spare: Any = workspace.buffer("spare", rows, 2, self.count) if weights.routing is not None else None
         self.shared = None if weights.shared is None else SharedExpert(weights, number, form, workspace)
+        self.expert_bytes = self.experts.nbytes
         self.gate_up_bytes = slots * self.experts.gate_up_bytes + (self.shared.gate_up_bytes if self.shared else 0)
 
     def step(self, x: Tensor, mode: int) -> None:
@@ -77,17 +80,20 @@ class MoELayer(Part):
         if self.routes_all:
             return self.step(x, 0)
         h, to = self.read(x, mode), self.target(x)
-        to += grouped(h, *self._choose(h), *self.experts.matrices())
+        to += self.mixture()(h, *self._choose(h))
         if self.shared is not None:
             to += self.shared.prompt(h)
         self.finish(x, mode)
 
     def prompt(self, h: Tensor) -> Tensor:
-        ids, shares = self._choose(h)
-        mlp, stacks = each_expert if self.ungrouped else grouped, self.experts.matrices()
-        pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, ids, shares)))
-        y = torch.cat([mlp(x, i, share, *stacks).to(h.dtype) for x, i, share in pieces]).view_as(h)
+        mixture = self.mixture()
+        pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, *self._choose(h))))
+        y = torch.cat([mixture(*piece).to(h.dtype) for piece in pieces]).view_as(h)
         return y if self.shared is None else y + self.shared.prompt(h)
+
+    def mixture(self) -> Mixture:
+        mlp, stacks = each_expert if self.ungrouped else grouped, self.experts.matrices()
+        return lambda h, ids, shares: mlp(h, ids, shares, *stacks)
 
     def _choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (..., S) int64 and shares (..., S) fp32 for h (..., hidden), by scores summed in fp32."""
@@ -119,7 +125,7 @@ class MoELayer(Part):
     def chosen_bytes(self, tokens: int) -> float:
         """Return the bytes of the experts that differ on average, if all are equally likely: tokens share some."""
         different = self.count * (1 - (1 - self.weights.slots / self.count) ** tokens)
-        return different * self.experts.nbytes
+        return different * self.expert_bytes
 
     def ops(self) -> list[tuple[str, str, str]]:
         prefix = self.form.prefix
@@ -165,6 +171,7 @@ class ColumnMoELayer(MoELayer):
         self._units = workspace.buffer("units", rows, slots, units, dtype=workspace.dtype)
         self._slots = workspace.buffer("slots", rows, slots, workspace.shape.hidden)
         self.gate_up_bytes = slots * weights.gate_up[0].nbytes
+        self.expert_bytes = weights.gate_up[0].nbytes + weights.down[0].nbytes
 
     def step(self, x: Tensor, mode: int) -> None:
         w, rows = self.weights, len(x)
@@ -179,17 +186,8 @@ class ColumnMoELayer(MoELayer):
         if self.workspace.routing_trace is not None:
             self.workspace.routing_trace.add(self.number, ids[-1:])
 
-    def gemm_step(self, x: Tensor, mode: int) -> None:
-        if self.routes_all:
-            return self.step(x, 0)
-        h, to = self.read(x, mode), self.target(x)
-        to += self._mixed(h, *self._choose(h))
-        self.finish(x, mode)
-
-    def prompt(self, h: Tensor) -> Tensor:
-        ids, shares = self._choose(h)
-        pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, ids, shares)))
-        return torch.cat([self._mixed(*piece).to(h.dtype) for piece in pieces]).view_as(h)
+    def mixture(self) -> Mixture:
+        return self._mixed
 
     def _mixed(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """Return the experts' sum (N, hidden) fp32 for h (N, hidden)."""
@@ -215,10 +213,6 @@ class ColumnMoELayer(MoELayer):
 
     def tensors(self) -> list[Tensor]:
         return [*self.weights.norms(), *self.weights.router.tensors()]
-
-    def chosen_bytes(self, tokens: int) -> float:
-        different = self.count * (1 - (1 - self.weights.slots / self.count) ** tokens)
-        return different * (self.weights.gate_up[0].nbytes + self.weights.down[0].nbytes)
 
     def ops(self) -> list[tuple[str, str, str]]:
         return [

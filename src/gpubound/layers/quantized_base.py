@@ -189,48 +189,6 @@ class InInt8(InPacked):
         return InInt8.split(pack(weight, "int8"))
 
 
-class InInt8By32(InPacked):
-    name, bits = "int8_32", 8.5
-
-
-class InInt8By16(InPacked):
-    name, bits = "int8_16", 10.0
-
-
-class InUint8(InPacked):
-    name, bits = "uint8", 8.38
-
-
-class InUint8By32(InPacked):
-    name, bits = "uint8_32", 10.0
-
-
-class InInt4(InPacked):
-    name, bits = "int4", 4.13
-
-
-class InInt4By32(InPacked):
-    name, bits = "int4_32", 4.5
-
-
-class InUint4(InPacked):
-    name, bits = "uint4", 4.38
-
-
-class InUint4By32(InPacked):
-    name, bits = "uint4_32", 6.0
-
-
-class InFp8Blocks(InPacked):
-    name, bits = "fp8_blocks", 8.25
-
-
-class InCode(InPacked):
-    """Four bits that choose one of sixteen numbers, times an fp32 scale for every 64 columns: a base in nf4 or fp4."""
-
-    name, bits = "nf4", 4.5
-
-
 class InFp8(Frozen):
     """Weights in e4m3. On a GPU without 8-bit tensor cores, or for x not in bf16, they are dequantised instead."""
 
@@ -288,21 +246,13 @@ def _scales(joined: Joined) -> Tensor:
     return each[0] if len(each) == 1 else torch.cat(each)
 
 
-KINDS: dict[str, type[Frozen]] = {
-    kind.name: kind
-    for kind in (
-        InInt8,
-        InInt8By32,
-        InInt8By16,
-        InUint8,
-        InUint8By32,
-        InInt4,
-        InInt4By32,
-        InUint4,
-        InUint4By32,
-        InFp8Blocks,
-        InCode,
-    )
+# Bits of a number, with its share of scales and offsets. nf4: any sixteen numbers, of a base in nf4 or fp4.
+_BITS = {
+    "int8_32": 8.5, "int8_16": 10.0, "uint8": 8.38, "uint8_32": 10.0, "int4": 4.13, "int4_32": 4.5, "uint4": 4.38,
+    "uint4_32": 6.0, "fp8_blocks": 8.25, "nf4": 4.5,
+}  # fmt: skip
+KINDS: dict[str, type[Frozen]] = {"int8": InInt8} | {
+    name: type(f"In_{name}", (InPacked,), {"name": name, "bits": bits}) for name, bits in _BITS.items()
 }
 """Formats by the kind of packed weights that they are."""
 
