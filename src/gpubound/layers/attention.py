@@ -18,7 +18,7 @@ from ..kernels import rope, rope_qkv
 from ..kernels.dispatch import Call, transformed
 from .block import RMSNorm
 from .fused_weights import Kernels, Projecting, Stacked, run_linear
-from .invariant import current
+from .invariant import CONTEXT
 from .linear_product import multiply
 from .packed_attention import Segments, flash_attend
 
@@ -233,7 +233,8 @@ def attend(
     With a mask, k and v are repeated: CUDA has masked kernels for equal head counts alone, besides one that stores all T × T.
     window: of packed rows, where no mask limits the number of tokens that a token attends to
     """
-    if (exact := current()) is not None:
+    exact = None if torch.compiler.is_compiling() else getattr(CONTEXT, "mode", None)
+    if exact is not None:
         return exact.attend(q, k, v, mask, scale, dropout, causal, window)
     if isinstance(mask, Segments):
         y = flash_attend(q, k, v, mask, scale, dropout, causal, window)

@@ -32,7 +32,8 @@ OTHERS = {
     F.multi_head_attention_forward,
 }
 ROWS = "exact: a row's result would depend on the other rows: "
-_context = threading.local()
+CONTEXT = threading.local()
+"""`mode` is this thread's BatchInvariant, or None. Not for code that torch.compile traces."""
 
 
 class KeyCache(Protocol):
@@ -55,11 +56,11 @@ class BatchInvariant(TorchFunctionMode):
         self._bounds: dict[tuple, Tensor] = {}
 
     def __enter__(self) -> "BatchInvariant":
-        self.outer, _context.mode = current(), self
+        self.outer, CONTEXT.mode = getattr(CONTEXT, "mode", None), self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _context.mode = self.outer
+        CONTEXT.mode = self.outer
         super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -104,11 +105,6 @@ class BatchInvariant(TorchFunctionMode):
         if key not in self._bounds:
             self._bounds[key] = torch.arange(0, rows * length + 1, length, device=device, dtype=torch.int32)
         return self._bounds[key]
-
-
-def current() -> BatchInvariant | None:
-    """Return the context that this thread is in."""
-    return None if torch.compiler.is_compiling() else getattr(_context, "mode", None)
 
 
 def _unable(mask: Any, dropout: float, causal: bool, window: int | None) -> str | None:

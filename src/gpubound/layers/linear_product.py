@@ -33,7 +33,7 @@ from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import lora_product
 from ..kernels.lora_arguments import Drop, OwnRanks
 from ..kernels.tensor_state import ATTRIBUTE, made_record, record_of
-from .invariant import current
+from .invariant import CONTEXT
 
 LEAST_BYTES: float = 8 << 20  # of a result that is recomputed
 KEEP_ALL = float("inf")
@@ -154,7 +154,7 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
         check_dtypes(x, *weights, *joined.biases)
     if format is not DENSE:
         format = format.select(x, weights)
-    if any(joined.adapters) and current() is not None:
+    if any(joined.adapters) and not torch.compiler.is_compiling() and getattr(CONTEXT, "mode", None) is not None:
         return _with_plain_terms(x, joined)
     groups = group_adapters(joined) if any(joined.adapters) else ()
     if torch.is_grad_enabled():

@@ -15,8 +15,8 @@ from ..distributed import Ranks
 from ..kernels import adamw, plan_update
 from ..kernels.adamw import plan_shape
 from ..kernels.dispatch import hasten
-from .flat_weights import ADAMW, FlatLayout, Group, Weights, lay_out, matrices
-from .offload import PART, State
+from .flat_weights import ADAMW, FlatLayout, Group, State, Weights, lay_out, matrices
+from .offload import PART
 from .precision import Precision
 from .schedule import Schedule, is_rate
 

@@ -6,6 +6,7 @@ adjacent in one storage, as q, k and v, stay adjacent in the same order: their g
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -19,13 +20,38 @@ from ..kernels.adamw import join_fp32, split_fp32
 from ..kernels.tensor_state import made_record
 from ..layers.fused_weights import overlapping
 from ..watch.pretend import PARAMETERS
-from .offload import StateMemory
 
 VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
 PART = 1 << 24  # elements that are joined or averaged at a time
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+State = list[Tensor | None]  # moments and master, or None, of some elements
+
+
+class StateMemory:
+    """Memory of moments and masters, on the device that updates them."""
+
+    offloads = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def reserve(self, parts: list[State]) -> None:
+        """Make what the largest of these parts needs on its way."""
+
+    def begin(self) -> None:
+        """Begin an update of all parts."""
+
+    def on_device(self, stored: State) -> AbstractContextManager[State]:
+        """Return a context with the tensors of one part as they are updated."""
+        return nullcontext(stored)
+
+    def wait(self) -> None:
+        """Wait until all that was launched can be read by the host, where it is in its memory."""
 
 
 @dataclass(frozen=True)

@@ -21,39 +21,14 @@ from torch.nn import Parameter
 from ..device import host_bytes
 from ..formatting import readable
 from ..kernels.adamw import BLOCK
+from .flat_weights import State, StateMemory
 
 WHERE = "offload_optimizer"
 PART = BLOCK << 15  # elements: 100 MB of fp32 moments and masters
 SHARE = 0.9  # of the free host memory that the state may take
 ALIGN = 256  # bytes between the tensors of a part
-State = list[Tensor | None]  # moments and master, or None, of some elements
 PAGE = 4096  # bytes
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
-
-
-class StateMemory:
-    """Memory of moments and masters, on the device that updates them."""
-
-    offloads = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=self.device)
-
-    def reserve(self, parts: list[State]) -> None:
-        """Make what the largest of these parts needs on its way."""
-
-    def begin(self) -> None:
-        """Begin an update of all parts."""
-
-    def on_device(self, stored: State) -> AbstractContextManager[State]:
-        """Return a context with the tensors of one part as they are updated."""
-        return nullcontext(stored)
-
-    def wait(self) -> None:
-        """Wait until all that was launched can be read by the host, where it is in its memory."""
 
 
 class HostMemory(StateMemory):

@@ -31,9 +31,8 @@ from ..lora.layers import of_peft
 from ..trace import fallback, notice
 from .accumulate import Accumulators
 from .adamw import AdamW
-from .flat_weights import FlatLayout, Weights
+from .flat_weights import FlatLayout, StateMemory, Weights
 from .muon import Muon
-from .offload import StateMemory
 from .precision import Precision
 from .torch_optimizer import TorchOptimizer
 
