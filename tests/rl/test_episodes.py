@@ -109,7 +109,7 @@ def test_replies_are_computed_while_other_rows_go_on(tmp_path):
 
     def meets(episode):
         meeting.wait()
-        return None if episode.spoken == 2 else [11]
+        return None if episode.policy_turns == 2 else [11]
 
     train(tmp_path, environment=meets, steps=1, **TALK)
 

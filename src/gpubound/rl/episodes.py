@@ -1,6 +1,6 @@
 """Answers of one turn, or of several with what an environment replies between them.
 
-An environment is a function that gets an Episode when a turn of the policy has ended, and returns what it says next: a
+An environment is a function that gets an Episode when a turn of the policy has ended, and returns its reply: a
 text, messages ({"role": ..., "content": ...}), token ids, or None to end the conversation. It runs in a thread, while other
 conversations are sampled. The policy reads its tokens; they are not learnt.
 """
@@ -45,7 +45,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     finish: str = ""
     state: dict[str, Any] = field(default_factory=dict)
-    spoken: int = 0  # turns of the policy
+    policy_turns: int = 0  # turns of the policy
     # Of all turns, the environment's included:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -56,14 +56,14 @@ class Episode:
         """The keys of the prompt's row besides the prompt."""
         return self.prompt.columns
 
-    def speak(self, sequence: Any, text: str | None) -> None:
+    def add_turn(self, sequence: Any, text: str | None) -> None:
         """Add a turn of the policy: a sequence of a rollout."""
-        self.ids, self.text, self.finish, self.spoken = sequence.tokens, text, sequence.finish, self.spoken + 1
+        self.ids, self.text, self.finish, self.policy_turns = sequence.tokens, text, sequence.finish, self.policy_turns + 1
         self.turns.append({"role": "assistant", "content": sequence.tokens if text is None else text})
         self._add(sequence.tokens, sequence.logprobs, True)
 
-    def hear(self, messages: list[dict[str, Any]], ids: list[int]) -> None:
-        """Add what the environment said."""
+    def add_reply(self, messages: list[dict[str, Any]], ids: list[int]) -> None:
+        """Add the environment's reply."""
         self.turns += messages
         self._add(ids, [0.0] * len(ids), False)
 
@@ -142,7 +142,7 @@ class Episodes:
                     continue
                 if wrong := next((token for token in ids if not 0 <= token < vocabulary), None):
                     raise RewardError(f"environment: returned the token {wrong}, wanted 0 to {vocabulary - 1}.")
-                episode.hear(messages, ids)
+                episode.add_reply(messages, ids)
                 rollout.extend(sequence, ids, min(self.new, room))
 
         rollout.each_launch = listen
@@ -151,9 +151,9 @@ class Episodes:
                 key = sequence.prompt, sequence.sample
                 episode = running.setdefault(key, Episode(asked[sequence.prompt], *key))
                 tokenizer = self.tokenizer
-                episode.speak(sequence, None if tokenizer is None else tokenizer.decode(sequence.tokens, skip_special=True))
+                episode.add_turn(sequence, None if tokenizer is None else tokenizer.decode(sequence.tokens, skip_special=True))
                 observed += 1
-                if self._pool is not None and episode.spoken < self.turns:
+                if self._pool is not None and episode.policy_turns < self.turns:
                     pending += 1
                     self._pool.apply_async(self._ask, (sequence, episode, replies.put))
                 else:

@@ -357,7 +357,7 @@ def figures_of(groups: list[AnswerGroup]) -> dict[str, float]:
     figures |= {f"reward/{name}": fmean(v for group in groups for v in group.parts[name]) for name in groups[0].parts}
     figures |= {"tokens": (tokens := sum(sum(answer.learnt) for answer in answers)), "length": tokens / len(answers)}
     figures |= {"ended": fmean(answer.finish == "stop" for answer in answers)}
-    figures |= {"turns": fmean(answer.spoken for answer in answers)}
+    figures |= {"turns": fmean(answer.policy_turns for answer in answers)}
     return figures | {"no_signal": fmean(not group.has_signal for group in groups)}
 
 

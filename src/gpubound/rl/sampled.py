@@ -36,7 +36,7 @@ def as_state(sampled: Sampled, prompts: Sequence[RLPrompt]) -> tuple[dict[str, T
             "prompt": number[id(group.prompt)], "learnt": any(group is one for one in sampled.groups), "rewards": group.rewards,
             "parts": group.parts,
             "answers": [
-                {"number": a.number, "sample": a.sample, "turns": a.turns, "finish": a.finish, "spoken": a.spoken,
+                {"number": a.number, "sample": a.sample, "turns": a.turns, "finish": a.finish, "policy_turns": a.policy_turns,
                  "tokens": len(a.tokens)}
                 for a in group.answers
             ],
