@@ -35,7 +35,7 @@ def test_tokens_and_certificate_are_those_of_a_model_on_the_device(device):
     assert tokens(hosted) == tokens(plain)
     assert hosted.certificate.logits_error == pytest.approx(plain.certificate.logits_error, abs=1e-6)
     body = hosted.body
-    held = [body.embed, body.head.packed.words, *(t for layer in body.layers for part in layer for t in part.tensors())]
+    held = [body.embed, body.head.parts[0].words, *(t for layer in body.layers for part in layer for t in part.tensors())]
     assert {t.device for t in held} == {device} and {p.device.type for p in model.parameters()} == {"cpu"}
     for one in (model, there):
         with torch.no_grad():
@@ -56,5 +56,5 @@ def test_from_host_memory_to_the_gpu():
     model = made(dtype=torch.bfloat16)
     hosted = gb.decoder(model, max_length=16, k=1, weights="int4", device="cuda")
     plain = gb.decoder(made("cuda", torch.bfloat16), max_length=16, k=1, weights="int4")
-    assert hosted.body.head.packed.words.equal(plain.body.head.packed.words)
+    assert hosted.body.head.parts[0].words.equal(plain.body.head.parts[0].words)
     assert tokens(hosted) == tokens(plain) and {p.device.type for p in model.parameters()} == {"cpu"}

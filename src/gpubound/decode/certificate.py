@@ -34,9 +34,9 @@ from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plai
 from ..models.llama.checkpoint import changed_below
 from ..models.registry import switch
 from .host_view import HostView, StreamedModel
+from .quantized import PackedLinear
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward
-from .weights import PackedLinear
 
 if TYPE_CHECKING:
     from .generate import FastDecoder
@@ -155,7 +155,8 @@ class RoundedModel:
         if not isinstance(head, PackedLinear):
             yield from (layer.weight for layer in head.exact())
             return
-        packed, at_once = head.packed, _rows_at_once(head.packed.columns)
+        (packed,) = head.parts
+        at_once = _rows_at_once(packed.columns)
         for start in range(0, packed.rows, at_once):
             part = packed.part(slice(start, start + at_once))
             yield head.form.unpack(part, torch.empty(part.rows, part.columns, device=part.words.device, dtype=torch.float32))

@@ -81,6 +81,7 @@ class Part:
     last: Any  # product
     compute: Any
     gemm_compute: Any
+    captures_prompts = True  # whether a graph can hold `prompt`
 
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
@@ -158,9 +159,20 @@ class Part:
         if self._sum is not None:
             add_norm(self.target(x), self.weights.post_norm, x, mode)
 
+    def linear(self, product: Any, x: Tensor) -> list[Tensor]:
+        """Return x (..., K) times each weight of a product, with biases and adapters: of a prompt, by torch."""
+        results = [F.linear(x, weight, layer.bias) for weight, layer in zip(product.matrices(), product.layers)]
+        if product.added is not None:
+            product.added.add(x, *results)
+        return results
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a step reads completely."""
         return self.weights.norms() + [tensor for product in self.products for tensor in product.tensors()]
+
+    def chosen_bytes(self, tokens: int) -> float:
+        """Return the bytes of experts that a step of this many tokens reads."""
+        return 0.0
 
     @property
     def norm_in_product(self) -> str:
@@ -177,6 +189,10 @@ class Part:
         if isinstance(self.weights.norm, LayerNorm) and not self.reads_normed:
             rows = [("norm", "layer_norm_rows", ""), *rows]
         return [(what, f"{self.workspace.kernels}: {op}", why) for what, op, why in rows]
+
+    def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
+        """Return the table's rows about experts, of prompts and, with `gemm`, of more than GEMV_ROWS rows."""
+        return []
 
 
 class CachedAttention(Part):
@@ -214,19 +230,13 @@ class CachedAttention(Part):
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
         w, s = self.weights, self.workspace.shape
-        rows = [F.linear(h, *pair) for pair in zip(self.qkv.matrices(), (w.q.bias, w.k.bias, w.v.bias))]
-        if self.qkv.added is not None:
-            self.qkv.added.add(h, *rows)
-        q, k, v = w.heads(rows, s.head_dim, normed)
+        q, k, v = w.heads(self.linear(self.qkv, h), s.head_dim, normed)
         if w.table is not None:
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
         k, v = self.workspace.cache.extend(self.number, start, k, v)
         mixed = attend_prompt(q.transpose(1, 2), k, v, start, w.window, s.scale, w.cap, w.sinks)
-        y = F.linear(mixed := mixed.flatten(2), self.o.matrices()[0], w.o.bias)
-        if self.o.added is not None:
-            self.o.added.add(mixed, y)
-        return y
+        return self.linear(self.o, mixed.flatten(2))[0]
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.workspace.shape, self.weights
@@ -253,8 +263,6 @@ class CachedAttention(Part):
 class DenseMLP(Part):
     """Norm, gate and up, down."""
 
-    captures_prompts = True
-
     def __init__(self, weights: DenseWeights, number: int, form: Any, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
         self.gate_up = self.product(form.gate_up(weights.gate, weights.up), weights.gate, weights.up)
@@ -277,36 +285,20 @@ class DenseMLP(Part):
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""
-        w, (gate, up) = self.weights, self.gate_up.matrices()
-        both = F.linear(h, gate, w.gate.bias), F.linear(h, up, w.up.bias)
-        if self.gate_up.added is not None:
-            self.gate_up.added.add(h, *both)
-        h = gated(w.activation, *both)
-        y = F.linear(h, self.down.matrices()[0], w.down.bias)
-        if self.down.added is not None:
-            self.down.added.add(h, y)
-        return y
+        h = gated(self.weights.activation, *self.linear(self.gate_up, h))
+        return self.linear(self.down, h)[0]
 
     def exact(self) -> DenseWeights:
         (gate, up), (down,) = self.gate_up.exact(), self.down.exact()
         return replace(self.weights, gate=gate, up=up, down=down)
 
-    def chosen_bytes(self, tokens: int) -> float:
-        """Return the bytes of experts that a step of this many tokens reads."""
-        return 0.0
-
     def ops(self) -> list[tuple[str, str, str]]:
         first = f"{self.norm_in_product}gate, up"
         return [(first, f"{self.gate_up.prefix}norm_gate_up", ""), ("down", f"{self.down.prefix}add_product", "")]
 
-    def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
-        return []
-
 
 class UngatedMLP(Part):
     """Norm, up, activation, down."""
-
-    captures_prompts = True
 
     def __init__(self, weights: UngatedWeights, number: int, form: Any, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
@@ -328,32 +320,19 @@ class UngatedMLP(Part):
 
     def _activate(self, h: Tensor) -> Tensor:
         """Return the input of the last product for normed h."""
-        up = F.linear(h, self.up.matrices()[0], self.weights.up.bias)
-        if self.up.added is not None:
-            self.up.added.add(h, up)
-        return ACTIVATED[self.weights.activation](up)
+        return ACTIVATED[self.weights.activation](self.linear(self.up, h)[0])
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""
-        h = self._activate(h)
-        y = F.linear(h, self.down.matrices()[0], self.weights.down.bias)
-        if self.down.added is not None:
-            self.down.added.add(h, y)
-        return y
+        return self.linear(self.down, self._activate(h))[0]
 
     def exact(self) -> UngatedWeights:
         (up,), (down,) = self.up.exact(), self.down.exact()
         return replace(self.weights, up=up, down=down)
 
-    def chosen_bytes(self, tokens: int) -> float:
-        return 0.0
-
     def ops(self) -> list[tuple[str, str, str]]:
         first = (f"{self.norm_in_product}up", f"{self.up.prefix}norm_product", "")
         return [first, ("activation", "activate_rows", ""), ("down", f"{self.down.prefix}add_product", "")]
-
-    def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
-        return []
 
 
 def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -29,7 +29,7 @@ from ..kernels.column_experts import clamped_unit
 from ..kernels.expert_choice import chosen_experts
 from ..kernels.experts import likeliest
 from ..kernels.grouped_linear import by_group, not_grouped
-from ..models.decoding import ColumnExpertWeights, DenseWeights, ExpertWeights
+from ..models.decoding import DenseWeights, ExpertWeights
 from .layer import DenseMLP, Part, Workspace
 
 PIECE = 4096  # tokens sorted at a time: their rows are S times in memory
@@ -40,38 +40,53 @@ Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 class MoELayer(Part):
     """Norm, router, choice, gate and up of the chosen experts, their down."""
 
-    def __init__(self, weights: ExpertWeights, number: int, form: Any, workspace: Workspace) -> None:
+    def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
-        self.experts = form.experts(weights.gate_up, weights.down)
+        rows, slots = workspace.rows, weights.slots
         self.count = len(weights.router.weight)
         self.ungrouped = not_grouped(weights.gate_up, weights.down)
         self.captures_prompts = not self.ungrouped  # every expert separately would be thousands of nodes
-        self.routes_all = bool(self.ungrouped) or not self.experts.grouped_steps
-        rows, slots, width = workspace.rows, weights.slots, weights.gate_up.shape[1] // 2
         self._scores = workspace.buffer("scores", rows, self.count)
         self._scored = workspace.buffer("scored", rows, dtype=torch.int32)
         self._ids = workspace.buffer("ids", rows, slots, dtype=torch.int32)
         self._shares = workspace.buffer("shares", rows, slots)
-        self._routed = workspace.buffer("routed", rows, slots, width, dtype=workspace.dtype)
         self._spare: Any = workspace.buffer("spare", rows, 2, self.count) if weights.routing is not None else None
-        self.shared = None if weights.shared is None else SharedExpert(weights, number, form, workspace)
+        self.shared: SharedExpert | None = None
+        self._read_experts()
+
+    def _read_experts(self) -> None:
+        w, workspace, width = self.weights, self.workspace, self.weights.gate_up.shape[1] // 2
+        self.experts = self.form.experts(w.gate_up, w.down)
+        self.routes_all = bool(self.ungrouped) or not self.experts.grouped_steps
+        self._routed = workspace.buffer("routed", workspace.rows, w.slots, width, dtype=workspace.dtype)
+        if w.shared is not None:
+            self.shared = SharedExpert(w, self.number, self.form, workspace)
         self.expert_bytes = self.experts.nbytes
-        self.gate_up_bytes = slots * self.experts.gate_up_bytes + (self.shared.gate_up_bytes if self.shared else 0)
+        self.gate_up_bytes = w.slots * self.experts.gate_up_bytes + (self.shared.gate_up_bytes if self.shared else 0)
 
     def step(self, x: Tensor, mode: int) -> None:
-        w, rows = self.weights, len(x)
-        ids, shares, routed = self._ids[:rows], self._shares[:rows], self._routed[:rows]
-        scores = self._scores[:rows]
+        w, to = self.weights, self.target(x)
         also = None if self.shared is None else self.shared.compute(x, mode)
+        ids, shares = self._route(x, mode)
+        routed = self._routed[: len(x)]
+        self.experts.routed_gate_up(x, w.norm, ids, routed, mode)
+        self.experts.add_routed(routed, ids, shares, to, mode)
+        if self.shared is not None and also is not None:
+            self.shared.last.add_product(also, to, mode)
+        self._end_step(x, ids, mode)
+
+    def _route(self, x: Tensor, mode: int) -> tuple[Tensor, Tensor]:
+        """Return ids and shares (B, S) of a step's experts."""
+        w, rows = self.weights, len(x)
+        scores, ids, shares = self._scores[:rows], self._ids[:rows], self._shares[:rows]
         if w.routing is None:
             route(x, w.norm, w.router.weight, w.normalise, scores, self._scored[:rows], ids, shares, mode)
         else:
-            norm_product(x, w.norm, w.router.weight, out=scores, dependent=mode)
+            norm_product(x, w.norm, w.router.weight, bias=w.router.bias, out=scores, dependent=mode)
             select_experts(scores, w.routing, self._spare[:rows], ids, shares, mode)
-        self.experts.routed_gate_up(x, w.norm, ids, routed, mode)
-        self.experts.add_routed(routed, ids, shares, self.target(x), mode)
-        if self.shared is not None and also is not None:
-            self.shared.last.add_product(also, self.target(x), mode)
+        return ids, shares
+
+    def _end_step(self, x: Tensor, ids: Tensor, mode: int) -> None:
         self.finish(x, mode)
         if self.workspace.routing_trace is not None:
             self.workspace.routing_trace.add(self.number, ids[-1:])
@@ -144,7 +159,6 @@ class MoELayer(Part):
         ]
 
     def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
-        """Return the table's rows for prompts and, with `gemm`, for more than GEMV_ROWS rows."""
         if self.ungrouped:
             prompts = ("experts of prompts", "every expert for all tokens, by torch", self.ungrouped)
         else:
@@ -157,34 +171,21 @@ class MoELayer(Part):
 class ColumnMoELayer(MoELayer):
     """A mixture whose experts have biases and a clamped unit, and weights stored by column."""
 
-    def __init__(self, weights: ColumnExpertWeights, number: int, form: Any, workspace: Workspace) -> None:
-        Part.__init__(self, weights, number, form, workspace)
-        self.count, self.shared = len(weights.router.weight), None
-        self.ungrouped = not_grouped(weights.gate_up, weights.down)
-        self.captures_prompts = not self.ungrouped
+    def _read_experts(self) -> None:
+        w, workspace, rows = self.weights, self.workspace, self.workspace.rows
         self.routes_all = bool(self.ungrouped)
-        rows, slots, units = workspace.rows, weights.slots, weights.down.shape[1]
-        self._scores = workspace.buffer("scores", rows, self.count)
-        self._spare: Any = workspace.buffer("spare", rows, 2, self.count)
-        self._ids = workspace.buffer("ids", rows, slots, dtype=torch.int32)
-        self._shares = workspace.buffer("shares", rows, slots)
-        self._units = workspace.buffer("units", rows, slots, units, dtype=workspace.dtype)
-        self._slots = workspace.buffer("slots", rows, slots, workspace.shape.hidden)
-        self.gate_up_bytes = slots * weights.gate_up[0].nbytes
-        self.expert_bytes = weights.gate_up[0].nbytes + weights.down[0].nbytes
+        self._units = workspace.buffer("units", rows, w.slots, w.down.shape[1], dtype=workspace.dtype)
+        self._slots = workspace.buffer("slots", rows, w.slots, workspace.shape.hidden)
+        self.gate_up_bytes = w.slots * w.gate_up[0].nbytes
+        self.expert_bytes = w.gate_up[0].nbytes + w.down[0].nbytes
 
     def step(self, x: Tensor, mode: int) -> None:
-        w, rows = self.weights, len(x)
-        scores, ids, shares = self._scores[:rows], self._ids[:rows], self._shares[:rows]
-        units, y = self._units[:rows], self._slots[:rows]
-        norm_product(x, w.norm, w.router.weight, bias=w.router.bias, out=scores, dependent=mode)
-        select_experts(scores, w.routing, self._spare[:rows], ids, shares, mode)
+        w, units, y = self.weights, self._units[: len(x)], self._slots[: len(x)]
+        ids, shares = self._route(x, mode)
         column_gate_up(x, w.norm, w.gate_up, w.gate_up_bias, ids, units, w.alpha, w.limit, mode)
         column_down(units, w.down, w.down_bias, ids, y, mode)
         add_slots(y, shares, self.target(x), mode)
-        self.finish(x, mode)
-        if self.workspace.routing_trace is not None:
-            self.workspace.routing_trace.add(self.number, ids[-1:])
+        self._end_step(x, ids, mode)
 
     def mixture(self) -> Mixture:
         return self._mixed

@@ -1,6 +1,5 @@
-"""Products of a decoding step with weights that the model has quantised itself (layers/quantized_base.py), over their codes."""
+"""Products of a decoding step over packed numbers: rounded copies of the weights, or the codes of a quantised model."""
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
@@ -15,6 +14,10 @@ from ..kernels.packed_weights import Packed, join_packed
 from ..layers.linear_product import format_of
 from ..models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear
 from .lora import LoraDelta
+
+Maxima = tuple[Tensor | None, Tensor | None]
+"""partial maxima of a product, and their rows"""
+NO_MAXIMA = (None, None)
 
 
 def is_coded(weight: Tensor) -> bool:
@@ -33,7 +36,7 @@ def unlike(layers: Sequence[LayerWeights]) -> str | None:
             coded = {is_coded(layer.weight) for layer in group}
             if len(coded) > 1:
                 return f"{name}: only some of the layers that read its input are quantised"
-            if coded == {True} and len(group) == 2 and len({kind_of(_packed(layer)) for layer in group}) > 1:
+            if coded == {True} and len(group) == 2 and len({kind_of(packed_of(layer)) for layer in group}) > 1:
                 return f"{name}: gate and up are quantised in two formats"
     return None
 
@@ -42,45 +45,56 @@ def kind_of(packed: Packed) -> tuple[str, torch.dtype]:
     return packed.kind, packed.scale.dtype
 
 
-def _packed(layer: Linear) -> Packed:
+def packed_of(layer: Linear) -> Packed:
     format: Any = format_of(layer.weight)
     return format.packed(layer.weight.detach())
 
 
-class CodedLinear:
-    """Layers that read one x. Those of one format are one product, over codes that are neighbours in memory.
+def own_codes(layers: Sequence[Linear]) -> list[Packed]:
+    """Return the codes of quantised layers, those of one format as one weight, which are neighbours in memory."""
+    together = [[*group] for _, group in groupby(map(packed_of, layers), kind_of)]
+    return [join_packed(group, join_rows([one.words for one in group])) for group in together]
 
-    Of gate and up, the kernel takes rows of both alternately. Adapters are added after the product.
+
+class PackedLinear:
+    """Layers that read one x, over packed numbers: one product for each of `parts`, whose rows follow each other.
+
+    turns   layers whose rows alternate in a part: 2 for a packed gate and up
+    shared  unpack into the scratch of all layers; False: into new memory
     """
 
     prefix = "quantized_"
-    added: LoraDelta | None = None  # of the layers' adapters; set by the layer's part
+    added: LoraDelta | None = None  # of the layers' adapters, added after the product; set by the layer's part
     gemv_rows: int | None = None
     copy: Tensor | None = None
 
-    def __init__(self, form: Any, layers: Sequence[Linear]) -> None:
-        self.form, self.layers = form, layers
-        self.counts = [len(layer.weight) for layer in layers]
+    def __init__(
+        self, form: Any, layers: Sequence[Linear], parts: Sequence[Packed], turns: int = 1, shared: bool = True
+    ) -> None:
+        self.form, self.layers, self.parts, self.turns = form, layers, parts, turns
+        self.counts, self.rows = [len(layer.weight) for layer in layers], [part.rows for part in parts]
+        self.size, self.device = (sum(self.rows), parts[0].columns), parts[0].words.device
+        self.nbytes = sum(part.nbytes for part in parts)
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
-        together = [[*group] for _, group in groupby(map(_packed, layers), kind_of)]
-        self.parts = [join_packed(group, join_rows([one.words for one in group])) for group in together]
-        self.formats = Counter(group[0].kind for group in together for _ in group)
-        self.rows = [packed.rows for packed in self.parts]
-        self.columns, device = self.parts[0].columns, self.parts[0].words.device
-        self.nbytes = sum(packed.nbytes for packed in self.parts)
-        self._bias = torch.cat(self.biases).detach() if self.biases else None
-        self._alternate_bias = torch.stack(self.biases, 1).flatten().detach() if len(self.biases) == 2 else self._bias
-        size = sum(self.rows), self.columns
-        self._scratch = None if form.on_host else form.scratch(*size, device)  # now, since no graph may allocate it
-        self._stored = self._unpacked(torch.empty(size, device=device, dtype=form.dtype)) if form.on_host else []
+        self.bias = self.alternate_bias = self.biases[0] if self.biases else None
+        if len(self.biases) > 1:
+            self.bias = torch.cat(self.biases).detach()
+        if len(self.biases) == 2:
+            self.alternate_bias = torch.stack(self.biases, 1).flatten().detach()
+        self._scratch: Tensor | None = None
+        self._stored: list[Tensor] = []
+        if form.on_host:
+            self._stored = self._unpacked(self._empty(form.dtype))
+        elif shared:
+            self._scratch = form.scratch(*self.size, self.device)  # now, since no graph may allocate it
 
     def norm_product(
-        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Any = (None, None), cap: float = 0.0
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
-        biases = [None] * len(self.parts) if self._bias is None else self._bias.split(self.rows)
         if len(self.parts) == 1:
-            quantized_norm_product(x, norm, self.parts[0], biases[0], out, None, None, mode)
+            quantized_norm_product(x, norm, self.parts[0], self.bias, out, *best, mode, cap)
         else:
+            biases = [None] * len(self.parts) if self.bias is None else self.bias.split(self.rows)
             each = [quantized_norm_product(x, norm, *pair, None, None, None, mode) for pair in zip(self.parts, biases)]
             torch.cat(each, 1, out=out)
         if self.added is not None:
@@ -90,14 +104,14 @@ class CodedLinear:
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (packed,) = self.parts
         if self.added is None:
-            quantized_norm_gate_up(x, norm, packed, self._alternate_bias, out, mode, activation, False)
+            quantized_norm_gate_up(x, norm, packed, self.alternate_bias, out, mode, activation, self.turns == 2)
             return
-        gate, up = quantized_norm_product(x, norm, packed, self._bias, None, None, None, mode).split(self.counts, 1)
+        gate, up = quantized_norm_product(x, norm, packed, self.bias, None, None, None, mode).split(self.counts, 1)
         self.added.add(self._normed(x, norm), gate, up)
         out.copy_(ACTIVATIONS[activation](gate) * up)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        quantized_add_product(h, self.parts[0], self._bias, x, mode)
+        quantized_add_product(h, self.parts[0], self.bias, x, mode)
         if self.added is not None:
             self.added.add(h, x)
 
@@ -106,16 +120,21 @@ class CodedLinear:
         return out.copy_(x) if norm is None else norm_rows(x, norm, out)
 
     def matrices(self) -> list[Tensor]:
-        return self._stored or self._unpacked(self._scratch)
+        return self._stored or self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
 
     def exact(self) -> Sequence[Linear]:
-        return self.layers
+        if self.form.kind is None:
+            return self.layers
+        return [layer._replace(weight=w) for layer, w in zip(self.layers, self._unpacked(self._empty(torch.float32)))]
 
     def tensors(self) -> list[Tensor]:
         codes = self._stored or [t for packed in self.parts for t in packed.tensors()]
         return [*codes, *self.biases, *(self.added.tensors() if self.added else ())]
 
-    def _unpacked(self, to: Any) -> list[Tensor]:
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.size, device=self.device, dtype=dtype)
+
+    def _unpacked(self, to: Tensor) -> list[Tensor]:
         for packed, part in zip(self.parts, to.split(self.rows)):
-            self.form.unpack(packed, part)
+            self.form.unpack(packed, part, self.turns)
         return list(to.split(self.counts))

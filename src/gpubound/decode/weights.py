@@ -30,10 +30,7 @@ from ..kernels import (
     dequantize,
     norm_gate_up,
     norm_product,
-    quantized_add_product,
     quantized_add_routed,
-    quantized_norm_gate_up,
-    quantized_norm_product,
     quantized_routed_gate_up,
     routed_gate_up,
     send_product,
@@ -47,11 +44,7 @@ from ..models.decoding import Linear
 from ..trace import notice
 from .lora import LoraDelta, adapters_for
 from .model_watch import WeightVersions
-from .quantized import CodedLinear, is_coded
-
-Maxima = tuple[Tensor | None, Tensor | None]
-"""partial maxima of a product, and their rows"""
-NO_MAXIMA = (None, None)
+from .quantized import NO_MAXIMA, Maxima, PackedLinear, is_coded, own_codes, packed_of
 
 
 class WeightFormat:
@@ -90,23 +83,19 @@ class LiveFormat(WeightFormat):
 
     def begin(self, model: nn.Module, device: torch.device, on_host: bool) -> None:
         """Prepare to read the model's current weights on `device`. on_host: for the CPU's step, which no kernel serves."""
-        self.on_host, self.dtype, self.formats = (
-            on_host,
-            next(p.dtype for p in model.parameters() if p.is_floating_point()),
-            Counter(),
-        )
+        self.on_host, self.formats = on_host, Counter()
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if on_host and any(is_coded(p) for p in model.parameters()):
             notice("decoder: no kernel reads quantised weights on a CPU: their numbers are kept in full, nothing is saved")
 
     def changed(self) -> str | None:
         return None
 
-    def stacked(self, *layers: Linear) -> "DenseLinear | CodedLinear":
+    def stacked(self, *layers: Linear) -> "DenseLinear | PackedLinear":
         if not is_coded(layers[0].weight):
             return DenseLinear(*layers)
-        product = CodedLinear(self, layers)
-        self.formats.update(product.formats)
-        return product
+        self.formats.update(packed_of(layer).kind for layer in layers)
+        return PackedLinear(self, layers, own_codes(layers))
 
     gate_up = stacked
 
@@ -228,15 +217,15 @@ class PackedFormat(WeightFormat):
     def changed(self) -> str | None:
         return None if self._versions is None else self._versions.changed()
 
-    def stacked(self, *layers: Linear) -> "PackedLinear":
-        return PackedLinear(self, pack_stacked([layer.weight for layer in layers], self.kind, self.device), layers)
+    def stacked(self, *layers: Linear) -> PackedLinear:
+        return PackedLinear(self, layers, [pack_stacked([layer.weight for layer in layers], self.kind, self.device)])
 
-    def gate_up(self, gate: Linear, up: Linear) -> "PackedLinear":
-        return PackedLinear(self, pack_gate_up(gate.weight, up.weight, self.kind, self.device), (gate, up), turns=2)
+    def gate_up(self, gate: Linear, up: Linear) -> PackedLinear:
+        return PackedLinear(self, (gate, up), [pack_gate_up(gate.weight, up.weight, self.kind, self.device)], turns=2)
 
-    def head(self, layer: Linear) -> "PackedLinear":
+    def head(self, layer: Linear) -> PackedLinear:
         """Pack the head. It is unpacked for each use, since its scratch would be the largest of all."""
-        return PackedLinear(self, pack(layer.weight, self.kind, self.device), [layer], shared=False)
+        return PackedLinear(self, [layer], [pack(layer.weight, self.kind, self.device)], shared=False)
 
     def experts(self, gate_up: Tensor, down: Tensor) -> "PackedExperts":
         return PackedExperts(self, gate_up, down)
@@ -248,56 +237,6 @@ class PackedFormat(WeightFormat):
             (f"prompts{steps}", f"{kernels}: dequantize, products by torch", f"{self.unpacked} weights unpacked so far"),
             ("weights", self.kind, f"{read / 1e6:,.3g} MB a step, {unpacked / 1e6:,.3g} as they were"),
         ]
-
-
-class PackedLinear:
-    """Weights that read one x, packed as one: their rows concatenated, or interleaved by `turns`."""
-
-    prefix = "quantized_"
-    added: LoraDelta | None = None
-
-    def __init__(
-        self, form: PackedFormat, packed: Packed, layers: Sequence[Linear], turns: int = 1, shared: bool = True
-    ) -> None:
-        self.form, self.packed, self.turns, self.layers = form, packed, turns, layers
-        self.counts = [len(layer.weight) for layer in layers]
-        self.biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias: Tensor | None = self.biases[0] if self.biases else None
-        if len(self.biases) > 1:  # in the order of the packed rows
-            self.bias = (torch.stack(self.biases, 1).flatten() if turns > 1 else torch.cat(self.biases)).detach()
-        self.nbytes = packed.nbytes
-        # now, since no graph may allocate it
-        self._scratch = form.scratch(packed.rows, packed.columns, packed.words.device) if shared and not form.on_host else None
-        self._stored = self._unpacked(self._empty(form.dtype)) if form.on_host else None
-
-    def norm_product(
-        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
-    ) -> Tensor:
-        return quantized_norm_product(x, norm, self.packed, self.bias, out, *best, mode, cap)
-
-    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
-        quantized_norm_gate_up(x, norm, self.packed, self.bias, out, mode, activation)
-
-    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        quantized_add_product(h, self.packed, self.bias, x, mode)
-
-    def matrices(self) -> list[Tensor]:
-        if self._stored is not None:
-            return self._stored
-        return self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
-
-    def exact(self) -> list[Linear]:
-        unpacked = self._unpacked(self._empty(torch.float32))
-        return [layer._replace(weight=weight) for layer, weight in zip(self.layers, unpacked)]
-
-    def tensors(self) -> list[Tensor]:
-        return [*(self._stored or (self.packed.words, self.packed.scale)), *self.biases]
-
-    def _empty(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.packed.rows, self.packed.columns, device=self.packed.words.device, dtype=dtype)
-
-    def _unpacked(self, to: Tensor) -> list[Tensor]:
-        return list(self.form.unpack(self.packed, to, self.turns).split(self.counts))
 
 
 class PackedExperts:
