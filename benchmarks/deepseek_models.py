@@ -83,7 +83,7 @@ def _in_fp8(model: Any) -> Any:
 def _drawn(model: Any) -> Any:
     """With the experts of words, and codes of experts, which transformers does not draw."""
     from gpubound.kernels.packed_weights import BIAS
-    from gpubound.models.deepseek_v4.modules import PARTS, Fp4Experts
+    from gpubound.models.quantized.experts import PARTS, Fp4Experts
 
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from ...kernels.packed_weights import E2M1, MX, Packed, pack_fp4
+from ...kernels.packed_weights import E2M1, MX, Packed
 from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
+from ..quantized.experts import keep_fp4
+from ..quantized.fp8 import wide
 from .kernels.products import BLOCK, Fp8Blocks, scales_shape
 from .modules import Fp8Linear, in_fp4, keep_in_fp32
 
@@ -28,8 +30,6 @@ BYTES = {torch.int8, torch.uint8}  # that hold two fp4 values each
 CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' dtype names
 POWERS = {"F8_E8M0", "U8"}  # scales that are powers of two, a byte each
 WHOSE = {"fp8": "weights of linear layers", "fp4": "weights of experts"}
-
-
 META = torch.device("meta")
 
 
@@ -141,7 +141,7 @@ def _fill(
                 scale = None if scale is None else scale.to(memory.device)
                 if isinstance(place, Packed):
                     stayed["fp4"] += 1
-                    _keep(place, values, scale, f"{file}: {name}")
+                    keep_fp4(place, values, scale, f"{file}: {name}")
                 elif isinstance(place, Fp8Blocks):
                     stayed["fp8"] += 1
                     _keep_blocks(place, values, scale, f"{file}: {name}")
@@ -163,18 +163,6 @@ def _fill(
         fallback(f"weights of {folder.name}: {counts}", f"read as {dtype}, for {why}")
 
 
-def _keep(place: Packed, codes: Tensor, scales: Tensor | None, name: str) -> None:
-    """Copy fp4 codes and scales to `place`, in the kernels' layout."""
-    _check_shape((codes.shape[:-1].numel(), 2 * codes.shape[-1]), (place.rows, place.columns), name)
-    wanted = (*codes.shape[:-1], place.columns // MX)
-    if scales is None or scales.shape != wanted:
-        got = None if scales is None else tuple(scales.shape)
-        raise DataError(f"{name}: got scales {got}, wanted {wanted}: one for each {MX} numbers; {CURE}.")
-    packed = pack_fp4(codes.flatten(0, -2), scales.flatten(0, -2))
-    place.words.copy_(packed.words)
-    place.scale.copy_(packed.scale)
-
-
 def _keep_blocks(place: Fp8Blocks, codes: Tensor, scales: Tensor | None, name: str) -> None:
     _check_shape(codes.shape, place.shape, name)
     wanted = scales_shape(place.shape, place.block)
@@ -185,7 +173,7 @@ def _keep_blocks(place: Fp8Blocks, codes: Tensor, scales: Tensor | None, name: s
             f"{place.block[1]}; {CURE}."
         )
     place.codes.copy_(codes)
-    place.scale.copy_(_wide(scales))
+    place.scale.copy_(wide(scales))
 
 
 def _check_shape(got: Sequence[int], wanted: Sequence[int], name: str) -> None:
@@ -203,7 +191,7 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
         values = table[torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2).long()]
     else:
         values = codes.float()
-    scales32 = _wide(scales)
+    scales32 = wide(scales)
     rows, columns = values.shape[-2:]
     wanted = (*values.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
     if scales32.shape != wanted:
@@ -213,11 +201,6 @@ def numbers(codes: Tensor, scales: Tensor, block: tuple[int, int], name: str = "
         )
     scales32 = scales32.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
     return values.mul_(scales32)
-
-
-def _wide(scales: Tensor) -> Tensor:
-    """Convert scales to fp32. uint8 scales are e8m0."""
-    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
 def _scales(name: str, stored: dict[str, Stored], file: Path, tensors: Any) -> Tensor | None:

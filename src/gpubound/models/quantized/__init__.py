@@ -8,5 +8,6 @@ fp8.py          compressed-tensors and fine-grained FP8: a scale a weight, a row
 int4.py         GPTQ, AWQ, and integers of compressed-tensors
 bitsandbytes.py NF4 and FP4, with and without double quantisation; int8
 mxfp4.py        experts of gpt-oss
+experts.py      modules of experts over fp4 codes
 gguf.py         a GGUF file: its header, config and block formats
 """
