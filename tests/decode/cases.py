@@ -63,8 +63,8 @@ OTHERS = {
     "Glm": {"rope_parameters": HALF, "eos_token_id": []},
     "Glm4": {"rope_parameters": HALF, "attention_bias": True, "eos_token_id": []},
     "Exaone4": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
-    "GPT2": {"n_inner": 16},
-    "GPTNeoX": {"rope_parameters": HALF},
+    "GPT2": {"n_inner": 16, "num_key_value_heads": None},
+    "GPTNeoX": {"rope_parameters": HALF, "num_key_value_heads": None},
     "Granite": {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
         "rms_norm_eps": 1e-2,

@@ -187,6 +187,10 @@ def test_every_option_of_the_families_is_known(kind):
         "Gemma3": {"attn_logit_softcapping"},
         "Olmoe": {"clip_qkv"},
         "GPT2": {"add_cross_attention", "scale_attn_by_inverse_layer_idx"},
+        "Cohere": {"use_qk_norm"},
+        "Cohere2": {"use_qk_norm"},
+        "Phi": {"qk_layernorm"},
+        "StableLm": {"qk_layernorm"},
     }.get(kind, set())
     config = cases.build(kind).config
     known = READ | type(registry.reader_of(cases.build(kind))).READS

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..kernels import layer_norm
-from ..layers.attention import Angles, Rope
+from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
-from .decoding import AttentionWeights, DenseWeights, Shape
+from .decoding import Shape
 from .hf_modules import HFCausalLM, attention, causal_lm, mlp
 from .interleaved import InterleavedAttention
 from .reader import InterleavedAngles, LayerNormReader, halves
@@ -75,31 +75,15 @@ SWAPS: dict[str, Maker] = {
 
 class CohereReader(LayerNormReader):
     NORMS = ("input_layernorm", None, None, None)
-    READS = frozenset({"logit_scale", "layer_norm_eps", "use_qk_norm", "rope_theta", "sliding_window_pattern"})
-    image_positions = False  # the cache has keys in another order than the model
-
-    def refusal(self, max_length: int) -> str | None:
-        if getattr(self.config, "use_qk_norm", False):
-            return "it norms each head by its own weights (use_qk_norm)"
-        return super().refusal(max_length)
+    READS = frozenset({"logit_scale", "layer_norm_eps", "rope_theta", "sliding_window_pattern"})
+    ANGLES, INTERLEAVED, PARALLEL = InterleavedAngles, True, True
+    image_positions = False
 
     def shape(self) -> Shape:
         return replace(super().shape(), logit_scale=float(self.model.logit_scale))
 
-    def angles(self) -> list[Angles]:
-        return [InterleavedAngles(self.trunk.rotary_emb)]
-
     def table(self, attention: Any) -> int | None:
         return 0 if getattr(attention, "sliding_window", 0) is not None else None
-
-    def window(self, attention: Any) -> int:
-        return getattr(attention, "sliding_window", None) or 0
-
-    def attention(self, block: Any) -> AttentionWeights:
-        return replace(super().attention(block), interleaved=len(self.trunk.rotary_emb.inv_freq))
-
-    def mlp(self, block: Any) -> DenseWeights:
-        return replace(super().mlp(block), norm=self.norm(block.input_layernorm), parallel=True)
 
 
 DECODING = {"ForCausalLM": CohereReader}

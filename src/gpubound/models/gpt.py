@@ -4,7 +4,6 @@ Both have weights in another layout than the kernels': NeoX's q, k and v of a he
 transposed. The decoder reads copies, and copies them again when they have changed. Placing swaps norms and the loss.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,34 +11,17 @@ from transformers.pytorch_utils import Conv1D
 
 from ..layers.attention import Angles
 from ..layers.fused_weights import hooked
-from .decoding import Linear, Shape
+from .decoding import Linear
 from .reader import NoAngles, UngatedReader, weight_of
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {}
 
 
-class GPTReader(UngatedReader):
-    """Reader of models with as many key and value heads as query heads, whose q, k and v are one layer."""
-
-    def shape(self) -> Shape:
-        return replace(super().shape(), kv_heads=self.config.num_attention_heads)
-
-    def together(self, block: Any) -> list[list[Any]]:
-        return []
-
-
-class NeoXReader(GPTReader):
+class NeoXReader(UngatedReader):
     READS = frozenset({"layer_norm_eps", "hidden_dropout", "classifier_dropout", "use_parallel_residual", "is_decoder"})
     EMBEDDING, FINAL, ATTENTION, OUTPUT = "embed_in", "final_layer_norm", "attention", "dense"
     LAYERS = ("dense_h_to_4h", "dense_4h_to_h")
-
-    @property
-    def PARALLEL(self) -> bool:  # type: ignore[override]
-        return self.config.use_parallel_residual
-
-    def head_dim(self, attention: Any) -> int:
-        return attention.head_size
 
     def projections(self, attention: Any) -> list[Linear]:
         layer, count, width = attention.query_key_value, self.config.num_attention_heads, attention.head_size
@@ -52,7 +34,7 @@ class NeoXReader(GPTReader):
         return [Linear(*pair) for pair in zip(weights, biases)]
 
 
-class GPT2Reader(GPTReader):
+class GPT2Reader(UngatedReader):
     NORMS = ("ln_1", None, "ln_2", None)
     READS = frozenset((
         "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon",

@@ -6,7 +6,6 @@ Placing swaps norms; attention and experts stay those of transformers.
 from dataclasses import replace
 from typing import Any
 
-from ..layers.attention import Angles
 from .decoding import AttentionWeights, ColumnExpertWeights, Linear
 from .hf_modules import norm
 from .reader import Reader, SingleAngles, weight_of
@@ -21,6 +20,7 @@ class GptOssReader(Reader):
         "num_local_experts", "num_experts_per_tok", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef",
         "output_router_logits",
     ))  # fmt: skip
+    ANGLES = SingleAngles
 
     def refusal(self, max_length: int) -> str | None:
         for number, block in enumerate(self.blocks):
@@ -31,14 +31,8 @@ class GptOssReader(Reader):
                     return f"model.layers.{number}.mlp.{name}: {type(module).__name__}, not the family's own, or with hooks"
         return super().refusal(max_length)
 
-    def angles(self) -> list[Angles]:
-        return [SingleAngles(self.trunk.rotary_emb)]
-
     def attention(self, block: Any) -> AttentionWeights:
         return replace(super().attention(block), sinks=block.self_attn._parameters["sinks"])
-
-    def window(self, attention: Any) -> int:
-        return attention.sliding_window or 0
 
     def mlp(self, block: Any) -> ColumnExpertWeights:
         router, experts = block.mlp.router, block.mlp.experts
@@ -54,9 +48,6 @@ class GptOssReader(Reader):
             alpha=float(experts.alpha),
             limit=float(experts.limit),
         )
-
-    def together(self, block: Any) -> list[list[Any]]:
-        return super().together(block)[:1]
 
     def routers(self) -> dict[int, Any]:
         return {number: block.mlp.router for number, block in enumerate(self.blocks)}

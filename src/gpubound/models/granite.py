@@ -14,7 +14,7 @@ from ..kernels.decode_product import Norm
 from ..layers.attention import Mask, Rope
 from ..layers.block import normed_for
 from .decoding import Shape
-from .hf_modules import HFCausalLM, HFStack, attention, causal_lm, mlp, norm, stack
+from .hf_modules import SWAPS as LLAMA, HFCausalLM, HFStack, causal_lm, stack
 from .reader import Reader
 from .registry import Maker
 
@@ -39,10 +39,7 @@ class ScaledCausalLM(HFCausalLM):
         return x / self.config.logits_scaling
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
-    "MLP": mlp,
-    "Attention": attention,
+SWAPS: dict[str, Maker] = LLAMA | {
     "Model": partial(stack, part=MultipliedStack),
     "ForCausalLM": partial(causal_lm, part=ScaledCausalLM),
 }

@@ -4,7 +4,7 @@ The kernels rotate pairs (i, i + P). So each head's dimensions are put in that o
 have one order, and only keys for a cache of transformers get their own back.
 """
 
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,10 +14,9 @@ from ..kernels.rope import apart, together
 from ..layers.attention import Attention, Mask, Rope
 from ..layers.block import normed_for
 from ..layers.fused_weights import Kernels
-from .decoding import AttentionWeights, Linear
-from .hf_modules import HFMLP, HFAttention, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
+from .hf_modules import HFMLP, SWAPS as LLAMA, HFAttention, HFNorm, HFStack, attention, mlp, stack
 from .phi3 import PackedMLP
-from .reader import Reader, parts_of
+from .reader import Reader
 from .registry import Maker, Swap
 
 
@@ -61,35 +60,22 @@ def interleaved_stack(module: Any, _: Any) -> Swap:
     return stack(module, None, Glm4Stack if "post_mlp_layernorm" in module.layers[0]._modules else HFStack)
 
 
-def interleaved_attention(module: Any, stack: Any) -> Swap:
-    return attention(module, stack, InterleavedAttention)
-
-
 def packed_mlp(module: Any, stack: Any) -> Swap:
     return mlp(module, stack, PackedMLP if "gate_up_proj" in module._modules else HFMLP)
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
+SWAPS: dict[str, Maker] = LLAMA | {
     "MLP": packed_mlp,
-    "Attention": interleaved_attention,
+    "Attention": partial(attention, part=InterleavedAttention),
     "Model": interleaved_stack,
-    "ForCausalLM": causal_lm,
 }
 
 
 class InterleavedReader(Reader):
     NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     READS = frozenset({"partial_rotary_factor", "use_bias"})
-    image_positions = False  # the cache has keys in another order than the model
-
-    def attention(self, block: Any) -> AttentionWeights:
-        return replace(super().attention(block), interleaved=len(self.trunk.rotary_emb.inv_freq))
-
-    def gate_up(self, mlp: Any) -> list[Linear]:
-        if "gate_up_proj" not in mlp._modules:
-            return super().gate_up(mlp)
-        return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
+    INTERLEAVED = True
+    image_positions = False
 
 
 DECODING = {"ForCausalLM": InterleavedReader}

@@ -13,7 +13,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import run_blocks
 from ..layers.packed_attention import Segments
-from .hf_modules import HFAttention, HFStack, attention, causal_lm, mlp, norm, stack
+from .hf_modules import SWAPS as LLAMA, HFAttention, HFStack, attention, stack
 from .packed_rows import FULL, WINDOWED
 from .reader import HFAngles, Reader, angle_types, layer_type
 from .registry import Maker, Swap
@@ -93,12 +93,6 @@ def typed_attention(module: Any, stack: Any, part: type[HFAttention] = HFAttenti
     return attention(module, stack, part)
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
-    "MLP": mlp,
-    "Attention": typed_attention,
-    "Model": typed_stack,
-    "ForCausalLM": causal_lm,
-}
+SWAPS: dict[str, Maker] = LLAMA | {"Attention": typed_attention, "Model": typed_stack}
 
 DECODING = {"ForCausalLM": Reader}

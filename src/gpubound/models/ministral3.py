@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import Mask
-from .hf_modules import HFAttention, HFStack, attention, causal_lm, mlp, norm, stack
+from .hf_modules import SWAPS as LLAMA, HFAttention, HFStack, attention, stack
 from .reader import Reader
 from .registry import Maker
 
@@ -48,12 +48,9 @@ class ScaledStack(HFStack):
         return *super().angles(x, positions), positions
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
-    "MLP": mlp,
+SWAPS: dict[str, Maker] = LLAMA | {
     "Attention": partial(attention, part=ScaledAttention),
     "Model": partial(stack, part=ScaledStack),
-    "ForCausalLM": causal_lm,
 }
 
 

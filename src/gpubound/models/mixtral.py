@@ -72,7 +72,7 @@ class SparseReader(Reader):
     def mlp(self, block: Any) -> Any:
         if not _is_sparse(block.mlp):
             return super().mlp(block)
-        before, after = self.norms(block, self.NORMS[2:])
+        before, after = self.mlp_norms(block)
         gate = block.mlp._modules.get("shared_expert_gate")
         assert before is not None
         return ExpertWeights(

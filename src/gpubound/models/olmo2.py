@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
-from .hf_modules import HFMLP, OPS, HFAttention, HFNorm, HFStack, mlp, norm, stack, tried_causal_lm
+from .hf_modules import HFMLP, OPS, SWAPS as LLAMA, HFAttention, HFNorm, HFStack, stack, tried_causal_lm
 from .layer_types import TypedStack, typed_attention, typed_stack
 from .reader import Reader, angle_types
 from .registry import Maker, Swap
@@ -55,9 +55,7 @@ def post_norm_stack(module: Any, _: Any) -> Swap:
     return stack(module, None, PostNormStack)
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
-    "MLP": mlp,
+SWAPS: dict[str, Maker] = LLAMA | {
     "Attention": partial(typed_attention, part=WideNormAttention),
     "Model": post_norm_stack,
     "ForCausalLM": tried_causal_lm,

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from ..layers.attention import RopeTable
-from .decoding import Linear
-from .hf_modules import HFMLP, HFAttention, HFStack, attention, mlp, norm, stack, tried_causal_lm, unswapped
-from .reader import ChangingAngles, Reader, parts_of
+from .hf_modules import HFMLP, SWAPS as LLAMA, HFAttention, HFStack, attention, mlp, stack, tried_causal_lm, unswapped
+from .reader import ChangingAngles, Reader
 from .registry import Maker, Swap
 
 
@@ -51,8 +50,7 @@ def phi3_stack(module: Any, _: Any) -> Swap:
     return swap
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
+SWAPS: dict[str, Maker] = LLAMA | {
     "MLP": partial(mlp, part=PackedMLP),
     "Attention": partial(attention, part=PackedAttention),
     "Model": phi3_stack,
@@ -60,17 +58,4 @@ SWAPS: dict[str, Maker] = {
 }
 
 
-class PackedReader(Reader):
-    def projections(self, attention: Any) -> list[Linear]:
-        c = self.config
-        heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
-        return parts_of(attention.qkv_proj, [count * attention.head_dim for count in heads])
-
-    def gate_up(self, mlp: Any) -> list[Linear]:
-        return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
-
-    def together(self, block: Any) -> list[list[Any]]:
-        return []
-
-
-DECODING = {"ForCausalLM": PackedReader}
+DECODING = {"ForCausalLM": Reader}

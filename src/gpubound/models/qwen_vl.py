@@ -3,13 +3,14 @@
 The tokens of a text have one position on all three axes, and so the angles of any other model.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from .hf_modules import HFStack, attention, causal_lm, mlp, norm, stack
+from .hf_modules import SWAPS as LLAMA, HFStack, attention, mlp, norm, stack
 from .reader import Reader
-from .registry import Maker, Swap
+from .registry import Maker
 
 
 class GridStack(HFStack):
@@ -20,16 +21,8 @@ class GridStack(HFStack):
         return super().unable(kwargs)
 
 
-def grid_stack(module: Any, _: Any) -> Swap:
-    return stack(module, None, GridStack)
-
-
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
-    "MLP": mlp,
-    "Attention": attention,
-    "Model": grid_stack,
-    "ForCausalLM": causal_lm,
+SWAPS: dict[str, Maker] = LLAMA | {
+    "Model": partial(stack, part=GridStack),
     # Qwen2.5-VL's names of the text model's parts; its MLP and Attention are those for images
     "Qwen2_5_VLRMSNorm": norm,
     "Qwen2MLP": mlp,

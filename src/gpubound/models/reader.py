@@ -105,9 +105,13 @@ class HFAngles:
 
     def __call__(self, positions: Tensor) -> Rope:
         like = torch.empty(0, device=positions.device, dtype=torch.float32)  # only its dtype and device are read
-        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
-        shape = (*positions.shape, cos.shape[-1] // 2)
-        return cos[..., : shape[-1]].reshape(shape), sin[..., : shape[-1]].reshape(shape)
+        embeddings = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
+        cos, sin = (t[..., self.columns(t.shape[-1])].reshape(*positions.shape, -1) for t in embeddings)
+        return cos, sin
+
+    def columns(self, width: int) -> slice:
+        """Return where the module's cos and sin have the angle of each pair; the rest repeats it."""
+        return slice(width // 2)
 
     def stamp(self) -> object:
         frequencies: Tensor = getattr(self.rotary, self.frequencies)
@@ -117,21 +121,15 @@ class HFAngles:
 class SingleAngles(HFAngles):
     """Angles of a rotary module that has each of a pair's once."""
 
-    def __call__(self, positions: Tensor) -> Rope:
-        like = torch.empty(0, device=positions.device, dtype=torch.float32)
-        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
-        shape = (*positions.shape, cos.shape[-1])
-        return cos.reshape(shape), sin.reshape(shape)
+    def columns(self, width: int) -> slice:
+        return slice(width)
 
 
 class InterleavedAngles(HFAngles):
     """Angles of a rotary module that has both of a pair next to each other."""
 
-    def __call__(self, positions: Tensor) -> Rope:
-        like = torch.empty(0, device=positions.device, dtype=torch.float32)
-        cos, sin = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
-        shape = (*positions.shape, cos.shape[-1] // 2)
-        return cos[..., ::2].reshape(shape), sin[..., ::2].reshape(shape)
+    def columns(self, width: int) -> slice:
+        return slice(0, width, 2)
 
 
 class NoAngles:
@@ -212,6 +210,9 @@ class Reader:
     READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
     # Names in the stack: its blocks, embedding and last norm. Names in a block: attention, and its output projection.
     BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "layers", "embed_tokens", "norm", "self_attn", "o_proj"
+    ANGLES: ClassVar[type[HFAngles]] = HFAngles
+    INTERLEAVED = False  # whether pairs (2i, 2i + 1) are rotated, which the cache has in another order than the model
+    PARALLEL = False  # whether an MLP reads the stream before attention's update, in all blocks
     image_positions = True  # whether an image's tokens have positions like a text's
 
     def __init__(self, model: Any) -> None:
@@ -248,7 +249,7 @@ class Reader:
         if self.activation() is None:
             known = ", ".join(ACTIVATED if isinstance(self, UngatedReader) else ACTIVATIONS)
             return f"its activation is {activation_name(self.config)!r}, the kernels' are {known}"
-        if getattr(self.attention_of(self.blocks[0]), "head_dim", 0) % 2:
+        if self.head_dim(self.attention_of(self.blocks[0])) % 2:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False):
             return "its tokens attend to later tokens"
@@ -279,12 +280,12 @@ class Reader:
         )
 
     def head_dim(self, attention: Any) -> int:
-        return attention.head_dim
+        return attention.head_dim if hasattr(attention, "head_dim") else attention.head_size
 
     def angles(self) -> list[Angles]:
         """Return the rotary angles of the model, which a layer's `table` indexes."""
         rotary = self.trunk.rotary_emb
-        return [HFAngles(rotary, kind) for kind in angle_types(rotary)] or [HFAngles(rotary)]
+        return [self.ANGLES(rotary, kind) for kind in angle_types(rotary)] or [self.ANGLES(rotary)]
 
     def layers(self) -> list[LayerWeights]:
         return [LayerWeights(self.attention(block), self.mlp(block)) for block in self.blocks]
@@ -317,13 +318,19 @@ class Reader:
             table=self.table(attention),
             cap=self.cap(attention),
             post_norm=after,
+            interleaved=len(self.trunk.rotary_emb.inv_freq) if self.INTERLEAVED else 0,
         )
 
     def linear(self, layer: Any) -> Linear:
         return linear_of(layer)
 
     def projections(self, attention: Any) -> list[Linear]:
-        return [linear_of(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        """Return the weights of q, k and v, which may share one parameter."""
+        if "qkv_proj" not in attention._modules:
+            return [linear_of(layer) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        c = self.config
+        heads = c.num_attention_heads, c.num_key_value_heads, c.num_key_value_heads
+        return parts_of(attention.qkv_proj, [count * attention.head_dim for count in heads])
 
     def window(self, attention: Any) -> int:
         """Return the window of a layer: an attribute of the layer for Qwen, of its config for Mistral; 0 for none."""
@@ -339,21 +346,33 @@ class Reader:
     def cap(self, attention: Any) -> float:
         return 0.0
 
-    def mlp(self, block: Any) -> Any:
+    def parallel(self, block: Any) -> bool:
+        return self.PARALLEL or getattr(block, "use_parallel_residual", False)
+
+    def mlp_norms(self, block: Any) -> list[Any]:
+        """Return the norms before and after the MLP. A parallel block without one before it shares attention's."""
         before, after = self.norms(block, self.NORMS[2:])
+        if before is None and self.parallel(block):
+            (before,) = self.norms(block, self.NORMS[:1])
+        return [before, after]
+
+    def mlp(self, block: Any) -> Any:
+        before, after = self.mlp_norms(block)
         gate, up = self.gate_up(block.mlp)
         activation = self.activation()
         assert activation is not None
-        return DenseWeights(before, gate, up, linear_of(block.mlp.down_proj), activation, after)
+        return DenseWeights(before, gate, up, linear_of(block.mlp.down_proj), activation, after, self.parallel(block))
 
     def gate_up(self, mlp: Any) -> list[Linear]:
+        """Return the weights of gate and up, which may share one parameter."""
+        if "gate_up_proj" in mlp._modules:
+            return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
         return [linear_of(mlp.gate_proj), linear_of(mlp.up_proj)]
 
     def together(self, block: Any) -> list[list[Any]]:
         """Return the linear layers of a block that read the same input, which are one GEMM if their weights are contiguous."""
-        attention, mlp = block.self_attn, block.mlp
-        groups = [[attention.q_proj, attention.k_proj, attention.v_proj]]
-        return [*groups, [mlp.gate_proj, mlp.up_proj]] if hasattr(mlp, "gate_proj") else groups
+        parts = (self.attention_of(block), ("q_proj", "k_proj", "v_proj")), (block.mlp, ("gate_proj", "up_proj"))
+        return [[getattr(part, name) for name in names] for part, names in parts if hasattr(part, names[0])]
 
     def routers(self) -> dict[int, nn.Module]:
         """Return the router modules by layer."""
@@ -372,17 +391,16 @@ class UngatedReader(LayerNormReader):
     """Reader of models whose MLPs have no gate besides. LAYERS: names of its two layers."""
 
     LAYERS: ClassVar[tuple[str, str]] = ("c_fc", "c_proj")
-    PARALLEL = False
 
     def activation(self) -> str | None:
         return UNGATED_NAMES.get(activation_name(self.config))
 
     def mlp(self, block: Any) -> UngatedWeights:
-        before, after = self.norms(block, self.NORMS[2:])
+        before, after = self.mlp_norms(block)
         up, down = (self.linear(getattr(block.mlp, name)) for name in self.LAYERS)
         activation = self.activation()
         assert activation is not None
-        return UngatedWeights(before, up, down, activation, after, self.PARALLEL)
+        return UngatedWeights(before, up, down, activation, after, self.parallel(block))
 
 
 def weight_of(module: Any) -> Tensor:

@@ -254,13 +254,6 @@ def swaps_of(module: nn.Module) -> Mapping[str, Maker]:
     return _module(family).SWAPS if family else {}
 
 
-def fused_types() -> Iterator[str]:
-    """Yield the model_types whose attention and MLP have fused replacements."""
-    return (
-        kind for family, types in FAMILIES.items() if {"Attention", "MLP"} <= _module(family).SWAPS.keys() for kind in types
-    )
-
-
 def reader_of(model: Any) -> Reader | None:
     """Return the model's Reader, or None for an unknown family. Our own models have a class attribute `reader`."""
     if (own := getattr(type(model), "reader", None)) is not None:

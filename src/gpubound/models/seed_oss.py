@@ -6,7 +6,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from .hf_modules import HFMLP, HFAttention, attention, causal_lm, mlp, norm, stack
+from .hf_modules import HFMLP, SWAPS as LLAMA, HFAttention, attention, mlp
 from .reader import Reader
 from .registry import Maker
 
@@ -25,12 +25,9 @@ class DroppedMLP(HFMLP):
         return F.dropout(super().mix(x), self.residual_dropout, self.training)
 
 
-SWAPS: dict[str, Maker] = {
-    "RMSNorm": norm,
+SWAPS: dict[str, Maker] = LLAMA | {
     "MLP": partial(mlp, part=DroppedMLP),
     "Attention": partial(attention, part=DroppedAttention),
-    "Model": stack,
-    "ForCausalLM": causal_lm,
 }
 
 

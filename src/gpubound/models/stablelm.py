@@ -4,7 +4,6 @@ StableLM's MLP has a gate, and its blocks may be parallel. Nemotron's has none, 
 norms and the loss.
 """
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from ..kernels.row_ops import LayerNorm
@@ -15,17 +14,7 @@ SWAPS: dict[str, Maker] = {}
 
 
 class StableLMReader(LayerNormReader):
-    READS = frozenset({"layer_norm_eps", "use_qkv_bias", "qk_layernorm", "use_parallel_residual", "hidden_dropout"})
-
-    def refusal(self, max_length: int) -> str | None:
-        if self.config.qk_layernorm:
-            return "it norms each head by its own LayerNorm (qk_layernorm)"
-        return super().refusal(max_length)
-
-    def mlp(self, block: Any) -> Any:
-        if not block.use_parallel_residual:
-            return super().mlp(block)
-        return replace(super().mlp(block), norm=self.norm(block.input_layernorm), parallel=True)
+    READS = frozenset({"layer_norm_eps", "use_qkv_bias", "use_parallel_residual", "hidden_dropout"})
 
 
 class NemotronReader(UngatedReader):
