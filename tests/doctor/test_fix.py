@@ -260,10 +260,7 @@ REFUSED = {
         "data",
         "o = {'num_workers': 1}\nl = DataLoader(d, **o); f(o['x'])  # here\n",
     ),
-    "loader: line 3 passes dictionaries that are empty": (
-        "data",
-        "o = {}\no.update(o2)\nl = DataLoader(d, **o)  # here\no2 = {}\n",
-    ),
+    "optimizer: line 2 writes foreach in an unusual way": ("optimizer", "o = {'foreach': True}\nAdam(ps, **o)  # here\n"),
     "loader: line 1 passes **options": ("data", "l = DataLoader(d, **options)  # here\n"),
     "loader: there are 2 DataLoaders in this file": ("data", "a = DataLoader(d)\nb = DataLoader(e)\nf()  # here\n"),
     "loader: each worker would go over the whole IterableDataset": (
@@ -271,6 +268,8 @@ REFUSED = {
         "class D(IterableDataset): pass\nl = DataLoader(D())  # here\n",
     ),
     "loader: there is no DataLoader in this file": ("data", "f()  # here\n"),
+    "copies: it moves what Net() makes; move a module once": ("h2d", "l = DataLoader(d)\nm = Net()\nm.cuda()  # here\n"),
+    "staged: it moves what Linear() makes; move a module once": ("h2d", "import torch\nm = nn.Linear(1, 2).to(a)  # here\n"),
     "copies: it copies to the host": ("h2d", "l = DataLoader(d)\ny = x.to('cpu')  # here\n"),
     "copies: it copies to more than one place": ("h2d", "l = DataLoader(d)\nf(x.to(a), y.to(b))  # here\n"),
     "copies: the batches must be pinned where they are made, and there is no": ("pageable", "x = x.cuda()  # here\n"),
@@ -385,12 +384,16 @@ def test_findings_of_one_line_go_together(tmp_path):
 
 
 def test_every_patch_is_tried_here():
-    """But for the one of test_fix_step.py."""
-    tried = {kind for kind, *_ in [*CASES.values(), *REFUSED.values()]} | {"launch_bound"}
+    """But for those of test_fix_step.py and test_fix_batches.py."""
+    tried = {kind for kind, *_ in [*CASES.values(), *REFUSED.values()]} | {"launch_bound", "cpu_op"}
     assert all(patch.kinds & tried for patch in PATCHES.values())
 
 
 OPTIONS = {
+    "one without the workers": (
+        "o = {}\no.update(o2)\no['shuffle'] = True\nl = DataLoader(d, **o)  # here\no2 = {}\n",
+        "l = DataLoader(d, **o, num_workers=4, persistent_workers=True, pin_memory=True)  # here\no2 = {}\n",
+    ),
     "a conditional one": (
         "kwargs = {'num_workers': 1, 'pin_memory': True} if gpu else {}\nl = DataLoader(d, batch_size=4, **kwargs)  # here\n",
         "kwargs = {'num_workers': 4, 'pin_memory': True, \"persistent_workers\": True} if gpu else {}\n",

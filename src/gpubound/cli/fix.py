@@ -53,7 +53,7 @@ class Fix:
     apply: bool = False
     """Write the patches into the files."""
     also: str = ""
-    """Patches that change the results or the output, too: tf32, bf16, rarely."""
+    """Patches that change the results or the output, too: tf32, bf16, rarely, unfiltered."""
     json: bool = False
     """Print the answer as JSON."""
 

@@ -10,8 +10,7 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 def propose(source: SourceText, line: int) -> list[Edit]:
-    if not source.imports_torch:
-        raise Refused("the file does not import torch by that name")
+    source.check_imports_torch()
     names = {node.attr for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)}
     if names & {"autocast", "bfloat16", "float16", "half", "GradScaler"}:
         raise Refused("the file uses 16-bit numbers already")

@@ -16,8 +16,7 @@ ARITHMETIC = (ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.operator, as
 
 
 def propose(source: SourceText, line: int) -> list[Edit]:
-    if not source.imports_torch:
-        raise Refused("the file does not import torch by that name")
+    source.check_imports_torch()
     statement = source.statement_at(line, "update", "item")
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:

@@ -4,7 +4,7 @@
     print(total / 50)          print(float(total) / 50)
 
 A Python number is a double, so sums in float64 on the device are the same numbers. Taken only where the value is used outside
-the loop, or under an `if` inside it: a value that every step needs would be waited for all the same.
+the loop, under an `if` inside it, or in a line that waits for another value: any other use would wait all the same.
 """
 
 import ast
@@ -25,8 +25,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
     loop = source.loop(statement)
     if loop is None:
         raise Refused("the loop around this line is in another function; keep the tensor, and read it there")
-    if not source.imports_torch:
-        raise Refused("the file does not import torch by that name")
+    source.check_imports_torch()
     read = _item_call(statement)
     extended = isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.List)
     if isinstance(statement, ast.Expr) or extended:
@@ -160,7 +159,7 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
         if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
             raise Refused(f"{name} is no number at first, in line {value.lineno}")
     for use in _uses(source, statement, name):
-        if in_every_step(source, use, loop):
+        if in_every_step(source, use, loop) and not _waits_anyway(source, use):
             raise Refused(f"{name} is used in every step, in line {use.lineno}")
         parent = source.parents[use]
         if isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Call) and name_of(parent.func) == "range"):
@@ -180,6 +179,11 @@ def in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
             return inside not in getattr(loop, "orelse", ())
         inside = outer
     return False
+
+
+def _waits_anyway(source: SourceText, use: ast.expr) -> bool:
+    """Return whether the statement of a use reads another value by `.item()`, as a print of several: one wait is enough."""
+    return any(last_name(node) == "item" for node in ast.walk(source.statement(use)) if isinstance(node, ast.Call))
 
 
 def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:

@@ -20,12 +20,26 @@ from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
 from .autocast import BF16
+from .libraries import ACCELERATE, PIN_LOADERS, UNFILTERED
 from .meters import METERS
-from .options import options_of, with_options
 from .reads import RARELY, READS
-from .source import LOOPS, Edit, Patch, Refused, SourceText, constant, imported, last_name, name_of, with_keywords
+from .source import (
+    LOOPS,
+    Edit,
+    Patch,
+    Refused,
+    SourceText,
+    check_moves_tensors,
+    constant,
+    imported,
+    keywords_of,
+    last_name,
+    name_of,
+    with_keywords,
+)
 from .step import TRAIN_STEP
 from .uploads import INDEX, STAGED, UNVALIDATED
+from .windows import WINDOWS
 
 WAITING = ("synchronize", "empty_cache")
 CLOCKS = ("time", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "elapsed_time")
@@ -97,7 +111,7 @@ def _targets(source: SourceText, call: ast.Call) -> set[str]:
 
 def propose_loader(source: SourceText, line: int) -> list[Edit]:
     loader = loader_at(source, line)
-    have = {name: constant(value) for name, value in options_of(source, loader).items()}
+    have = {name: constant(value) for name, value in keywords_of(source, loader).items()}
     workers = have.get("num_workers", 0)
     if not isinstance(workers, int) or workers >= WORKERS:
         raise Refused("the DataLoader has workers; if they are too slow, give it more, or decode less in __getitem__")
@@ -110,7 +124,7 @@ def propose_loader(source: SourceText, line: int) -> list[Edit]:
         wanted["persistent_workers"] = "True"
     if "pin_memory" not in have:
         wanted["pin_memory"] = "True"
-    return with_options(source, loader, **wanted)
+    return with_keywords(source, loader, "num_workers", **wanted)
 
 
 def _is_touched(source: SourceText, loader: ast.Call) -> bool:
@@ -132,6 +146,8 @@ def _copies(source: SourceText, line: int) -> list[ast.Call]:
     copies = [call for call in source.calls(line) if isinstance(call.func, ast.Attribute) and last_name(call) in COPYING]
     if not copies:
         raise Refused("no .to() or .cuda() is written in this line")
+    for call in copies:
+        check_moves_tensors(source, call)
     if any(constant(node) == "cpu" for call in copies for node in ast.walk(call)):
         raise Refused("it copies to the host, which must wait before it may read what arrives")
     if len({source.text(call.args[0]) for call in copies if call.args}) > 1:
@@ -147,8 +163,8 @@ def propose_copies(source: SourceText, line: int) -> list[Edit]:
         loader = loader_at(source, line)
     except Refused as why:
         raise Refused(f"the batches must be pinned where they are made, and {why}") from None
-    pinned = constant(options_of(source, loader).get("pin_memory")) is True
-    edits = [] if pinned else with_options(source, loader, pin_memory="True")
+    pinned = constant(keywords_of(source, loader).get("pin_memory")) is True
+    edits = [] if pinned else with_keywords(source, loader, pin_memory="True")
     return [*edits, *_without_waiting(source, copies)]
 
 
@@ -191,15 +207,15 @@ def propose_optimizer(source: SourceText, line: int) -> list[Edit]:
     if len(candidates) != 1:
         raise Refused(f"{len(candidates) or 'none'} of {', '.join(FUSED)} is made in this file, wanted one")
     (call,) = candidates
-    have = {keyword.arg: keyword for keyword in call.keywords}
+    have = keywords_of(source, call)
     if (old := have.get("foreach")) is None:
         return with_keywords(source, call, fused="True")
     if "fused" in have:
         raise Refused(f"line {call.lineno} passes both foreach and fused; leave foreach out and set fused=True")
-    at = source.start(old.value) - len("foreach=")
-    if source.data[at : source.start(old.value)] != b"foreach=":
+    at = source.start(old) - len("foreach=")
+    if source.data[at : source.start(old)] != b"foreach=":
         raise Refused(f"line {call.lineno} writes foreach in an unusual way; set fused=True there")
-    return [Edit(at, source.end(old.value), "fused=True")]
+    return [Edit(at, source.end(old), "fused=True")]
 
 
 OPTIMIZER = Patch("optimizer", frozenset({"optimizer"}), "one kernel updates all parameters", propose_optimizer, equal=False)
@@ -211,8 +227,7 @@ LINE = 'torch.set_float32_matmul_precision("high")'
 def propose_precision(source: SourceText, line: int) -> list[Edit]:
     if b"set_float32_matmul_precision" in source.data or b"allow_tf32" in source.data or b"fp32_precision" in source.data:
         raise Refused("the file sets the precision of fp32 products itself")
-    if not source.imports_torch:
-        raise Refused("the file does not import torch by that name")
+    source.check_imports_torch()
     return imported(source, LINE)
 
 
@@ -226,12 +241,16 @@ PATCHES: dict[str, Patch] = {
         READS,
         METERS,
         UNVALIDATED,
+        UNFILTERED,
         WAITS,
         LOADER,
+        ACCELERATE,
+        PIN_LOADERS,
         PINNED,
         COPIES,
         STAGED,
         INDEX,
+        WINDOWS,
         ZERO_GRAD,
         OPTIMIZER,
         TRAIN_STEP,

@@ -102,11 +102,11 @@ class SourceText:
             raise Refused(f"line {first.lineno} goes on with the line before")
         return start, end
 
-    @property
-    def imports_torch(self) -> bool:
-        """Return whether the file imports torch by that name."""
+    def check_imports_torch(self) -> None:
+        """Raise Refused if the file does not import torch by that name."""
         names = (alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names)
-        return any(alias.name.split(".")[0] == "torch" and alias.asname is None for alias in names)
+        if not any(alias.name.split(".")[0] == "torch" and alias.asname is None for alias in names):
+            raise Refused("the file does not import torch by that name")
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Return the nodes around this one, the nearest first."""
@@ -194,19 +194,88 @@ def last_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else name_of(call.func)
 
 
+def check_moves_tensors(source: SourceText, call: ast.Call) -> None:
+    """Raise Refused if `value.to(device)` moves a module, as `Net().cuda()` does: its methods do not wait for pinned memory."""
+    assert isinstance(call.func, ast.Attribute)
+    value: ast.AST = call.func.value
+    assigned = [
+        n.value for n in ast.walk(source.tree) if isinstance(n, ast.Assign) and name_of(value) in map(name_of, n.targets)
+    ]
+    for made in [value, *(assigned if name_of(value) else ())]:
+        while isinstance(made, ast.Call):
+            name = last_name(made)
+            if name[:1].isupper() and not name.endswith("Tensor"):
+                raise Refused(f"it moves what {name}() makes; move a module once, before the loop")
+            made = made.func.value if isinstance(made.func, ast.Attribute) else made.func
+
+
 def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def with_keywords(source: SourceText, call: ast.Call, **wanted: str) -> list[Edit]:
-    """Return edits after which `call` has these keywords. Existing ones are replaced."""
-    if any(keyword.arg is None for keyword in call.keywords):
-        raise Refused(f"line {call.lineno} passes **keywords, which may hold the same names")
-    have = {keyword.arg: keyword.value for keyword in call.keywords}
+def keywords_of(source: SourceText, call: ast.Call) -> dict[str, ast.expr]:
+    """Return the values of a call's keywords by name, also of those in the dictionaries that it is given as `**options`."""
+    held = {str(constant(key)): value for each in _dictionaries(source, call) for key, value in zip(each.keys, each.values)}
+    return held | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+
+
+def with_keywords(source: SourceText, call: ast.Call, beside: str = "", **wanted: str) -> list[Edit]:
+    """Return edits after which `call` has these keywords. Existing ones are replaced.
+
+    New ones go into its brackets, or into the dictionary that has the keyword `beside`, as they may make sense with it alone.
+    """
+    have = keywords_of(source, call)
     edits = [Edit(source.start(have[name]), source.end(have[name]), text) for name, text in wanted.items() if name in have]
-    if added := ", ".join(f"{name}={text}" for name, text in wanted.items() if name not in have):
-        edits.append(_appended(source, call, added))
+    new = {name: text for name, text in wanted.items() if name not in have}
+    shared = [each for each in _dictionaries(source, call) if beside in map(constant, each.keys)]
+    if new and shared:
+        end = source.end(shared[-1].values[-1])
+        edits.append(Edit(end, end, "".join(f', "{name}": {text}' for name, text in new.items())))
+    elif new:
+        edits.append(_appended(source, call, ", ".join(f"{name}={text}" for name, text in new.items())))
     return edits
+
+
+def _dictionaries(source: SourceText, call: ast.Call) -> list[ast.Dict]:
+    """Return the literals that the `**options` of a call are made of. Refused if they may hold anything else."""
+    found: list[ast.Dict] = []
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            literals = _literals(source, name_of(keyword.value), frozenset())
+            if literals is None:
+                raise Refused(f"line {call.lineno} passes **{source.text(keyword.value)}, which may hold the same names")
+            found += literals
+    return found
+
+
+def _literals(source: SourceText, name: str, met: frozenset[str]) -> list[ast.Dict] | None:
+    """Return the literals that a dictionary of this name is made of: by assignments, and by `update` with others."""
+    if not name or name in met:
+        return None
+    found: list[ast.Dict] = []
+    for value in _values(source, name):
+        if isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
+            found.append(value)
+            continue
+        other = _literals(source, name_of(value), met | {name})
+        if other is None:
+            return None
+        found += other
+    return found or None
+
+
+def _values(source: SourceText, name: str) -> Iterator[ast.expr]:
+    """Yield what a name is assigned or updated with; the name itself where it is used in a way that is not understood."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assign) and any(name_of(target) == name for target in node.targets):
+            yield from (node.value.body, node.value.orelse) if isinstance(node.value, ast.IfExp) else (node.value,)
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and name_of(node.value) == name:
+            call, key = source.parents[node], node.slice if isinstance(node, ast.Subscript) else None
+            if isinstance(call, ast.Assign) and isinstance(constant(key), str):  # options["pin_memory"] = True
+                yield ast.Dict([key], [call.value])
+            else:
+                updated = isinstance(node, ast.Attribute) and node.attr == "update" and isinstance(call, ast.Call)
+                yield call.args[0] if updated and isinstance(call, ast.Call) and len(call.args) == 1 else node.value
 
 
 def _appended(source: SourceText, call: ast.Call, text: str) -> Edit:

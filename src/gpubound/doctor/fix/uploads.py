@@ -8,7 +8,7 @@ y = a[order] + b[order]                    order_on_device = torch.as_tensor(ord
 import ast
 from collections.abc import Sequence
 
-from .source import Edit, Patch, Refused, SourceText, imported_lines, last_name, name_of, with_keywords
+from .source import Edit, Patch, Refused, SourceText, check_moves_tensors, imported_lines, last_name, name_of, with_keywords
 
 PINNED = "pinned"
 MAKING = ("tensor", "as_tensor", "Tensor")
@@ -51,6 +51,7 @@ def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
         return [Edit(start, start, f"{PINNED}("), Edit(before, source.end(device.value), ""), Edit(end, end, copy)]
     if not isinstance(call.func, ast.Attribute) or last_name(call) not in ("to", "cuda"):
         return []
+    check_moves_tensors(source, call)
     to_host = any(isinstance(n, ast.Constant) and n.value == "cpu" for n in ast.walk(call))
     if to_host or (last_name(call) == "to" and not call.args):
         raise Refused("it may copy to the host, which must wait before it may read what arrives")
@@ -108,8 +109,7 @@ def propose_unchecked(source: SourceText, line: int) -> list[Edit]:
     """Propose not to validate the parameters of distributions, which reads the device for each."""
     if UNCHECKED.encode() in source.data:
         return []
-    if not source.imports_torch:
-        raise Refused("the file does not import torch by that name")
+    source.check_imports_torch()
     if b"validate_args" in source.data:
         raise Refused("the file chooses itself what is validated")
     return imported_lines(source, UNCHECKED)

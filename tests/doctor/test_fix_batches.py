@@ -1,0 +1,210 @@
+"""Batches of other people's scripts: windows of one array, and copies that a library makes. Scripts run before and after."""
+
+import os
+import sys
+from dataclasses import replace
+
+import pytest
+
+from gpubound.doctor.fix.repair import repair, targets
+
+from .proofs import patched
+from .test_fix import mended, sim
+
+__all__ = ["sim"]
+
+WINDOWED = """\
+import numpy as np, torch
+array = (np.arange(99) % 13).astype(np.uint16)
+data, n = torch.arange(99) % 7, 5
+weight = torch.nn.Parameter(torch.rand(13, device="cuda"))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+def batch():
+    ix = torch.randint(len(data) - n, (4,))
+    x = torch.stack([torch.from_numpy((array[i:i+n]).astype(np.int64)) for i in ix])  # x
+    y = torch.stack([torch.from_numpy(array[i + 1 : i + n + 1].astype(np.int64)) for i in ix])  # y
+    z = torch.stack([data[i : n + i] for i in ix])  # z
+    return [t.pin_memory().to("cuda", non_blocking=True) for t in (x, y, z)]
+for step in range(6):
+    x, y, z = batch()
+    loss = (weight[x] - weight[y] * z).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_windows_are_taken_by_one_index_with_equal_losses(tmp_path, sim):
+    result = patched(tmp_path, WINDOWED)
+    assert result.names == ["windows"] * 3 and result.repair.equal and result.proof.holds and result.proof.losses == 6
+    assert "x = torch.from_numpy((array[(ix[:, None] + torch.arange(n)).numpy()]).astype(np.int64))  # x" in result.text
+    assert "array[(ix[:, None] + 1 + torch.arange(n)).numpy()]" in result.text
+    assert "z = data[ix[:, None] + torch.arange(n)]  # z" in result.text
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "mark", "why"),
+    [
+        ("(len(data) - n, (4,))", "(-3, 9, (4,))", "# z", "ix is not known to be drawn"),
+        ("ix = torch.randint(len(data) - n, (4,))", "ix = starts()", "# z", "ix is not known to be drawn"),
+        ("(len(data) - n, (4,))", '(9, (4,), device="cuda")', "# z", "ix is not known to be drawn"),
+        ("data[i : n + i]", "data[i : n]", "# z", "wanted torch.stack"),
+        ("data[i : n + i]", "data[i : 2 * i]", "# z", "is no sum"),
+        ("data[i : n + i]", "data[i : i + n : 2]", "# z", "does not go from i"),
+        ("data[i : n + i]", "data[i + n : i]", "# z", "does not go from i"),
+        ("data[i : n + i]", "flip(data[i : n + i])", "# z", "more than a slice"),
+        ("data[i : n + i]", "data[i : n + i] * i", "# z", "wanted torch.stack"),
+        ("for i in ix])  # z", "for i in ix], 1)  # z", "# z", "wanted torch.stack"),
+        ("for i in ix])  # z", "for i in ix if i])  # z", "# z", "wanted torch.stack"),
+        ("torch.stack([data[i : n + i] for i in ix])", "ix", "# z", "stacks no slices"),
+    ],
+)
+def test_windows_that_an_index_might_not_give_are_refused(tmp_path, old, new, mark, why):
+    assert old in WINDOWED
+    _, made = mended(tmp_path, WINDOWED.replace(old, new), ("cpu_op", mark))
+    assert not made.changes and why in str(made), made
+
+
+SHOWN = """\
+import torch
+model = torch.nn.Linear(3, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    out = model(torch.rand(5, 3, device="cuda"))
+    mean = out.mean().item()
+    loss = out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    largest = out.max().item()
+    optimizer.step()
+    print("step %d loss %.4f" % (step, loss.item()), mean, largest)
+"""
+
+
+def test_values_that_are_shown_in_a_line_that_waits_anyway_are_read_there(tmp_path, sim, capsys):
+    result = patched(tmp_path, SHOWN)
+    assert result.names == ["reads"] * 2 and result.repair.equal and result.proof.holds
+    assert "(step, loss.item()), float(mean), float(largest))" in result.text
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and lines[:4] == lines[4:]
+    waiting = [{row.place.site.line for row in each.rows if row.kind == "sync"} for each in (result.before, result.after)]
+    assert waiting == [{6, 10, 12}, {12}], "the host goes on to the line that prints"
+    _, made = mended(tmp_path, SHOWN.replace("loss.item()", "0.0"), ("sync", "mean = "))
+    assert "mean is used in every step" in str(made)
+
+
+ACCELERATED = """\
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+options = {}
+options["step_scheduler_with_optimizer"] = False
+accelerator = Accelerator(gradient_accumulation_steps=1, **options)
+loader = DataLoader(TensorDataset(torch.rand(16, 4), torch.rand(16, 1)), batch_size=4)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = (model(x) - y).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def fresh():
+    """The device of a process's first Accelerator is that of all."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def reset():
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+    reset()
+    yield
+    reset()
+
+
+def test_accelerate_copies_from_pinned_memory_without_waiting(tmp_path, sim, fresh):
+    result = patched(tmp_path, ACCELERATED)
+    assert result.names == ["accelerate"] and result.repair.equal and result.proof.holds and result.proof.losses == 4
+    assert (result.saved("pageable_copies"), result.after.totals["pageable_copies"]) == (2, 0)
+    assert not [row for row in result.after.rows if row.kind == "sync" and row.place.site], result.after
+    for old, new, why in (
+        ("Accelerator(g", "Accelerator(dataloader_config=config, g", "passes dataloader_config"),
+        ("batch_size=4)", "batch_size=4, **given)", "passes **given"),
+        ("Accelerator(", "made(", "no single Trainer(args=...)"),
+    ):
+        made = again(result, tmp_path, ACCELERATED.replace(old, new))
+        assert why in str(made) and not made.changes
+
+
+def again(result, folder, text: str):
+    """The repair of another text for the same findings."""
+    (folder / "train.py").write_text(text)
+    return repair([replace(target, code="") for target in targets(result.verdict.findings)])
+
+
+TRAINED = """\
+import torch
+from transformers import Trainer, TrainingArguments
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+    def forward(self, x, labels):
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+rows = [{"x": torch.rand(4), "labels": torch.rand(1)} for _ in range(8)]
+arguments = TrainingArguments("out", max_steps=4, per_device_train_batch_size=2, report_to="none", save_strategy="no",
+                              disable_tqdm=True, dataloader_pin_memory=True)
+trainer = Trainer(model=Model(), args=arguments, train_dataset=rows)
+trainer.train()
+"""
+
+
+@pytest.mark.slow
+def test_trainer_copies_without_waiting_and_on_request_checks_no_loss(tmp_path, sim, fresh, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv[:1])
+    environment = dict(os.environ)
+    result = patched(tmp_path, TRAINED)
+    assert result.names == ["accelerate"] and result.proof.holds and result.proof.losses == 4
+    assert "arguments.accelerator_config.non_blocking = True\ntrainer = Trainer(" in result.text and result.saved("syncs") >= 2
+    both = patched(tmp_path, TRAINED, asked=["unfiltered"])
+    assert both.names == ["accelerate", "unfiltered"] and both.proof.holds
+    assert "arguments.logging_nan_inf_filter = False\n" in both.text and both.saved("syncs") > result.saved("syncs")
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+LIGHTNING = """\
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+
+loader = torch.utils.data.DataLoader(torch.rand(16, 4), batch_size=4)
+model = torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in loader:
+    loss = model(move_data_to_device(batch)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_loader_of_lightning_is_pinned(tmp_path, sim, monkeypatch):
+    """A stand-in for the library's file, which copies with non_blocking=True as it does."""
+    home = tmp_path / "site-packages" / "lightning" / "fabric" / "utilities"
+    home.mkdir(parents=True)
+    (home / "apply_func.py").write_text("def move_data_to_device(t):\n    return t.to('cuda', non_blocking=True)\n")
+    monkeypatch.setattr(sys, "path", [sys.path[0], str(tmp_path / "site-packages"), *sys.path[1:]])
+    result = patched(tmp_path, LIGHTNING)
+    assert result.names == ["pin_loaders"] and result.proof.holds and "batch_size=4, pin_memory=True)" in result.text
+    assert (result.saved("pageable_copies"), result.after.totals["pageable_copies"]) == (1, 0)
+    assert "without pin_memory" in str(again(result, tmp_path, LIGHTNING.replace("batch_size=4", "batch_size=4, pin_memory=1")))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
+        del sys.modules[name]
