@@ -1,6 +1,5 @@
 """Phi-3, placed: stacked weights, partial rotation, longrope. tests/place has what every family is held to."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -31,15 +30,6 @@ def test_stacked_weights_stay_where_they_are():
     assert placement.fallbacks == 0 and placement.unsupported is None
 
 
-@pytest.mark.parametrize("part", [1.0, 0.5])
-def test_rotation_of_a_part_of_each_head(part):
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
-    model = tiny("phi3", rope_parameters=rope)
-    want = training_run(twin(model), batch())
-    place(model, strict=True)
-    assert_close(training_run(model, batch()), want)
-
-
 def test_longrope_follows_the_length_of_each_batch():
     """Short, long and short again: no angle of one batch is kept for the next."""
     model = tiny("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=8)
@@ -54,15 +44,6 @@ def test_longrope_follows_the_length_of_each_batch():
     for positions in (torch.arange(6)[None], torch.arange(6)[None] + 4):
         got, want = (m.eval()(tokens(length=6), position_ids=positions, use_cache=False).logits for m in (model, other))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_sequence_longer_than_the_window():
-    model = tiny("phi3", sliding_window=5)
-    want = training_run(twin(model), batch())
-    placement = place(model, strict=True)
-    assert_close(training_run(model, batch()), want)
-    (row,) = [row for row in placement.rows if row.fallbacks]
-    assert row.reasons == {"the sequence is longer than the sliding window of 5": 1}
 
 
 def test_dropout_on_the_residual_keeps_its_own_loop():

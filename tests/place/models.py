@@ -1,6 +1,7 @@
 """Tiny models of every family, placed on the CPU, and how two of them are compared."""
 
 import copy
+import functools
 
 import torch
 from transformers import (
@@ -147,6 +148,14 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
             if "norm" in name or name.endswith("bias"):
                 p.uniform_(-0.5, 0.5) if "gemma" in kind else p.uniform_(0.5, 1.5)
     return model.to(dtype)
+
+
+@functools.cache
+def placed(kind):
+    """(a placed model, the same one before, its placement), for tests that only run them or twins of them."""
+    model = tiny(kind)
+    other = twin(model)
+    return model, other, place(model, strict=True)
 
 
 def tokens(rows=2, length=12, seed=0):

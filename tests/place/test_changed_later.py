@@ -1,11 +1,9 @@
 """What is changed on a placed model changes what it computes, as on one that is not placed."""
 
-import functools
-
 import pytest
 import torch
 
-from .models import assert_close, batch, place, tiny, tokens, training_run, twin
+from .models import assert_close, batch, place, placed, tiny, tokens, training_run, twin
 
 
 def set_eps(model):
@@ -189,19 +187,10 @@ CHANGES = {
 }
 
 
-@functools.cache
-def made(kind):
-    """(a placed model, the same one before)"""
-    model = tiny(kind)
-    other = twin(model)
-    place(model, strict=True)
-    return model, other
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_heeded(name):
     kind, change = CHANGES[name]
-    model, other = map(twin, made(kind))
+    model, other = map(twin, placed(kind)[:2])
     before = training_run(model, batch())["loss"]
     for each in (model, other):
         change(each)

@@ -1,7 +1,6 @@
 """A placed model computes what it computed before: training, padding, positions, generation, autocast, checkpointing."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -11,20 +10,12 @@ from gpubound import trace
 from gpubound.models.registry import cache_in
 from tests.messages import message
 
-from .models import CONFIGS, VOCABULARY, assert_close, batch, tiny, tokens, training_run, twin
+from .models import CONFIGS, VOCABULARY, assert_close, batch, placed, tiny, tokens, training_run, twin
 
 
 def place(model, **options):
     """Strict: whatever a test means to be swapped is swapped."""
     return gb.place(model, "cpu", strict=True, **options)
-
-
-@functools.cache
-def placed(kind):
-    """(a placed model, the same one before, its placement), for all tests that only run them."""
-    model = tiny(kind)
-    other = twin(model)
-    return model, other, place(model)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -94,10 +85,7 @@ PLAIN = [name for name in CONFIGS if " " not in name]
 @pytest.mark.parametrize("kind", PLAIN)
 def test_logits(kind):
     """With a cache and without, in turn: each kind and each way to read has both."""
-    model = tiny(kind)
-    other = twin(model).eval()
-    place(model)
-    model.eval()  # not `placed`: transformers leaves the hooks of output_hidden_states on its layers
+    model, other = (twin(each).eval() for each in placed(kind)[:2])  # output_hidden_states leaves hooks on its layers
     for number, (name, keywords) in enumerate(READS.items(), PLAIN.index(kind)):
         inputs = {"input_ids": tokens(), "use_cache": bool(number % 2), **keywords}
         got, want = model(**inputs), other(**inputs)
@@ -137,8 +125,9 @@ def test_generate_the_same_tokens(kind, cache):
     assert torch.equal(model.generate(ids, **options), other.generate(ids, **options))
 
 
-def test_sequence_longer_than_the_window():
-    model = tiny("mistral", sliding_window=5)
+@pytest.mark.parametrize("kind", ["mistral", "phi3"])
+def test_sequence_longer_than_the_window(kind):
+    model = tiny(kind, sliding_window=5)
     want = training_run(twin(model), batch())
     placement = place(model)
     assert_close(training_run(model, batch()), want)
@@ -150,9 +139,9 @@ def test_sequence_longer_than_the_window():
     assert placement.fallbacks == 1, "five tokens fit the window"
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(reentrant):
-    model = tiny()
+@pytest.mark.parametrize("kind, reentrant", [("llama", False), ("llama", True), ("olmo2", False)])
+def test_gradient_checkpointing(kind, reentrant):
+    model = tiny(kind)
     want = training_run(twin(model), batch())
     placement = place(model)
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its older name
@@ -163,15 +152,15 @@ def test_gradient_checkpointing(reentrant):
     assert placement.fallbacks == 0
 
 
-def test_autocast():
-    model = tiny("qwen3")
-    other = twin(model)
-    placement = place(model)
+@pytest.mark.parametrize("kind", ["qwen3", "olmo2"])
+def test_autocast(kind):
+    model, other, placement = placed(kind)
+    before = placement.fallbacks
     with torch.autocast("cpu", torch.bfloat16):
         got, want = training_run(model, batch()), training_run(other, batch())
     assert all(g.dtype == want[name].dtype for name, g in got.items())
     assert_close(got, want, 5e-2)
-    assert placement.fallbacks == 0
+    assert placement.fallbacks == before
 
 
 def test_inputs_embeds_and_positional_arguments():

@@ -68,15 +68,11 @@ def test_steps_never_wait_for_the_device():
 
 
 def test_refusals():
-    for make, sentence in (
-        (lambda: NoiseSampler(Knows(), "noise"), "NoiseSampler: target: got 'noise', wanted one of eps, v, x0."),
-        (lambda: NoiseSampler(Knows(), graph="on"), "NoiseSampler: graph: got 'on', wanted one of auto, require, off."),
-        (
-            lambda: NoiseSampler(Knows()).generate(torch.zeros(3)),
-            "generate: noise: got torch.float32 (3,), wanted a floating-point tensor (B, ...).",
-        ),
-        (lambda: NoiseSampler(Knows()).generate(noise(), 0), "generate: steps: got 0, wanted a whole number, 1 or more."),
+    for make, named in (
+        (lambda: NoiseSampler(Knows(), "noise"), "NoiseSampler: target: got 'noise', wanted one of eps, v, x0"),
+        (lambda: NoiseSampler(Knows(), graph="on"), "NoiseSampler: graph: got 'on', wanted one of auto, require, off"),
+        (lambda: NoiseSampler(Knows()).generate(torch.zeros(3)), r"generate: noise: got torch.float32 \(3,\)"),
+        (lambda: NoiseSampler(Knows()).generate(noise(), 0), "generate: steps: got 0"),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=named):
             make()
-        assert str(error.value) == sentence

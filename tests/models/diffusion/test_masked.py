@@ -236,54 +236,33 @@ def test_logits_that_are_not_finite_are_told():
 
 
 @pytest.mark.parametrize(
-    "prompts, tokens, how, sentence",
+    "prompts, tokens, how, named",
     [
-        (PROMPTS, 8, {"block": 3}, "block: got 3, wanted a number that divides the 8 tokens to write."),
-        (
-            PROMPTS,
-            8,
-            {"block": 4, "steps": 1},
-            "steps: got 1, wanted 2 to 8: at least one for each block of 4 tokens, and at most one for each token.",
-        ),
-        (
-            PROMPTS,
-            8,
-            {"steps": 9},
-            "steps: got 9, wanted 1 to 8: at least one for each block of 8 tokens, and at most one for each token.",
-        ),
-        (PROMPTS, 0, {}, "tokens: got 0, wanted a whole number, 1 or more."),
-        (PROMPTS, 8, {"guidance": -1.0}, "guidance: got -1.0, wanted a finite number of at least 0; 0 is off."),
-        ([[1], [2, MASK]], 8, {}, "prompt 1 holds the mask token 15; leave it out."),
+        (PROMPTS, 8, {"block": 3}, "block: got 3, wanted a number that divides the 8 tokens"),
+        (PROMPTS, 8, {"block": 4, "steps": 1}, "steps: got 1, wanted 2 to 8"),
+        (PROMPTS, 8, {"steps": 9}, "steps: got 9, wanted 1 to 8"),
+        (PROMPTS, 0, {}, "tokens: got 0"),
+        (PROMPTS, 8, {"guidance": -1.0}, "guidance: got -1.0"),
+        ([[1], [2, MASK]], 8, {}, "prompt 1 holds the mask token 15"),
     ],
 )
-def test_refused_requests(prompts, tokens, how, sentence):
-    with pytest.raises(ValueError) as error:
+def test_refused_requests(prompts, tokens, how, named):
+    with pytest.raises(ValueError, match=f"^generate: {named}"):
         MaskedSampler(BothWays(), mask_token=MASK).generate(prompts, tokens, **how)
-    assert str(error.value) == f"generate: {sentence}"
 
 
 @pytest.mark.parametrize(
-    "make, sentence",
+    "make, named",
     [
-        (
-            lambda: MaskedSampler(Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)), mask_token=15),
-            "Decoder is causal, and cannot fill a position by later tokens; generate with gpubound.decoder(model).",
-        ),
-        (
-            lambda: MaskedSampler(BothWays()),
-            "mask_token: got none, and the tokenizer has none; give the id that the model was trained with.",
-        ),
-        (lambda: MaskedSampler(BothWays(), mask_token=16), "mask_token: got 16, but the model has the ids 0 to 15."),
-        (
-            lambda: MaskedSampler(BothWays(), mask_token=15, graph="on"),
-            "graph: got 'on', wanted one of auto, require, off.",
-        ),
+        (lambda: MaskedSampler(Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)), mask_token=15), "Decoder is causal"),
+        (lambda: MaskedSampler(BothWays()), "mask_token: got none, and the tokenizer has none"),
+        (lambda: MaskedSampler(BothWays(), mask_token=16), "mask_token: got 16, but the model has the ids 0 to 15"),
+        (lambda: MaskedSampler(BothWays(), mask_token=15, graph="on"), "graph: got 'on', wanted one of auto, require, off"),
     ],
 )
-def test_refused_models(make, sentence):
-    with pytest.raises(ValueError) as error:
+def test_refused_models(make, named):
+    with pytest.raises(ValueError, match=f"^MaskedSampler: {named}"):
         make()
-    assert str(error.value) == f"MaskedSampler: {sentence}"
 
 
 @pytest.mark.parametrize("kind", ["tokenizers", "transformers", "gpubound"])

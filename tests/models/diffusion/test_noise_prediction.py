@@ -72,22 +72,15 @@ def test_the_time_stays_fp32_beside_16_bit_weights():
 
 
 @pytest.mark.parametrize(
-    "call, sentence",
+    "call, named",
     [
-        (lambda: NoisePrediction("noise"), "target: got 'noise', wanted one of eps, v, x0."),
-        (lambda: NoisePrediction(most_snr=0), "most_snr: got 0, wanted a finite number above 0."),
-        (lambda: NoisePrediction(levels=0), "levels: got 0, wanted a whole number of at least 1."),
-        (
-            lambda: NoisePrediction()(Guess(), {"y": clean()}),
-            "x must be a floating-point tensor (B, ...) of clean rows, got a NoneType.",
-        ),
-        (
-            lambda: NoisePrediction()(lambda x, time: x[:, :2], clean()),
-            "function predicts (16, 2) for x (16, 5); it must give one value for each of x's.",
-        ),
+        (lambda: NoisePrediction("noise"), "target: got 'noise', wanted one of eps, v, x0"),
+        (lambda: NoisePrediction(most_snr=0), "most_snr: got 0"),
+        (lambda: NoisePrediction(levels=0), "levels: got 0"),
+        (lambda: NoisePrediction()(Guess(), {"y": clean()}), "x must be a floating-point tensor .* got a NoneType"),
+        (lambda: NoisePrediction()(lambda x, time: x[:, :2], clean()), r"function predicts \(16, 2\) for x \(16, 5\)"),
     ],
 )
-def test_refusals(call, sentence):
-    with pytest.raises(ValueError) as error:
+def test_refusals(call, named):
+    with pytest.raises(ValueError, match=f"^noise_prediction: {named}"):
         call()
-    assert str(error.value) == f"noise_prediction: {sentence}"

@@ -170,52 +170,20 @@ def shifted() -> dict:
 
 
 @pytest.mark.parametrize(
-    "objective, model, given, sentence",
+    "objective, model, given, named",
     [
-        (
-            MaskedDiffusion(15),
-            Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)),
-            batch(),
-            "Decoder is causal, but a masked token must attend to later ones; train one with causal=False, such as "
-            "diffusion-tiny.",
-        ),
-        (
-            MaskedDiffusion(),
-            BothWays(),
-            batch(),
-            "mask_token: got None, wanted the id of the token that hides another; give it, as in "
-            "MaskedDiffusion(mask_token=tokenizer.with_mask().mask).",
-        ),
-        (
-            MaskedDiffusion(16),
-            BothWays(),
-            batch(),
-            "mask_token: got 16, but BothWays has the ids 0 to 15; make the model one token larger, or name a token that no "
-            "text holds.",
-        ),
-        (
-            MaskedDiffusion(15),
-            BothWays(),
-            shifted(),
-            "labels must be the tokens in their own places, or -100, got others; give input_ids as the labels, unshifted (of a "
-            "Corpus: labels='own').",
-        ),
+        (MaskedDiffusion(15), Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)), batch(), "Decoder is causal"),
+        (MaskedDiffusion(), BothWays(), batch(), "mask_token: got None"),
+        (MaskedDiffusion(16), BothWays(), batch(), "mask_token: got 16, but BothWays has the ids 0 to 15"),
+        (MaskedDiffusion(15), BothWays(), shifted(), "labels must be the tokens in their own places"),
     ],
 )
-def test_refusals(objective, model, given, sentence):
-    with pytest.raises(ValueError) as error:
+def test_refusals(objective, model, given, named):
+    with pytest.raises(ValueError, match=f"^masked_diffusion: {named}"):
         objective(model, given)
-    assert str(error.value) == f"masked_diffusion: {sentence}"
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({"least": 1.0}, "least: got 1.0, wanted a rate from 0 up to, not including, 1."),
-        ({"levels": 0}, "levels: got 0, wanted a whole number of at least 1."),
-    ],
-)
-def test_wrong_options(options, sentence):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize("options, named", [({"least": 1.0}, "least: got 1.0"), ({"levels": 0}, "levels: got 0")])
+def test_wrong_options(options, named):
+    with pytest.raises(ValueError, match=f"^masked_diffusion: {named}"):
         MaskedDiffusion(**options)
-    assert str(error.value) == f"masked_diffusion: {sentence}"

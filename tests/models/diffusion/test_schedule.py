@@ -34,19 +34,6 @@ def test_each_target_holds_the_same_data_and_noise(target):
         assert (got - want).abs().max() < 1e-10
 
 
-def test_the_targets_weights_make_one_loss():
-    """Whatever a model gets wrong about x0, at every time: min(snr, 5) times the square of it."""
-    x0, noise, wrong = drawn(0), drawn(1), drawn(2)
-    x, snr = noised(x0, noise, ROWS), ROWS / (1 - ROWS)
-    want = snr.clamp(max=5.0) * (wrong - x0).square().flatten(1).sum(1)
-    implied = (x - ROWS.sqrt().view(4, 1, 1) * wrong) / (1 - ROWS).sqrt().view(4, 1, 1)  # the noise, if x0 were `wrong`
-    assert snr[0] > 5 > snr[1]
-    for target in TARGETS:
-        error = target_of(target, wrong, implied, ROWS) - target_of(target, x0, noise, ROWS)
-        got = min_snr(target, ROWS, 5.0) * error.square().flatten(1).sum(1)
-        assert (got / want - 1).abs().max() < 1e-10, target
-
-
 def test_ddims_step_has_its_coefficients():
     x, noise, later = drawn(0), drawn(1), alpha_bar(TIMES - 0.04).double()
     now, then = ROWS.view(4, 1, 1), later.view(4, 1, 1)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -177,32 +178,20 @@ def test_presets_are_their_size(name, millions):
 
 
 @pytest.mark.parametrize(
-    "change,said",
+    "change,named",
     [
-        (
-            {"model_type": "gpt2"},
-            "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3; use transformers with gb.place instead.",
-        ),
-        ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'; use transformers with gb.place, which does."),
-        (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "the decoder has no rope scaling 'yarn'; use transformers with gb.place, which does.",
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": 16},
-            "the decoder has no sliding window shorter than its positions; use transformers with gb.place, which does.",
-        ),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
+        ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),
     ],
 )
-def test_what_it_cannot_do_is_refused(change, said, tmp_path):
-    import json
-
+def test_what_it_cannot_do_is_refused(change, named, tmp_path):
     save_hf(Decoder(PRESETS["tiny"]), tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(about | change))
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=f"{tmp_path}: {named}; use transformers with gb.place"):
         load_hf(tmp_path)
-    assert str(error.value) == f"{tmp_path}: {said}"
 
 
 def test_weights_of_another_model(tmp_path):

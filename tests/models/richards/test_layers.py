@@ -3,16 +3,16 @@ step's accumulators."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import gpubound as gb
-from gpubound.layers import MLP, Attention, Block, run_blocks
 from gpubound.layers.linear_product import linear
 from gpubound.models.richards.kernels import Curve
 from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, richards_glu_calls
 from gpubound.train import Accumulators
 from tests.layers.adapted import recomputing
+
+from . import plain
 
 FP64 = torch.float64
 HIDDEN, WIDTH = 6, 10
@@ -36,20 +36,13 @@ def glu(**options) -> RichardsGLU:
     return moved(RichardsGLU(HIDDEN, WIDTH, dtype=FP64, **options))
 
 
-def logistic(x, nu, k, m):
-    """With tail: [1 + e^(−k nu (x − m))]^(−1/nu)."""
-    return (1 + torch.exp(-k * nu * (x - m))) ** (-1 / nu)
-
-
-def positive(u):
-    return 1e-6 + F.softplus(u, threshold=100)
-
-
 def plain_glu(module, x):
-    (nu, k, m, bias), (gate_nu, gate_k, gate_m) = module.value.free, module.gate.free
-    x1, x2 = module.gate_proj(x), module.up_proj(x)
-    value = logistic(x1, positive(nu), positive(k), m) + bias
-    return module.down_proj(x1 * value * logistic(x2, positive(gate_nu), positive(gate_k), gate_m))
+    return plain.richards_glu(None, {f"mlp.{name}": p for name, p in module.named_parameters()}, x)
+
+
+def plain_norm(module, x):
+    formula = plain.dyt if isinstance(module, DynamicTanh) else plain.richards
+    return formula(None, dict(module.named_parameters()), "", x)
 
 
 def agree(got, want, module, x):
@@ -110,8 +103,8 @@ def test_a_step_trains_the_numbers():
     torch.manual_seed(0)
     model, x = nn.Sequential(RichardsNorm(8), RichardsGLU(8, 16), DynamicTanh(8)), x_of(4, 8).float()
     norm, mlp, tanh = model
-    y = plain_glu(mlp, NORMS["richards"][1](norm, x))
-    NORMS["dynamic tanh"][1](tanh, y).square().sum().backward()
+    y = plain_glu(mlp, plain_norm(norm, x))
+    plain_norm(tanh, y).square().sum().backward()
     signs = {name: (p.detach().clone(), p.grad.sign()) for name, p in model.named_parameters()}
     model.zero_grad()
     step = gb.TrainStep(
@@ -143,38 +136,26 @@ def test_numbers_stay_in_fp32_beside_16_bit_weights():
     assert module(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-NORMS = {
-    "dynamic tanh": (DynamicTanh, lambda n, x: torch.tanh(n.alpha * x) * n.weight + n.bias),
-    "richards": (
-        RichardsNorm,
-        lambda n, x: n.weight * plain_tanh(x, *n.curve.free) + n.bias,
-    ),
-}
+NORMS = pytest.mark.parametrize("norm", [DynamicTanh, RichardsNorm])
 
 
-def plain_tanh(x, nu, k, m):
-    nu = positive(nu)
-    return 2 * (1 + torch.exp(-positive(k) * (2 * x - m))) ** (-1 / nu) - 1
-
-
-@pytest.mark.parametrize("norm", NORMS)
+@NORMS
 def test_a_norms_two_methods(norm):
-    kind, plain = NORMS[norm]
-    module = moved(kind(HIDDEN, dtype=FP64))
+    module = moved(norm(HIDDEN, dtype=FP64))
     x, pending = x_of(2, 3, HIDDEN).requires_grad_(), x_of(2, 3, HIDDEN, seed=2)
-    agree(module(x), plain(module, x), module, x)
+    agree(module(x), plain_norm(module, x), module, x)
     assert module.add(x, None)[1] is x
     y, stream = module.add(x, pending)
-    agree(y, plain(module, x + pending), module, x)
+    agree(y, plain_norm(module, x + pending), module, x)
     torch.testing.assert_close(stream, x + pending)
     assert module.add(x.float(), pending.bfloat16())[1].dtype == torch.float32
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@NORMS
 def test_a_product_behind_one_has_its_result_again(norm):
     """What it keeps is the stream, not the norm's result; and the weight's gradient is the same to the last bit."""
     torch.manual_seed(0)
-    module, x, pending = moved(NORMS[norm][0](HIDDEN, dtype=FP64)), x_of(4, HIDDEN).requires_grad_(), x_of(4, HIDDEN, seed=2)
+    module, x, pending = moved(norm(HIDDEN, dtype=FP64)), x_of(4, HIDDEN).requires_grad_(), x_of(4, HIDDEN, seed=2)
     layer, found = nn.Linear(HIDDEN, 5, dtype=FP64), []
     layer.weight.main_grad = torch.zeros(5, HIDDEN)  # so that the product is ours
     for least in (float("inf"), 0):
@@ -187,22 +168,6 @@ def test_a_product_behind_one_has_its_result_again(norm):
         z.square().sum().backward()
         found.append(layer.weight.main_grad.clone())
     assert found[0].any() and torch.equal(*found)
-
-
-def test_they_are_parts_of_a_block():
-    """With run_blocks, whose adds lie inside the norms, and as the modules say it one by one."""
-    torch.manual_seed(0)
-    where = {"dtype": FP64}
-    blocks = [Block(Attention(HIDDEN, 2, **where), MLP(HIDDEN, 8, **where), HIDDEN, **where) for _ in range(2)]
-    for block, norm in zip(blocks, (DynamicTanh, RichardsNorm)):
-        block.mlp = glu()
-        block.input_layernorm, block.post_attention_layernorm = norm(HIDDEN, **where), norm(HIDDEN, **where)
-    last, x = RichardsNorm(HIDDEN, **where), x_of(2, 4, HIDDEN)
-    want = x
-    for block in blocks:
-        want = want + block.self_attn(block.input_layernorm(want), None)
-        want = want + block.mlp(block.post_attention_layernorm(want))
-    torch.testing.assert_close(run_blocks(blocks, last, x, None), last(want))
 
 
 def test_a_placement_names_what_runs():

@@ -99,31 +99,20 @@ def test_a_config_of_another_class(kind):
 
 
 @pytest.mark.parametrize(
-    "options,said",
+    "options,named",
     [
-        ({"attention": "sofmax"}, "RichardsConfig: attention: got 'sofmax'; did you mean 'softmax'?"),
-        ({"time": "flim"}, "RichardsConfig: time: got 'flim'; did you mean 'film'?"),
-        (
-            {"attention": "rg_lru", "causal": False},
-            "RichardsConfig: causal: got False, but rg_lru reads a text in one direction; take softmax or poly.",
-        ),
-        (
-            {"attention": "rg_lru", "qk_norm": True},
-            "RichardsConfig: qk_norm: got True, but none of rg_lru, swiglu, rms reads it; it is an option of softmax and poly.",
-        ),
-        (
-            {"attention": "poly", "degree": 2},
-            "RichardsConfig: degree, soft_clip, window and max_pos: got 2, 8.0, 0 and 0; wanted a degree of 1, 3, 5, 7, and "
-            "nothing below 0.",
-        ),
-        ({"heads": 3}, "RichardsConfig: heads 3 is not a multiple of kv_heads 2; choose one that divides it."),
-        ({"head_width": 3}, "RichardsConfig: heads are 3 wide, and rotation works on pairs; give rope=False."),
+        ({"attention": "sofmax"}, "attention: got 'sofmax'; did you mean 'softmax'"),
+        ({"time": "flim"}, "time: got 'flim'; did you mean 'film'"),
+        ({"attention": "rg_lru", "causal": False}, "causal: got False, but rg_lru"),
+        ({"attention": "rg_lru", "qk_norm": True}, "qk_norm: got True, but none of rg_lru, swiglu, rms .* softmax and poly"),
+        ({"attention": "poly", "degree": 2}, "degree, soft_clip, window and max_pos: got 2, 8.0, 0 and 0"),
+        ({"heads": 3}, "heads 3 is not a multiple of kv_heads 2"),
+        ({"head_width": 3}, "heads are 3 wide, .* give rope=False"),
     ],
 )
-def test_configs_that_make_no_sense(options, said):
-    with pytest.raises(ValueError) as error:
+def test_configs_that_make_no_sense(options, named):
+    with pytest.raises(ValueError, match=f"^RichardsConfig: {named}"):
         RichardsConfig(**SHAPE | options)
-    assert str(error.value) == said
 
 
 @pytest.mark.parametrize("name", ["layers.0", "layers.0.self_attn", "layers.0.input_layernorm", "norm"])

@@ -1,15 +1,13 @@
-"""The layer of polynomial attention beside plain torch in fp64: forward, every gradient, who sees whom, a token at a time."""
+"""The layer of polynomial attention: hidden keys, a token at a time, dtypes. test_model.py has its formula."""
 
 import re
-from itertools import product
 
 import pytest
 import torch
 
 from gpubound import layers
-from gpubound.models.richards.kernels.richards import Curve
 from gpubound.models.richards.layers import PolyAttention, poly_calls
-from tests.layers.test_parts import agree, turned, x_of
+from tests.layers.test_parts import x_of
 
 B, T, HIDDEN, HEADS, KV, D = 2, 9, 12, 4, 2, 6
 
@@ -25,35 +23,6 @@ def layer(dtype=torch.float64, **options) -> PolyAttention:
     return module
 
 
-def plain(m: PolyAttention, x, rope, keys=None):
-    q, k, v = (p(x).unflatten(-1, (-1, D)) for p in (m.q_proj, m.k_proj, m.v_proj))
-    if rope is not None:
-        q, k = turned(q, *rope), turned(k, *rope)
-    k, v = (t.repeat_interleave(HEADS // KV, 2) for t in (k, v))
-    (a, b, scale), length = m.coefficients, x.shape[1]
-    rows = []
-    for i, j in product(range(length), range(length)):
-        score = (q[:, i] * k[:, j]).sum(-1) / D**0.5
-        at = i - j + (0 if m.causal else m.max_pos)
-        if m.max_pos and 0 <= at < len(m.relative):
-            score = score + q[:, i] @ m.relative[at]
-        if m.soft_clip:
-            score = m.soft_clip * torch.tanh(score / m.soft_clip)
-        hidden = (m.causal and j > i) or (m.window and abs(i - j) >= m.window)
-        weight = scale * (a * score**m.degree + b) * (0.0 if hidden else 1.0)
-        rows.append(weight if keys is None else weight * keys[:, j, None])
-    weights = torch.stack(rows, -1).unflatten(-1, (length, length))  # (B, H, T, T)
-    y = torch.einsum("bhij,bjhd->bihd", weights, v)
-    if hasattr(m, "head_gate"):
-        nu, k_, m_ = m.gate_curve.free
-        curve = Curve(tail=True)
-        assert (curve.nu, curve.k, curve.m, curve.beta, curve.temperature, curve.scale) == (1, 1, 0, 1, 1, 1)
-        nu, rate = torch.nn.functional.softplus(nu) + 1e-6, torch.nn.functional.softplus(k_) + 1e-6
-        z = m.head_gate(x)
-        y = y * (1 + torch.exp(-rate * nu * (z - m_))).pow(-1 / nu)[..., None]
-    return m.o_proj(y.flatten(-2))
-
-
 FORMS = {
     "plain": {"soft_clip": 0.0},
     "all of it": {"soft_clip": 2.0, "window": 4, "max_pos": 2, "gates": True},
@@ -61,34 +30,18 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("positions", [True, False], ids=["rope", "no rope"])
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_it_is_the_formula(options, positions):
-    module, x = layer(**options), x_of(B, T, HIDDEN)
-    rope = layers.RotaryAngles(D)(torch.arange(T)) if positions else None
-    agree(module(x, rope), plain(module, x, rope), module, x)
-
-
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_a_token_changes_those_that_see_it(options):
-    """And, with gates and projections from x itself, no other."""
-    module, x = layer(**options), x_of(B, T, HIDDEN).detach()
-    changed = x.clone()
-    changed[:, 4] += 1
-    moved = (module(x, None) != module(changed, None)).any(-1)[0].tolist()
-    sees = [(not module.causal or i >= 4) and (not module.window or abs(i - 4) < module.window) for i in range(T)]
-    assert moved == sees
-
-
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_hidden_keys_are_as_if_they_were_not_there(options):
     module, x = layer(**options), x_of(B, T, HIDDEN)
     keys = torch.ones(B, T, dtype=torch.bool)
     keys[1, -3:] = False
-    agree(module(x, None, keys), plain(module, x, None, keys), module, x)
-    assert torch.equal(module(x, None, keys), module(x, None, keys[:, None, None]))
-    if module.causal:
-        torch.testing.assert_close(module(x, None, keys)[1, :-3], module(x[1:, :-3], None)[0])
+    y, want = module(x, None, keys), module(x[1:, :-3], None)[0]
+    torch.testing.assert_close(y[1, :-3], want)
+    assert torch.equal(y, module(x, None, keys[:, None, None])) and torch.equal(y[0], module(x, None)[0])
+    leaves, upstream = [x, *module.parameters()], x_of(*want.shape, seed=2)
+    got, expected = (torch.autograd.grad(t, leaves, upstream, allow_unused=True) for t in (y[1, :-3], want))
+    for one, other in zip(got, expected):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +82,7 @@ def test_what_it_calls_is_what_it_said(monkeypatch):
 
 @pytest.mark.parametrize("mask", [torch.ones(T, T, dtype=torch.bool), torch.ones(B, T), torch.ones(B, 1, T, T).bool()])
 def test_other_masks_are_refused(mask):
-    sentence = (
-        f"PolyAttention: mask must be bool (batch, tokens) or (batch, 1, 1, tokens), True where there is a key, for a batch "
-        f"(2, 9), got {mask.dtype} {tuple(mask.shape)}; what each token sees is said by causal and window."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(
+        ValueError, match=f"PolyAttention: mask must be bool .* got {mask.dtype} {re.escape(str(tuple(mask.shape)))}"
+    ):
         layer()(x_of(B, T, HIDDEN), None, mask)

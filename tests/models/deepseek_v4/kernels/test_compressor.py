@@ -1,7 +1,5 @@
 """Windows to entries: token by token they are transformers' own, kernels agree with the definition, nothing else is written."""
 
-import re
-
 import pytest
 import torch
 
@@ -114,30 +112,19 @@ def test_a_call_that_could_overwrite_what_it_reads_is_two_launches(device, monke
 
 
 WRONG = {
-    "a width of no series": (
-        {"kv": torch.ones(1, 1, 5), "gate": torch.ones(1, 1, 5)},
-        "compress: kv must be as wide as an entry of the store, 4, or hold two series, 8, got 5; "
-        "pass both series side by side.",
-    ),
-    "too few slots": (
-        {"pending": Pending(torch.ones(1, 3, 8), torch.ones(1, 3, 8))},
-        "compress: pending must have a slot for each of the 4 tokens of an entry, got 3.",
-    ),
-    "angles of too few positions": (
-        {"cos": torch.ones(4, 1)},
-        "compress: cos and sin must have a row for each position up to 4 and at most 2 pairs, got (4, 1) and (5, 1).",
-    ),
-    "positions": (
-        {"position": torch.zeros(2, dtype=torch.int32)},
-        "compress: position must be a contiguous torch.int32 (1,), got torch.int32 (2,); it says where each row stands.",
-    ),
+    "an entry of the store, 4, or hold two series, 8, got 5": {
+        "kv": torch.ones(1, 1, 5),
+        "gate": torch.ones(1, 1, 5),
+    },
+    "a slot for each of the 4 tokens of an entry, got 3": {"pending": Pending(torch.ones(1, 3, 8), torch.ones(1, 3, 8))},
+    r"each position up to 4 and at most 2 pairs, got \(4, 1\) and \(5, 1\)": {"cos": torch.ones(4, 1)},
+    r"position must be a contiguous torch.int32 \(1,\)": {"position": torch.zeros(2, dtype=torch.int32)},
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(what):
-    other, sentence = WRONG[what]
-    x, pending = torch.ones(1, 1, 8), Pending(torch.ones(1, 4, 8), torch.ones(1, 4, 8))
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    x, pending, other = torch.ones(1, 1, 8), Pending(torch.ones(1, 4, 8), torch.ones(1, 4, 8)), WRONG[named]
     part = Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(2, 8), Norm(torch.ones(4), 1e-6))
     right = {
         "parts": [part._replace(**{key: t for key, t in other.items() if key in Windows._fields})],
@@ -145,7 +132,7 @@ def test_wrong_arguments(what):
         "cos": torch.ones(5, 1),
         "sin": torch.ones(5, 1),
     }
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(ValueError, match=f"^compress: .*{named}"):
         kernels.compress(**right | {key: value for key, value in other.items() if key in right})
 
 
@@ -155,10 +142,10 @@ def test_parts_of_one_launch_are_of_the_same_tokens():
         return Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(window, 8), Norm(torch.ones(4), 1e-6))
 
     given = torch.zeros(1, dtype=torch.int32), torch.ones(9, 1), torch.ones(9, 1)
-    for other, sentence in (
-        ([part(2, 2)], "compress: all parts must have the same rows, new tokens and window, got (1, 1, 2) and (1, 2, 2)."),
-        ([part(1, 4)], "compress: all parts must have the same rows, new tokens and window, got (1, 1, 2) and (1, 1, 4)."),
-        ([part(1, 2)] * 2, "compress: got 3 parts, wanted 1 to 2."),
+    for other, named in (
+        ([part(2, 2)], r"got \(1, 1, 2\) and \(1, 2, 2\)"),
+        ([part(1, 4)], r"got \(1, 1, 2\) and \(1, 1, 4\)"),
+        ([part(1, 2)] * 2, "got 3 parts, wanted 1 to 2"),
     ):
-        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        with pytest.raises(ValueError, match=named):
             kernels.compress([part(1, 2), *other], *given)

@@ -1,7 +1,5 @@
 """Hyper-connections: the definitions are transformers' modules, and kernels agree with them, for few tokens and many."""
 
-import re
-
 import pytest
 import torch
 
@@ -95,30 +93,20 @@ def test_reference_gradients_in_fp64():
 
 
 WRONG = {
-    "no streams": (
-        lambda x: kernels.hc_pre(x[0, 0], x, x, x),
-        "hc_pre: x must be a floating-point tensor of streams (..., S, D), got torch.float32 (6,); "
-        "give each token its streams one below the other.",
+    r"hc_pre: x must be .* of streams \(..., S, D\), got torch.float32 \(6,\)": lambda x: kernels.hc_pre(x[0, 0], x, x, x),
+    r"hc_pre: weight must be .* \(24, 24\) for streams \(2, 4, 6\), got torch.float32 \(4, 6\)": lambda x: kernels.hc_pre(
+        x, x[0], torch.ones(3), torch.ones(24)
     ),
-    "weight": (
-        lambda x: kernels.hc_pre(x, x[0], torch.ones(3), torch.ones(24)),
-        "hc_pre: weight must be a floating-point tensor (24, 24) for streams (2, 4, 6), got torch.float32 (4, 6); "
-        "reshape or cast it before the call.",
+    r"hc_post: comb must be .* \(2, 4, 4\) .* got torch.int64 \(2, 4, 4\)": lambda x: kernels.hc_post(
+        x, x[:, 0], x[..., 0], x[..., :4].long()
     ),
-    "comb": (
-        lambda x: kernels.hc_post(x, x[:, 0], x[..., 0], x[..., :4].long()),
-        "hc_post: comb must be a floating-point tensor (2, 4, 4) for streams (2, 4, 6), got torch.int64 (2, 4, 4); "
-        "reshape or cast it before the call.",
-    ),
-    "rounds": (
-        lambda x: kernels.hc_pre(x, torch.ones(24, 24), torch.ones(3), torch.ones(24), iterations=0),
-        "hc_pre: iterations must be at least 1, got 0; DeepSeek-V4 takes 20.",
+    "hc_pre: iterations must be at least 1, got 0": lambda x: kernels.hc_pre(
+        x, torch.ones(24, 24), torch.ones(3), torch.ones(24), iterations=0
     ),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(what):
-    call, sentence = WRONG[what]
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        call(torch.ones(2, 4, 6))
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    with pytest.raises(ValueError, match=f"^{named}"):
+        WRONG[named](torch.ones(2, 4, 6))

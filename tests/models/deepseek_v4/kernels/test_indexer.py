@@ -1,7 +1,5 @@
 """The indexer: scores are transformers', the choice is torch's with ties by place, whatever lies behind the limit."""
 
-import re
-
 import pytest
 import torch
 
@@ -100,23 +98,9 @@ def test_many_choices_match(block, device, monkeypatch):
         assert got[row].equal(best.int())
 
 
-WRONG = {
-    "tokens that do not divide": (
-        lambda: kernels.index_scores(
-            torch.ones(3, 2, 8), torch.ones(2, 4, 8), torch.ones(3, 2), limits("cpu", 1, 1, 1), 1.0, torch.ones(3, 4)
-        ),
-        "index_scores: q must have as many tokens for each of 2 rows of keys, got 3 tokens.",
-    ),
-    "limit": (
-        lambda: kernels.index_topk(torch.ones(2, 4), torch.ones(2).long(), torch.ones(2, 3).int()),
-        "index_topk: limit must be a contiguous torch.int32 (2,), got torch.int64 (2,); "
-        "it says how many entries each token sees.",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(what):
-    call, sentence = WRONG[what]
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        call()
+def test_wrong_arguments():
+    given = torch.ones(3, 2, 8), torch.ones(2, 4, 8), torch.ones(3, 2), limits("cpu", 1, 1, 1), 1.0, torch.ones(3, 4)
+    with pytest.raises(ValueError, match="index_scores: q must have as many tokens for each of 2 rows of keys, got 3"):
+        kernels.index_scores(*given)
+    with pytest.raises(ValueError, match=r"index_topk: limit must be a contiguous torch.int32 \(2,\), got torch.int64"):
+        kernels.index_topk(torch.ones(2, 4), torch.ones(2).long(), torch.ones(2, 3).int())

@@ -2,7 +2,6 @@
 else, hold nothing of size T × T; and decoding, token by token, gives what the whole sequence gives."""
 
 import math
-import re
 from contextlib import contextmanager
 from itertools import product
 
@@ -296,24 +295,20 @@ def some(**changed) -> dict:
 
 
 WRONG = {
-    "q": ({"q": torch.ones(2, 3)}, "q must be a floating-point tensor (rows, tokens, heads, head size), got torch.float32 "
-          "(2, 3); bring it into that shape before the call."),
-    "k": ({"k": torch.ones(1, 4, 1, 16)}, "k must be (1, 3, kv heads, 16) in torch.float32 on cpu, with as many kv heads as "
-          "the other, a divisor of q's 2, got (1, 4, 1, 16) torch.float32 on cpu; cast, move or reshape it before the call."),
-    "degree": ({"degree": 2}, "degree must be one of 1, 3, 5 and 7, got 2; an odd power keeps the sign of a score."),
-    "clip": ({"soft_clip": -1.0}, "soft_clip must be at least 0 and finite, got -1.0; 0 clips nothing."),
-    "window": ({"window": -1}, "window must be at least 0, got -1; 0 lets a token see all."),
-    "table": ({"table": torch.ones(4, 16), "causal": False}, "without causal the table needs an odd number of rows, as many "
-              "before the token as after it, got 4; give it 2 n + 1."),
-    "gates": ({"gates": torch.ones(3, 2)}, "gates must be a floating-point tensor (1, 3, 2) on cpu, got torch.float32 (3, 2) "
-              "on cpu; give one for each head of each token."),
-}  # fmt: skip
+    r"q must be .* \(rows, tokens, heads, head size\), got torch.float32 \(2, 3\)": {"q": torch.ones(2, 3)},
+    r"k must be \(1, 3, kv heads, 16\) .* a divisor of q's 2, got \(1, 4, 1, 16\)": {"k": torch.ones(1, 4, 1, 16)},
+    "degree must be one of 1, 3, 5 and 7, got 2": {"degree": 2},
+    "soft_clip must be at least 0 and finite, got -1.0": {"soft_clip": -1.0},
+    "window must be at least 0, got -1": {"window": -1},
+    "without causal the table needs an odd number of rows, .* got 4": {"table": torch.ones(4, 16), "causal": False},
+    r"gates must be .* \(1, 3, 2\) on cpu, got torch.float32 \(3, 2\)": {"gates": torch.ones(3, 2)},
+}
 
 
-@pytest.mark.parametrize("changed, sentence", WRONG.values(), ids=WRONG)
-def test_wrong_arguments(changed, sentence):
-    with pytest.raises(ValueError, match=f"^{re.escape('poly_attention: ' + sentence)}$"):
-        kernels.poly_attention(**some(**changed))
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    with pytest.raises(ValueError, match=f"^poly_attention: {named}"):
+        kernels.poly_attention(**some(**WRONG[named]))
 
 
 def test_heads_wider_than_the_kernel_holds_fall_back(device, said):

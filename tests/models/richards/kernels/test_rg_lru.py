@@ -109,24 +109,13 @@ def test_long_memories_are_exact(device):
 
 
 WRONG = {
-    "shape": (
-        (torch.ones(2, 3, 7), torch.ones(2)),
-        "rg_lru: packed must be [x | r | i] of shape (B, T, 3 C), T and C from 1, got (2, 3, 7).",
-    ),
-    "decay": (
-        (torch.ones(2, 3, 6), torch.ones(3)),
-        "rg_lru: decay must be 2 floating-point numbers, one a channel of packed, got torch.float32 (3,).",
-    ),
-    "state": (
-        (torch.ones(2, 3, 6), torch.ones(2), torch.ones(2, 2).half()),
-        "rg_lru: state must be torch.float32 (2, 2), got torch.float16 (2, 2); pass a last state.",
-    ),
+    r"packed must be .* \(B, T, 3 C\), T and C from 1, got \(2, 3, 7\)": (torch.ones(2, 3, 7), torch.ones(2)),
+    r"decay must be 2 floating-point numbers, .* got torch.float32 \(3,\)": (torch.ones(2, 3, 6), torch.ones(3)),
+    r"state must be torch.float32 \(2, 2\), got torch.float16": (torch.ones(2, 3, 6), torch.ones(2), torch.ones(2, 2).half()),
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(what):
-    arguments, sentence = WRONG[what]
-    with pytest.raises(ValueError) as error:
-        kernels.rg_lru(*arguments)
-    assert str(error.value) == sentence
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    with pytest.raises(ValueError, match=f"^rg_lru: {named}"):
+        kernels.rg_lru(*WRONG[named])
