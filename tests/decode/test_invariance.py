@@ -38,7 +38,7 @@ def test_behind_many_steps_the_last_launch_may_overshoot():
 
 
 def test_where_a_step_reads_much_no_step_is_too_many(monkeypatch):
-    monkeypatch.setattr("gpubound.decode.generate.HEAVY", 0)
+    monkeypatch.setattr("gpubound.decode.running.HEAVY", 0)
     model = cases.build("Llama", num_hidden_layers=1, max_position_embeddings=300)
     found = gb.decoder(model, 1, 300, verify=False).generate([5], max_new_tokens=256)
     assert (found.launches, found.steps, found.count) == (11 + 7, 256, 256)

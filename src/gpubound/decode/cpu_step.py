@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.accumulate import join_rows
-from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS
 from ..kernels.dispatch import can_launch
+from ..kernels.rope import rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, UngatedWeights
 from .layer import capped_attend
@@ -98,7 +98,7 @@ class CpuStep:
             q, k, v = attention.heads(qkv(_normed(x, attention.norm)), s.head_dim, _normed)
             if attention.table is not None:
                 cos, sin = angles[attention.table]
-                q, k = turn(q, cos, sin), turn(k, cos, sin)
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             keys, values = body.cache.k[number, :rows], body.cache.v[number, :rows]
             keys[row, :, target], values[row, :, target] = k, v
             start, mask = visible[attention.window]

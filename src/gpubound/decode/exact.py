@@ -8,8 +8,6 @@ Legend: B rows, C copies of a prompt, T tokens, P blocks of a row, H query heads
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +21,9 @@ from ..layers.invariant import BatchInvariant
 from ..models.invariant import why_not_invariant
 from ..models.language_model import hidden_of
 from ..models.registry import mode
-from .certificate import RoutingTrace, first_not_finite
 from .kv_cache import PAGE, Cache, words
-from .runner import ModelRunner, RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body
+from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body
+from .transformer import ViewRunner
 from .weight_view import WeightView, bind
 
 TOKENS = 16384  # of a prompt's forward, all rows together
@@ -57,7 +55,7 @@ class CachedKeys:
         return invariant_cached_attention(q.transpose(1, 2).contiguous(), keys, values, self.blocks, self.start, scale)
 
 
-class ExactRunner(ModelRunner):
+class ExactRunner(ViewRunner):
     """Run a model's own modules by batch-invariant kernels, over a cache."""
 
     refills = captures_prefill = calls = True
@@ -129,9 +127,6 @@ class ExactRunner(ModelRunner):
         step = max(1, TOKENS // max(1, len(ids)))
         return ((at, ids[:, at : at + step]) for at in range(0, ids.shape[1], step))
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        self.cache.move(sources, targets, length)
-
     @torch.no_grad()
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for at, part in self._parts(ids[None]):
@@ -173,35 +168,6 @@ class ExactRunner(ModelRunner):
     def row_counts(self) -> set[int]:
         return {1, self.max_batch}
 
-    def exact(self) -> Any:
-        return self.live
-
-    @contextmanager
-    def trace_routing(self) -> Iterator[RoutingTrace]:
-        yield RoutingTrace()
-
-    def reserve(self, limits: Tensor) -> None:
-        self.cache.reserve(limits)
-
-    def check_request(self, limits: list[int]) -> None:
-        self.cache.layout.check_request(limits)
-
-    @property
-    def paged(self) -> Cache | None:
-        return None if self.cache.pages is None else self.cache
-
-    def cache_bytes(self) -> int:
-        return self.cache.nbytes
-
-    def poison(self) -> None:
-        self.cache.poison()
-
-    def moved(self) -> str | None:
-        return self.live.moved()
-
-    def numbers(self) -> Any:
-        return self.live.numbers()
-
     def rebind(self) -> None:
         if why := why_not_invariant(self.model):
             raise GenerateError(f"decoder: exact: the model has changed since its decoder was built: {why}; build a new one.")
@@ -209,9 +175,6 @@ class ExactRunner(ModelRunner):
 
     def bytes_a_step(self, live: list[int]) -> int:
         return self.live.bytes_read() + self.cache.bytes_a_token * sum(live)
-
-    def locate(self, ids: Tensor) -> str:
-        return first_not_finite(self.live, ids)
 
     def report(self) -> list[tuple[str, str, str]]:
         why = "log-probabilities have the bits of the trainer's forward with exact=True"

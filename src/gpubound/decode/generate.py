@@ -1,12 +1,11 @@
 """gpubound.decoder: generation from the live weights, with no host in the loop.
 
-A request goes through `RunningRequest.play`: a prefill, then launches of k steps each. runner.py has the launches (k steps in a
-CUDA graph, a token chosen in each) and the batch that they work on; transformer.py has a step, layer by layer.
+running.py has a request's way: a prefill, then launches of k steps each. runner.py has the launches (k steps in a CUDA graph, a
+token chosen in each) and the batch that they work on; transformer.py has a step, layer by layer.
 """
 
 import math
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -36,10 +35,8 @@ from .placement.plan import devices_of
 from .placement.tensor_parallel import SliceGraphs, sliced_runner
 from .request import (
     SAMPLING,
-    Generated,
     Generation,
     Request,
-    check_adapters,
     check_prompts,
     describe_sampling,
     make_request,
@@ -47,22 +44,18 @@ from .request import (
     pad,
     padding_of,
     read_prompts,
-    to_device,
 )
 from .rollout import Rollout
 from .rollout_request import rollout_request
-from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
-from .running import HEAVY, closed_at_exit, raise_not_finite, short_switch_interval
+from .runner import BatchState, ModelRunner, RunnerConfig, StepGraphs, Stepper
+from .running import RunningRequest
 from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
-from .text import TextCodec, TextStream
+from .text import TextCodec
 from .transformer import FusedRunner, gemv_rows, kernel_calls, tiled_gemm_rows
 from .weight_view import bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # a step brings several tokens: a long launch would run on long after the last one
-# A launch may run one step past the end of the last row for every 64 steps so far: the last 7 of 256 tokens are one launch of 8
-# steps instead of seven launches of one step, which would depend on the host's speed. Ended rows are frozen.
-OVERSHOT = 1 / 64
 
 
 class FastDecoder(NotCopyable):
@@ -143,11 +136,10 @@ class FastDecoder(NotCopyable):
         """
         return self.start(prompts, **settings).play()
 
-    def start(self, prompts: Any, **settings: Any) -> "RunningRequest":
+    def start(self, prompts: Any, **settings: Any) -> RunningRequest:
         """Return a checked request: `play()` yields as `stream` does, and then `result()` is what `generate` returns."""
-        if settings.get("adapters") is not None:  # other adapters may have been switched on
-            with self.turn, self.plainly():
-                self.bound.follow()
+        if settings.get("adapters") is not None:
+            self._follow()
         request = make_request(prompts, self.text, self.body, self.generation, **settings)
         if inputs := image_inputs(prompts) if isinstance(prompts, Mapping) else None:
             check_images(inputs, self.model, self.body, request.prompts)
@@ -182,10 +174,14 @@ class FastDecoder(NotCopyable):
         adapters  a name for each prompt, or one for all, as in `generate`
         """
         if adapters is not None:
-            with self.turn, self.plainly():
-                self.bound.follow()
+            self._follow()
         settings["temperature"] = temperature
         return Rollout(self, rollout_request(self, prompts, n, max_new_tokens, logprobs, seed, stop, adapters, settings))
+
+    def _follow(self) -> None:
+        """Read the model again where it has changed: other adapters may have been switched on."""
+        with self.turn, self.plainly():
+            self.bound.follow()
 
     def score(self, prompts: Any) -> list[list[float]]:
         """Return, for each sequence, the log-probability of every token but the first, given the tokens before it."""
@@ -408,148 +404,3 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.devi
     if fused:
         fallback("decoder: the fused kernels", view)
     return runner
-
-
-class RunningRequest:
-    """A request on its way through a decoder: a prefill, then launches of k steps for all rows together.
-
-    The host stays a few launches ahead of the tokens that it has read, and never waits on the device. A row that has ended is
-    frozen by its `alive` flag.
-    """
-
-    def __init__(self, decoder: FastDecoder, request: Request, prefill: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """prefill: that of prompts with images"""
-        self.decoder, self.request, self.prefill = decoder, request, prefill or decoder.graphs.prefill
-        self.begun = time.perf_counter()
-        self.wanted = 0  # steps, of those launched, that some row may still need
-        self.in_flight = 0  # steps launched and not read yet
-        self.ends = [min(len(prompt) + request.max_new_tokens, decoder.max_length) for prompt in request.prompts]
-        self.rows = decoder.bucket(len(request.prompts))
-        self.variant = SamplingVariant(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
-        self.sequences = [Generated(prompt) for prompt in request.prompts]
-        self.generation = Generation(self.sequences)
-        self.texts = [
-            None if decoder.text is None else TextStream(decoder.text, request.stop_strings, request.stops)
-            for _ in self.sequences
-        ]
-
-    def play(self, alone: bool = False) -> Generator[tuple[int, Any], None, None]:
-        """Yield (row, new tokens or text) as they arrive. A stream that is not read to its end is closed before Python exits.
-
-        alone: no code of the caller runs between the tokens. Weights are then checked after the last launch, not before each:
-        for the 1,537 tensors of 43 layers of DeepSeek-V4 a check takes 0.3 ms.
-        """
-        generator = self._play(alone)
-        closed_at_exit().add(generator)
-        return generator
-
-    def _play(self, alone: bool) -> Generator[tuple[int, Any], None, None]:
-        decoder, slots = self.decoder, self.decoder.slots
-        with decoder.turn:
-            try:
-                with short_switch_interval():
-                    with decoder.plainly():
-                        self._prefill()
-                    # On one device, a step that reads much is long enough to be launched alone. Several devices need more.
-                    body = decoder.body
-                    read = 0 if body.peers or len(body.spans) > 1 else body.bytes_a_step(list(map(len, self.request.prompts)))
-                    alive = True
-                    while alive and ((left := self._steps_left()) > 0 or slots.ahead):
-                        steps = 0
-                        if left > 0 and slots.ahead < slots.lead:
-                            # The first launches are short, so that the first tokens appear soon.
-                            ladder = decoder.ladder[max(0, len(decoder.ladder) - 1 - self.generation.launches) :]
-                            spare = 0 if read >= HEAVY else int(self.generation.steps * OVERSHOT)
-                            steps = next(k for k in ladder if k <= left + spare)
-                            # A graph is captured, in 0.4 s, once all launched tokens are read.
-                            if slots.ahead and not decoder.graphs.made(self.rows, steps, self.variant):
-                                steps = 0
-                        if not steps:
-                            alive = yield from self._receive()
-                            continue
-                        if not alone:
-                            self._check_weights()
-                        with decoder.plainly():
-                            decoder.graphs.launch(self.rows, steps, self.variant)
-                        slots.send(steps * decoder.stepper.tokens)
-                        self.in_flight += steps
-                        self.generation.launches += 1
-                        self.generation.steps += steps
-                        self.wanted += min(steps, left)
-                    self._check_weights()
-            finally:
-                slots.drop()
-                self.generation.seconds = time.perf_counter() - self.begun
-        for sequence, text in zip(self.sequences, self.texts):
-            sequence.finish = sequence.finish or "length"
-            if text is not None:
-                sequence.text = text.complete()
-                if sequence.finish == "stop string":
-                    count = text.tokens_before_stop()
-                    sequence.tokens, sequence.logprobs = sequence.tokens[:count], sequence.logprobs[:count]
-
-    def _prefill(self) -> None:
-        decoder, request = self.decoder, self.request
-        decoder.bound.follow()
-        if request.adapters is not None:  # a stream may begin long after it was asked for
-            check_adapters(request.adapters, len(request.prompts), decoder.body)
-        lengths = [len(prompt) - 1 for prompt in request.prompts]  # a prompt's last token goes through the first step
-        longest, unused = max(lengths), self.rows - len(lengths)
-        width = min(max(16, 1 << (longest - 1).bit_length()), decoder.max_length) if longest else 0
-        ids = pad([prompt[:-1] for prompt in request.prompts] + [[]] * unused, width, decoder.body.device)
-        lengths_B = to_device(torch.tensor(lengths + [0] * unused, device="cpu"), decoder.body.device)
-        decoder.begin(request, ids, lengths_B, self.prefill)
-
-    def _check_weights(self) -> None:
-        if name := self.decoder.bound.moved():
-            raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
-
-    def _steps_left(self) -> int:
-        """Return the steps that the longest row still needs after those in flight, at the tokens a step so far."""
-        tokens = [end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish]
-        return math.ceil(max(tokens, default=0) / (self.generation.tokens_a_step or 1.0)) - self.in_flight
-
-    def _receive(self) -> Generator[tuple[int, Any], None, bool]:
-        """Read the oldest launch and yield its pieces; return False when every sequence has ended."""
-        tokens, stepper = self.decoder.slots.receive(self.request.logprobs), self.decoder.stepper
-        self.generation.first_token_s = self.generation.first_token_s or time.perf_counter() - self.begun
-        emitted = tokens.emitted
-        self.in_flight -= len(emitted) // stepper.tokens
-        stopped_rows = []
-        for row, (sequence, text) in enumerate(zip(self.sequences, self.texts)):
-            if sequence.finish:
-                continue
-            new = [step[row] for step in emitted if step[row] >= 0]
-            if tokens.logprobs:
-                sequence.logprobs += [values[row] for values, step in zip(tokens.logprobs, emitted) if step[row] >= 0]
-            sequence.tokens += new
-            self.generation.row_steps += sum([step[row] >= 0 for step in emitted[:: stepper.tokens]])
-            piece: Any = new if text is None else text.add(new)
-            if text is not None and text.stopped:
-                sequence.finish = "stop string"
-                stopped_rows.append(row)
-            elif not tokens.alive[row]:
-                if tokens.bad[row]:
-                    raise_not_finite(self.decoder, f"sequence {row}", sequence.prompt + sequence.tokens, tokens.bad[row] - 1)
-                stopped = bool(sequence.tokens) and sequence.tokens[-1] in self.request.stops
-                sequence.finish = "stop token" if stopped else "length"
-                if text is not None:
-                    piece += text.rest()
-            if piece:
-                yield row, piece
-        if all(sequence.finish for sequence in self.sequences):
-            return False
-        if stopped_rows:
-            self.decoder.slots.end(stopped_rows)
-        return True
-
-    def result(self) -> Generation:
-        """Return the generation, with the bytes that its wanted steps had to read: those of a step of mean length."""
-        generation, body = self.generation, self.decoder.body
-        lengths = [len(s.prompt) + len(s.tokens) // 2 for s in self.sequences]
-        read = self.decoder.stepper.bytes_a_step(lengths)
-        for lane in body.lanes(len(lengths)):
-            read += body.bytes_a_step(lengths[lane.start : lane.stop])
-        generation.bytes_read, generation.wanted = read * self.wanted, self.wanted
-        generation.at_once = body.readers(len(lengths))
-        return generation

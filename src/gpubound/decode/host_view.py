@@ -21,7 +21,7 @@ from .weight_view import WeightView
 class HostView:
     """A WeightView on another device than its model's."""
 
-    sliced, adapted, apart, positions = False, False, None, None
+    sliced, adapted, apart, positions, copied = False, False, None, None, None
 
     def __init__(self, original: WeightView, device: torch.device) -> None:
         if any(type(layer.mlp) is not DenseWeights for layer in original.layers):
@@ -31,7 +31,7 @@ class HostView:
             )
         self.original, self.device, self.dtype = original, device, original.dtype
         self.model, self.shape, self.coded = original.model, original.shape, original.coded
-        self.numbers, self.bytes_read, self.refresh_copies = original.numbers, original.bytes_read, original.refresh_copies
+        self.numbers, self.bytes_read = original.numbers, original.bytes_read
         self._read()
 
     def refresh(self) -> None:

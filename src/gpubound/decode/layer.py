@@ -22,9 +22,9 @@ from ..kernels import activate_rows, add_norm, layer_norm, layer_norm_rows, norm
 from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
+from ..kernels.gated import gated
 from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..layers.attention import attend
-from ..layers.block import gated
 from ..layers.linear_product import fused_linear
 from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, Linear, Shape, UngatedWeights
 from .kv_cache import Cache

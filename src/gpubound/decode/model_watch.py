@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..errors import GenerateError
 from ..graph.guards import address_check
 from ..layers.fused_weights import has_reader, site_of
 from ..lora.layers import adapted_layers, adding
@@ -197,6 +198,10 @@ class ModelWatch:
     def moved(self) -> str | None:
         """Return the name of a weight that is no longer where the graphs read it."""
         return self.body.moved() or self.stepper.moved()
+
+    def check_unmoved(self) -> None:
+        if name := self.moved():
+            raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
 
     def _changed(self) -> str | None:
         if name := self._modules.replaced() or self.moved():

@@ -12,33 +12,12 @@ from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..kernels.packed_weights import Packed, join_packed
 from ..layers.linear_product import format_of
-from ..models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear
+from ..models.decoding import Linear
 from .lora import LoraDelta
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """partial maxima of a product, and their rows"""
 NO_MAXIMA = (None, None)
-
-
-def is_coded(weight: Tensor) -> bool:
-    return format_of(weight).coded
-
-
-def unlike(layers: Sequence[LayerWeights]) -> str | None:
-    """Return which layers that read one input are not of formats that a step multiplies together; None where all are."""
-    for number, (attention, mlp) in enumerate(layers):
-        groups: list[tuple[str, Sequence[Linear]]] = []
-        if isinstance(attention, AttentionWeights):
-            groups.append((f"model.layers.{number}.self_attn", (attention.q, attention.k, attention.v)))
-        if isinstance(mlp, DenseWeights):
-            groups.append((f"model.layers.{number}.mlp", (mlp.gate, mlp.up)))
-        for name, group in groups:
-            coded = {is_coded(layer.weight) for layer in group}
-            if len(coded) > 1:
-                return f"{name}: only some of the layers that read its input are quantised"
-            if coded == {True} and len(group) == 2 and len({kind_of(packed_of(layer)) for layer in group}) > 1:
-                return f"{name}: gate and up are quantised in two formats"
-    return None
 
 
 def kind_of(packed: Packed) -> tuple[str, torch.dtype]:

@@ -24,7 +24,7 @@ from ..trace import notice
 from .kv_cache import PagePool
 from .request import check_prompts, pad, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
-from .running import HEAVY, closed_at_exit, raise_not_finite, short_switch_interval
+from .running import HEAVY, closed_at_exit, cut_at_stop, read_row, short_switch_interval
 from .text import TextStream
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Rollout:
         decoder, ids = self.decoder, [*before.ids, *sequence.tokens, *tokens]
         check_prompts([ids], decoder.body.vocab, 1, decoder.max_length, "rollout: extend")
         most = before.limit - len(before.ids) if max_new_tokens is None else max_new_tokens
-        text = None if decoder.text is None else TextStream(decoder.text, self.request.stop_strings, self.request.stops)
+        text = TextStream(decoder.text, self.request.stop_strings, self.request.stops)
         result = RolloutSequence(sequence.prompt, sequence.sample, sequence.seed, turn=sequence.turn + 1)
         limit = min(len(ids) + most, decoder.max_length)
         self.waiting.appendleft(Running(result, ids, limit, before.choice, before.adapter, text, before))
@@ -283,8 +283,7 @@ class Rollout:
 
     def _launch(self) -> None:
         decoder, steps = self.decoder, self._steps
-        if name := decoder.bound.moved():
-            raise GenerateError(f"{name} was changed, moved or replaced while tokens were generated from it; start again.")
+        decoder.bound.check_unmoved()
         decoder.graphs.launch(self.size, steps, self.variant)
         decoder.slots.send(steps)
         self._flights.append(list(self.rows))
@@ -297,28 +296,17 @@ class Rollout:
     def _receive(self) -> Iterator[RolloutSequence]:
         """Read the oldest launch, and yield the sequences that it ended."""
         tokens, owners = self.decoder.slots.receive(self.request.logprobs), self._flights.popleft()
-        columns, values = list(zip(*tokens.emitted)), list(zip(*tokens.logprobs))
         ended: list[Running] = []
         stopped: list[int] = []  # rows that still generate
         for row, one in enumerate(owners):
             if one is None or one.result.finish:
                 continue
-            result, new = one.result, [token for token in columns[row] if token >= 0]
-            result.tokens += new
-            if values:
-                result.logprobs += values[row][: len(new)]
-            if one.text is not None:
-                one.text.add(new)
-            if one.text is not None and one.text.stopped:
-                result.finish = "stop"
-                count = one.text.tokens_before_stop()
-                result.tokens, result.logprobs = result.tokens[:count], result.logprobs[:count]
+            result, name = one.result, f"prompt {one.result.prompt}, sample {one.result.sample}"
+            _, finish = read_row(self.decoder, tokens, row, result, one.text, self.request.stops, one.ids, name)
+            result.finish = finish.partition(" ")[0]
+            if finish == "stop string":
+                cut_at_stop(result, one.text)
                 stopped += [one.row] if tokens.alive[row] else []
-            elif not tokens.alive[row]:
-                if tokens.bad[row]:
-                    name = f"prompt {result.prompt}, sample {result.sample}"
-                    raise_not_finite(self.decoder, name, one.ids + result.tokens, tokens.bad[row] - 1)
-                result.finish = "stop" if result.tokens and result.tokens[-1] in self.request.stops else "length"
             if result.finish:
                 ended.append(one)
         self.each_launch()
@@ -327,8 +315,7 @@ class Rollout:
         for one in ended:
             self.rows[one.row] = None
             self._pages.take(one.row)
-            if one.text is not None:
-                one.result.text = one.text.complete()
+            one.result.text = one.text.complete()
             self._last[one.result.prompt, one.result.sample] = one
             self.finished.append(one.result)
         yield from (one.result for one in ended)

@@ -55,7 +55,7 @@ class Running:
     limit: int  # tokens of prompt and answer
     choice: Choice
     adapter: str | None
-    text: TextStream | None
+    text: TextStream
     before: "Running | None" = None  # the turn before
     start: int = 0  # positions that its row holds already
     row: int = -1
@@ -126,7 +126,7 @@ def rollout_request(
         limit = min(len(prompt) + (most[number] or decoder.max_length), decoder.max_length)
         for sample in range(n):
             own = sequence_seed(seed, number, sample)
-            text = None if decoder.text is None else TextStream(decoder.text, strings, stops)
+            text = TextStream(decoder.text, strings, stops)
             result = RolloutSequence(number, sample, own)
             waiting.append(Running(result, prompt, limit, replace(choice, seed=own), names[number], text))
     return RolloutRequest(waiting, stops, strings, logprobs, n, adapters is not None)

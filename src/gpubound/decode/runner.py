@@ -496,7 +496,7 @@ class StepGraphs:
         """Forget every graph, after the weights have moved."""
         self._launches: dict[tuple[int, int, SamplingVariant], Callable[[], None]] = {}
         self._warm: set[tuple[int, SamplingVariant]] = set()
-        self._prompts: dict[tuple, tuple[tuple[Tensor, ...], Callable[[], None]] | None] = {}
+        self._prompts: dict[tuple[torch.Size, ...], tuple[tuple[Tensor, ...], Callable[[], None]] | None] = {}
         self._pools: dict[torch.device, Any] = {}
 
     def __len__(self) -> int:
@@ -514,41 +514,34 @@ class StepGraphs:
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """body.prefill(ids (B, T), lengths (B,))."""
-        size = ids.shape
-        fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= self.longest_prompt
-        if not fits or size not in self._prompts:  # at its first, its kernels compile and test themselves
-            self.body.prefill(ids, lengths)
-            self._prompts.setdefault(size, None)
-            return
-        inputs, replay = self._prompts[size] or self._capture_prefill(ids.clone(), lengths.clone())
-        for buffer, new in zip(inputs, (ids, lengths)):
-            buffer.copy_(new)
-        replay()
+        self._fill(self.body.prefill, "prefill {} x {}", ids, lengths)
 
     def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
         """body.refill(ids (B, T), lengths (B,), rows (B, C))."""
-        new, size = (ids, lengths, rows), (ids.shape, rows.shape)
+        if start:
+            self.body.refill(ids, lengths, rows, start)
+        else:
+            self._fill(self.body.refill, f"refill {{}} x {{}} for {rows.numel()} rows", ids, lengths, rows)
+
+    def _fill(self, call: Callable[..., None], name: str, *inputs: Tensor) -> None:
+        ids, size = inputs[0], tuple(t.shape for t in inputs)
         fits = self.body.captures_prefill and ids.device.type == "cuda" and 0 < ids.numel() <= self.longest_prompt
-        if not fits or start or size not in self._prompts:
-            self.body.refill(*new, start)
-            if start:
-                return
+        if not fits or size not in self._prompts:  # at its first, its kernels compile and test themselves
+            call(*inputs)
             self._prompts.setdefault(size, None)
             return
         if (captured := self._prompts[size]) is None:
-            inputs, runner = tuple(t.clone() for t in new), self._runner_on(self.slots.device)
-            name = f"refill {len(ids)} x {ids.shape[1]} for {rows.numel()} rows"
-            runner.record(name, lambda: self.body.refill(*inputs), [], set())
-            self._prompts[size] = captured = inputs, runner.replay
-        for buffer, value in zip(captured[0], new):
-            buffer.copy_(value)
+            buffers = tuple(t.clone() for t in inputs)
+            self._prompts[size] = captured = buffers, self._capture_prompt(call, name.format(*ids.shape), buffers)
+        for buffer, new in zip(captured[0], inputs):
+            buffer.copy_(new)
         captured[1]()
 
-    def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+    def _capture_prompt(self, call: Callable[..., None], name: str, buffers: tuple[Tensor, ...]) -> Callable[[], None]:
+        """Return the replay of a captured prompt, which reads `buffers`."""
         runner = self._runner_on(self.slots.device)
-        runner.record(f"prefill {len(ids)} x {ids.shape[1]}", lambda: self.body.prefill(ids, lengths), [], set())
-        self._prompts[ids.shape] = captured = (ids, lengths), runner.replay
-        return captured
+        runner.record(name, lambda: call(*buffers), [], set())
+        return runner.replay
 
     def _runner_on(self, device: torch.device) -> GraphRunner:
         runner = GraphRunner(device, self._pools.get(device))
@@ -560,10 +553,7 @@ class StepGraphs:
         if self.slots.device.type != "cuda":
             return call
         runner = self._runner_on(self.slots.device)
-        if (
-            rows,
-            variant,
-        ) not in self._warm:  # first calls compile and test kernels, which no graph can hold
+        if (rows, variant) not in self._warm:  # first calls compile and test kernels, which no graph can hold
             saved = self._state(rows)
             runner.run(lambda: self.run(rows, 1, variant))
             for tensor, before in saved:

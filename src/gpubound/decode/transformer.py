@@ -242,7 +242,50 @@ def add_and_norm(x: Tensor, pending: Tensor | None, norm: AnyNorm) -> tuple[Tens
     return normed(x, norm), x
 
 
-class FusedRunner(ModelRunner):
+class ViewRunner(ModelRunner):
+    """Base class of runners that read the weights of a view and write keys and values to a cache."""
+
+    live: Any  # WeightView or HostView
+    cache: Cache
+
+    def exact(self) -> Any:
+        return self.live
+
+    def locate(self, ids: Tensor) -> str:
+        return first_not_finite(self.exact(), ids)
+
+    def numbers(self) -> Any:
+        return self.live.numbers()
+
+    def moved(self) -> str | None:
+        return self.live.moved()
+
+    def reserve(self, limits: Tensor) -> None:
+        self.cache.reserve(limits)
+
+    def check_request(self, limits: list[int]) -> None:
+        self.cache.layout.check_request(limits)
+
+    @property
+    def paged(self) -> Cache | None:
+        return None if self.cache.pages is None else self.cache
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        self.cache.move(sources, targets, length)
+
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
+
+    def poison(self) -> None:
+        self.cache.poison()
+
+    @contextmanager
+    def trace_routing(self) -> Iterator[RoutingTrace]:
+        """Record the experts that the last row of each step and prefill is routed to."""
+        yield RoutingTrace()
+
+
+class FusedRunner(ViewRunner):
     """Run a model by the fused kernels, from its weights in place, over buffers that are allocated once."""
 
     x: Tensor
@@ -450,15 +493,8 @@ class FusedRunner(ModelRunner):
         if self.host:
             self.host.finite = self.max_length
 
-    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        self.cache.move(sources, targets, length)
-
     def cache_bytes(self) -> int:
         return sum(group.cache.nbytes for group in self.spans)
-
-    @property
-    def paged(self) -> Cache | None:
-        return None if self.cache.pages is None else self.cache
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -489,11 +525,9 @@ class FusedRunner(ModelRunner):
                 yield capped_(logits, self.live.shape.logit_cap)
 
     def moved(self) -> str | None:
-        self.live.refresh_copies()
+        if self.live.copied is not None:
+            self.live.refresh_copies()
         return self.live.moved() or self.form.changed()
-
-    def numbers(self) -> Any:
-        return self.live.numbers()
 
     def rebind(self) -> None:
         self.live.refresh()
@@ -511,16 +545,12 @@ class FusedRunner(ModelRunner):
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)
 
-    def locate(self, ids: Tensor) -> str:
-        return first_not_finite(self.exact(), ids)
-
     def poison(self) -> None:
         for group in self.spans:
             group.cache.poison()
 
     @contextmanager
     def trace_routing(self) -> Iterator[RoutingTrace]:
-        """Record the experts that the last row of each step and prefill is routed to."""
         trace = RoutingTrace()
         for group in self.spans:
             group.workspace.routing_trace = trace
@@ -529,9 +559,6 @@ class FusedRunner(ModelRunner):
         finally:
             for group in self.spans:
                 group.workspace.routing_trace = None
-
-    def check_request(self, limits: list[int]) -> None:
-        self.cache.layout.check_request(limits)
 
     def report(self) -> list[tuple[str, str, str]]:
         most, own = len(self.x), max(self.gemv_rows, self.tiled_rows)

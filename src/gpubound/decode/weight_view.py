@@ -6,7 +6,7 @@ or moved (`.to()`, `assign=True`, resharding, tying anew).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from logging import WARNING
@@ -19,15 +19,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import GenerateError
 from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
+from ..layers.linear_product import format_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
-from ..models.decoding import Linear, norm_tensors
+from ..models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear, norm_tensors
 from ..models.reader import Reader, linear_of, text_stack, weight_of
 from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
 from .model_watch import TensorWatch, WeightVersions, model_tensors, scalars_of
-from .quantized import is_coded, unlike
+from .quantized import kind_of, packed_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ANYWHERE = "anywhere"  # devices of a model that will be moved: see `readable_model`
@@ -75,7 +76,7 @@ class WeightView:
         for module in self.model.modules():  # a first forward would join weights into one buffer, and so move them
             if isinstance(module, (Attention, MLP)):
                 module.stacked.joined(module.projections())
-        self.coded = any(is_coded(one.weight) for layer in reader.layers() for part in layer for one in part.linears())
+        self.coded = any(format_of(one.weight).coded for layer in reader.layers() for part in layer for one in part.linears())
         if self.coded and self._stacks is None:  # codes that are multiplied as one are read in place
             self._stacks = defaultdict(Stacked)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
@@ -139,7 +140,7 @@ def readable_model(model: nn.Module, max_length: int, spread: bool | str = False
     if reader is None:
         return _unknown(model)
     why = reader.refusal(max_length) or _unreadable(reader, spread) or _unread(model, reader) or _uneven(reader)
-    return why or unlike(reader.layers()) or reader
+    return why or _unlike(reader.layers()) or reader
 
 
 def _unknown(model: Any) -> str:
@@ -226,6 +227,23 @@ def _uneven(reader: Reader) -> str | None:
     return None
 
 
+def _unlike(layers: Sequence[LayerWeights]) -> str | None:
+    """Return which layers that read one input are not of formats that a step multiplies together; None where all are."""
+    for number, (attention, mlp) in enumerate(layers):
+        groups: list[tuple[str, Sequence[Linear]]] = []
+        if isinstance(attention, AttentionWeights):
+            groups.append((f"model.layers.{number}.self_attn", (attention.q, attention.k, attention.v)))
+        if isinstance(mlp, DenseWeights):
+            groups.append((f"model.layers.{number}.mlp", (mlp.gate, mlp.up)))
+        for name, group in groups:
+            coded = {format_of(layer.weight).coded for layer in group}
+            if len(coded) > 1:
+                return f"{name}: only some of the layers that read its input are quantised"
+            if coded == {True} and len(group) == 2 and len({kind_of(packed_of(layer)) for layer in group}) > 1:
+                return f"{name}: gate and up are quantised in two formats"
+    return None
+
+
 def unadded(model: nn.Module) -> str | None:
     """Return which projection has adapters, for a step that adds none."""
     name = next((key for key, layer in adapted_layers(model) if site_of(layer).adapters), None)
@@ -235,7 +253,7 @@ def unadded(model: nn.Module) -> str | None:
 def _closed(layer: nn.Module, coded: bool = False) -> str | None:
     """Return why a projection's weight cannot be read in place. coded: a quantised one can"""
     site = site_of(layer)
-    return site.why or (describe(getattr(layer, "base_layer", layer)) if is_coded(site.weight) and not coded else None)
+    return site.why or (describe(getattr(layer, "base_layer", layer)) if format_of(site.weight).coded and not coded else None)
 
 
 def closed_projection(
@@ -291,7 +309,7 @@ def _unreadable(reader: Reader, spread: bool | str = False) -> str | None:
     apart = {id(p) for layer in adapted for name in names_in(layer) for p in parameters_of(layer, name)}
     if trunk is not getattr(model, "model", trunk):  # a step does not read the part for images
         apart |= {id(p) for p in model.parameters()} - {id(p) for part in (trunk, head) for p in part.parameters()}
-    dense = (one for one in model_tensors(model, "_parameters") if not is_coded(one.tensor))
+    dense = (one for one in model_tensors(model, "_parameters") if not format_of(one.tensor).coded)
     weights = {one.name: one.tensor for one in dense if id(one.tensor) not in apart}
     where = (lambda device: None) if spread == ANYWHERE else (lambda device: (device.type, None if spread else device.index))
     if len({(t.dtype, where(t.device)) for t in weights.values()}) > 1:

@@ -40,11 +40,12 @@ from ..kernels import (
 )
 from ..kernels.packed_weights import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
 from ..kernels.peer_exchange import Mail
+from ..layers.linear_product import format_of
 from ..models.decoding import Linear
 from ..trace import notice
 from .lora import LoraDelta, adapters_for
 from .model_watch import WeightVersions
-from .quantized import NO_MAXIMA, Maxima, PackedLinear, is_coded, own_codes, packed_of
+from .quantized import NO_MAXIMA, Maxima, PackedLinear, own_codes, packed_of
 
 
 class WeightFormat:
@@ -85,14 +86,14 @@ class LiveFormat(WeightFormat):
         """Prepare to read the model's current weights on `device`. on_host: for the CPU's step, which no kernel serves."""
         self.on_host, self.formats = on_host, Counter()
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        if on_host and any(is_coded(p) for p in model.parameters()):
+        if on_host and any(format_of(p).coded for p in model.parameters()):
             notice("decoder: no kernel reads quantised weights on a CPU: their numbers are kept in full, nothing is saved")
 
     def changed(self) -> str | None:
         return None
 
     def stacked(self, *layers: Linear) -> "DenseLinear | PackedLinear":
-        if not is_coded(layers[0].weight):
+        if not format_of(layers[0].weight).coded:
             return DenseLinear(*layers)
         self.formats.update(packed_of(layer).kind for layer in layers)
         return PackedLinear(self, layers, own_codes(layers))

@@ -24,7 +24,7 @@ from torch import Tensor
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
-from .rope import apart, draw_angles
+from .rope import apart, draw_angles, rotate
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 MANY = 1024  # rows times heads of keys that fill a GPU with one program each
@@ -143,7 +143,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     q, k = _normed(q, heads.q_norm), _normed(k, heads.k_norm)
     if heads.interleaved:
         q, k = apart(q, c.shape[-1]), apart(k, c.shape[-1])
-    q, k = turn(q, c, s), turn(k, c, s)
+    q, k = rotate(q, c, s), rotate(k, c, s)
     parts = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
     for new, (codes, scales) in zip((k, v), parts):
         _write(new, at, known, codes, scales, pages)
@@ -207,13 +207,6 @@ def _side_by_side(cache: Tensor, pages: Tensor | None, rows: int) -> Tensor:
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     full = x.flatten(1) if norm is not None and len(norm.weight) > x.shape[-1] else x
     return rms_normed(full, norm).view_as(x)
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate as many pairs of each head as there are angles; the dimensions after them are not changed."""
-    pairs = cos.shape[-1]
-    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
 @torch.no_grad()

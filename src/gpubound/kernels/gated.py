@@ -49,6 +49,13 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "
     return (F.gelu(gate_half, approximate=approximate) * up_half).to(gate.dtype)
 
 
+def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return activation(gate) · up, by SwiGLU or GeGLU. `gate` alone is the packed product [gate | up]."""
+    if activation == "silu":
+        return swiglu(gate, up)
+    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
 def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of the packed gate_up (..., 2 I), h) from dh (..., I), the gradient of h = silu(gate) · up.
 

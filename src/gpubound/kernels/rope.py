@@ -92,9 +92,14 @@ def _turned(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     compute_dtype = torch.promote_types(x_BTHD.dtype, torch.float32)
     cos = cos.detach().to(compute_dtype).unsqueeze(-2)  # one angle for all heads
     sin = sin.detach().to(compute_dtype).unsqueeze(-2)
+    return rotate(x_BTHD.to(compute_dtype), cos, sin).to(x_BTHD.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as many pairs (i, i + P) of x (..., D) as there are angles; the dimensions after them are not changed."""
     pairs = cos.shape[-1]
-    first, second, rest = x_BTHD.to(compute_dtype).split([pairs, pairs, x_BTHD.shape[-1] - 2 * pairs], -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1).to(x_BTHD.dtype)
+    first, second, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 def _check_angles(op: str, cos: Tensor, sin: Tensor, shape: torch.Size, size: int, device: torch.device) -> None:

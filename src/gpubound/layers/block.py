@@ -24,9 +24,10 @@ from collections.abc import Sequence
 
 import torch.nn.functional as F
 
-from ..kernels import geglu, swiglu, swiglu_backward
+from ..kernels import swiglu, swiglu_backward
 from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.dispatch import Call, transformed
+from ..kernels.gated import gated
 from .fused_weights import Stacked, bare, run_linear
 from .linear_product import (
     DENSE,
@@ -133,13 +134,6 @@ class MLP(Projecting):
 
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("swiglu" if self.activation == "silu" else "geglu",)
-
-
-def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Return activation(gate) · up. `gate` alone is the packed product [gate | up]."""
-    if activation == "silu":
-        return swiglu(gate, up)
-    return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:

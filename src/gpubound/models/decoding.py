@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.column_experts import clamped_unit
-from ..kernels.decode_attention import turn
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
 from ..kernels.expert_choice import ExpertRouting, selection, shares_of
-from ..kernels.rope import apart
+from ..kernels.rope import apart, rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
 from ..layers.linear_product import format_of
 from ..layers.quantized_base import dequantised
@@ -104,7 +103,7 @@ class AttentionWeights(PartWeights):
         q, k, v = self.heads(rows, shape.head_dim, plain_norm)
         if self.table is not None:
             cos, sin = (table[:, None] for table in tables[self.table])
-            q, k = turn(q, cos, sin), turn(k, cos, sin)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if rounded is not None:
             k, v = rounded(k), rounded(v)
         groups, T = shape.heads // shape.kv_heads, len(x)

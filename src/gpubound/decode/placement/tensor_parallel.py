@@ -12,7 +12,6 @@ Legend: B rows, T tokens of a prompt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, cast
@@ -30,12 +29,11 @@ from ...kernels.dispatch import hasten
 from ...models.decoding import LayerWeights, Linear
 from ...models.registry import runner_of
 from ...trace import notice
-from ..certificate import RoutingTrace, first_not_finite
 from ..kv_cache import Cache
 from ..layer import GEMV_ROWS, normed
 from ..model_watch import WeightVersions
 from ..runner import ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, choose, into_body
-from ..transformer import CHUNK, META, ON_ONE, PARTIAL_ROWS, SCORED, FusedRunner, add_and_norm, kernel_calls
+from ..transformer import CHUNK, META, ON_ONE, PARTIAL_ROWS, SCORED, FusedRunner, ViewRunner, add_and_norm, kernel_calls
 from ..weight_view import WeightView, bind
 from .peers import connected
 from .pipeline import check_options, fused_reader
@@ -152,7 +150,7 @@ def sliced_runner(model: Any, config: RunnerConfig, fused: bool, devices: Sequen
     return SlicedRunner(live, config, plans)
 
 
-class SlicedRunner(ModelRunner):
+class SlicedRunner(ViewRunner):
     """A FusedRunner for each slice. `step` computes them one after the other, SliceGraphs at the same time."""
 
     captures_prefill = True
@@ -255,9 +253,6 @@ class SlicedRunner(ModelRunner):
         for one in self.slices:
             one.reserve(limits)
 
-    def check_request(self, limits: list[int]) -> None:
-        self.home.check_request(limits)
-
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         for start in range(0, ids.shape[1], CHUNK):
@@ -314,9 +309,6 @@ class SlicedRunner(ModelRunner):
     def moved(self) -> str | None:
         return self.live.moved() or self._versions.changed()
 
-    def numbers(self) -> Any:
-        return self.live.numbers()
-
     def rebind(self) -> None:
         live = self.live
         live.refresh()
@@ -333,19 +325,9 @@ class SlicedRunner(ModelRunner):
     def bytes_a_step(self, live: list[int]) -> int:
         return sum(one.bytes_a_step(live) for one in self.slices)
 
-    def exact(self) -> Any:
-        return self.live
-
-    def locate(self, ids: Tensor) -> str:
-        return first_not_finite(self.live, ids)
-
     def poison(self) -> None:
         for one in self.slices:
             one.poison()
-
-    @contextmanager
-    def trace_routing(self) -> Iterator[RoutingTrace]:
-        yield RoutingTrace()  # dense layers choose no experts
 
     def report(self) -> list[tuple[str, str, str]]:
         slices = [
@@ -371,11 +353,10 @@ class SliceGraphs(StepGraphs):
             self._warm.add((rows, variant))
         return self._record(f"decode {rows} x {steps}", lambda number: self._run_on(number, rows, steps, variant))
 
-    def _capture_prefill(self, ids: Tensor, lengths: Tensor) -> tuple[tuple[Tensor, Tensor], Callable[[], None]]:
+    def _capture_prompt(self, call: Callable[..., None], name: str, buffers: tuple[Tensor, ...]) -> Callable[[], None]:
+        ids, _ = buffers
         self._warm_up(lambda number: self.body.prompt_on(number, ids))
-        replay = self._record(f"prefill {len(ids)} x {ids.shape[1]}", lambda number: self.body.prompt_on(number, ids))
-        self._prompts[ids.shape] = captured = (ids, lengths), replay
-        return captured
+        return self._record(name, lambda number: self.body.prompt_on(number, ids))
 
     def _warm_up(self, call: Callable[[int], None]) -> None:
         """Compile and test the kernels of each device. They do not wait for other devices, and their results are not used."""
