@@ -78,6 +78,14 @@ def refusal(kind: type[BaseException], call: Callable[[], object]) -> str:
     return str(error.value)
 
 
+def refusals(name: str, *calls: Callable[[], object]) -> None:
+    """Assert that each call raises a ValueError with the text of its name: `name` and, counted from there, name.2, name.3."""
+    stem, _, last = name.rpartition(".")
+    stem, first = (stem, int(last)) if last.isdecimal() else (name, 1)
+    for number, call in enumerate(calls, first):
+        assert refusal(ValueError, call) == message(stem if number == 1 else f"{stem}.{number}")
+
+
 def merge(folder: str) -> None:
     """Write the texts that processes left in `folder` into messages.json, and drop those that no test names."""
     known = json.loads(FILE.read_text(encoding="utf-8"))
@@ -85,7 +93,8 @@ def merge(folder: str) -> None:
         known |= dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
     sources = [path.read_text(encoding="utf-8") for path in FILE.parent.rglob("*.py")]
     used = {name for source in sources for name in re.findall(r'message\(\s*"([^"]+)"', source)}
-    known = {name: text for name, text in known.items() if name in used}
+    used |= {name for source in sources for name in re.findall(r'refusals\(\s*"([^"]+?)(?:\.\d+)?"', source)}
+    known = {name: text for name, text in known.items() if name in used or re.sub(r"\.\d+$", "", name) in used}
     FILE.write_text(json.dumps(known, indent=0, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -1,16 +1,21 @@
-"""What the kernel tests share: shapes at the edges, argued tolerances, guard bands, and the comparison of both mirrors."""
+"""What the kernel tests share: shapes at the edges, argued tolerances, and the comparison of both mirrors in guard bands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations, product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
-from gpubound.kernels.registry import FAMILIES, every
+from gpubound.kernels.registry import FAMILIES, every, load
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SOURCES = ("triton", "reference")
 
 # Last-dimension edges: one element, just under a power of two, a power of two, neither; several leading dimensions; nothing.
 ROW_SHAPES = [(1, 1), (3, 63), (2, 5, 128), (4, 1000), (0, 64)]
@@ -69,6 +74,73 @@ def _run(function: Callable, arguments: tuple) -> dict[str, Tensor]:
     leaves = [(i, t) for i, t in enumerate(fresh) if isinstance(t, Tensor) and t.requires_grad]
     gradients = torch.autograd.grad(list(named.values()), [t for _, t in leaves], upstream, allow_unused=True)
     return named | {f"gradient of argument {i}": g for (i, _), g in zip(leaves, gradients) if g is not None}
+
+
+BAND = 256  # bytes before and after each argument of `agree`
+
+
+def agree(op: str, *arguments: Any, limit: float = 1e-5, scratch: Sequence[int] = ()) -> tuple:
+    """Run the kernel and the definition on copies of the arguments. What they return and write agrees, the rest is unchanged.
+
+    Each copy is in a guard band, of NaN or large integers, as is `torch.empty`, an output that must be written whole.
+
+    limit    of the relative error; 16-bit tensors are rounded, too (TOLERANCE). 0: all are equal. Integers always are
+    scratch  numbers of the arguments in which either may leave anything
+
+    Return the arguments as the kernel left them.
+    """
+    got, want = (_in_bands(source, op, arguments) for source in SOURCES)
+    for name in want[0].keys() | got[0].keys():
+        _compare(f"{op}: result {name}", got[0][name], want[0][name], limit)
+    before = _tensors(arguments)
+    for name, argument in before.items():
+        if not any(name.startswith(f"[{number}]") for number in scratch):
+            changed = not _equal(want[1][name], argument)
+            _compare(f"{op}: argument {name}", got[1][name], want[1][name], limit if changed else 0.0)
+    return got[2]
+
+
+def _in_bands(source: str, op: str, arguments: tuple) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple]:
+    """Return the results, the arguments' tensors by name, and the arguments."""
+    bands: list[tuple[Tensor, Tensor]] = []
+
+    def copied(t: Tensor) -> Tensor:
+        """Copy a tensor with its strides. Gaps between its elements are a part of the band."""
+        if any(step == 0 and size > 1 for size, step in zip(t.shape, t.stride())):
+            return t.clone()
+        count = 1 + sum((size - 1) * step for size, step in zip(t.shape, t.stride())) if t.numel() else 0
+        whole = torch.full((count * t.itemsize + 2 * BAND,), 0xFF if t.is_floating_point() else 0x7B, dtype=torch.uint8)
+        whole = whole.to(t.device)
+        inside = whole[BAND : BAND + count * t.itemsize].view(t.dtype).as_strided(t.shape, t.stride())
+        bands.append((whole, inside.copy_(t.detach())))
+        return inside
+
+    copies = tree_map_only(Tensor, copied, arguments)
+    results = _tensors(load(source, op)(*copies))
+    for whole, inside in bands:
+        fill = 0xFF if inside.is_floating_point() else 0x7B
+        assert (whole[:BAND] == fill).all() and (whole[-BAND:] == fill).all(), f"{op}: {source} stored outside of a tensor"
+    return results, _tensors(copies), copies
+
+
+def _tensors(tree: Any) -> dict[str, Tensor]:
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0] if isinstance(leaf, Tensor)}
+
+
+def _compare(name: str, got: Tensor, want: Tensor, limit: float) -> None:
+    if not limit or not want.is_floating_point():
+        assert _equal(got, want), f"{name}: {got}, wanted {want}"
+        return
+    assert got.isnan().equal(want.isnan()), f"{name}: NaN at other places"
+    alike = got.isnan() | (got.isinf() & (got == want))
+    allowed = limit if want.dtype in (torch.float32, torch.float64) else max(limit, TOLERANCE[want.dtype])
+    same(name, got.masked_fill(alike, 0), want.masked_fill(alike, 0), allowed)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.is_floating_point() and a.itemsize == 1:
+        a, b = a.float(), b.float()
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.kernels.adamw import decode, encode
 from gpubound.kernels.triton import adamw as fast
-from tests import messages
+from tests.messages import refusals
 
 from .cases import definitions, draw, module, pairwise, same
 
@@ -182,28 +182,15 @@ def test_nothing_at_all(device):
     kernels.adamw8(empty, empty, empty.to(torch.int8), empty.to(torch.uint8), empty, empty, plan_of(device))
 
 
-def message(call) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
-
-
 def test_errors():
     flat, (m, v, scale, _) = torch.ones(300), moments(300, "cpu")
-    assert message(lambda: kernels.adamw8(flat, flat, flat, v, scale, scale, plan_of("cpu"))) == (
-        messages.message("kernels/adamw8:errors")
-    )
-    assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale[:1], plan_of("cpu"))) == (
-        messages.message("kernels/adamw8:errors.2")
-    )
-    assert message(lambda: kernels.adamw8(flat, flat.double(), m, v, scale, scale, plan_of("cpu"))) == (
-        messages.message("kernels/adamw8:errors.3")
-    )
-    assert message(lambda: kernels.adamw8(flat, flat, m, v.to("meta"), scale, scale, plan_of("cpu"))) == (
-        messages.message("kernels/adamw8:errors.4")
-    )
-    assert message(lambda: kernels.adamw8(flat, flat, m, v, scale, scale, plan_of("cpu"), seed=1)) == (
-        messages.message("kernels/adamw8:errors.5")
+    refusals(
+        "kernels/adamw8:errors",
+        lambda: kernels.adamw8(flat, flat, flat, v, scale, scale, plan_of("cpu")),
+        lambda: kernels.adamw8(flat, flat, m, v, scale, scale[:1], plan_of("cpu")),
+        lambda: kernels.adamw8(flat, flat.double(), m, v, scale, scale, plan_of("cpu")),
+        lambda: kernels.adamw8(flat, flat, m, v.to("meta"), scale, scale, plan_of("cpu")),
+        lambda: kernels.adamw8(flat, flat, m, v, scale, scale, plan_of("cpu"), seed=1),
     )
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from gpubound import kernels
 from gpubound.kernels.triton import add_rows as fast
-from tests.messages import message
+from tests.messages import refusals
 
 from .cases import TOLERANCE, definitions, draw, pairwise, same
 
@@ -92,29 +92,13 @@ def test_rows_left_out(without, device):
         assert got[:, 0].tolist() == [2, 0, 1, 0, 0], mirror
 
 
-ERRORS = {
-    message("kernels/add_rows:wrong"): (
-        torch.zeros(3, 4),
-        torch.ones(1, dtype=torch.uint16),
-        torch.ones(1, 4),
-    ),
-    message("kernels/add_rows:wrong.2"): (
-        torch.zeros(0, 4),
-        torch.zeros(1, dtype=torch.int64),
-        torch.ones(1, 4),
-    ),
-    message("kernels/add_rows:wrong.3"): (torch.zeros(3, 4, dtype=torch.bfloat16), torch.tensor([1]), torch.ones(1, 4)),
-    message("kernels/add_rows:wrong.4"): (torch.zeros(3, 4), torch.tensor([1, 2]), torch.ones(1, 4)),
-    message("kernels/add_rows:wrong.5"): (
-        torch.zeros(3, 4),
-        torch.ones(1),
-        torch.ones(1, 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("sentence", ERRORS)
-def test_errors_read_exactly(sentence):
-    with pytest.raises(ValueError) as error:
-        kernels.add_rows(*ERRORS[sentence])
-    assert str(error.value) == sentence
+def test_wrong_arguments():
+    table, row, one = torch.zeros(3, 4), torch.ones(1, 4), torch.tensor([1])
+    refusals(
+        "kernels/add_rows:wrong",
+        lambda: kernels.add_rows(table, torch.ones(1, dtype=torch.uint16), row),
+        lambda: kernels.add_rows(table[:0], torch.zeros(1, dtype=torch.int64), row),
+        lambda: kernels.add_rows(table.bfloat16(), one, row),
+        lambda: kernels.add_rows(table, torch.tensor([1, 2]), row),
+        lambda: kernels.add_rows(table, torch.ones(1), row),
+    )

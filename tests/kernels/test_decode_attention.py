@@ -1,71 +1,44 @@
 """One token's attention over the cache: parity, the live length alone, windows, normed heads, splits, the same bits."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.decode_attention import Heads, LayerCache, Scratch
+from gpubound.kernels.decode_attention import LayerCache
 from gpubound.kernels.decode_product import EARLY, LATE, Norm
 from gpubound.kernels.plans.types import AttentionPlan
 from gpubound.kernels.registry import load
 from gpubound.kernels.triton import decode_attention as fast
-from tests.messages import message
+from tests.messages import refusals
 
-from .cases import TOLERANCE, draw, pairwise, same
+from .attention_cases import Case, L, one_by_one, parity
+from .cases import DTYPES, SOURCES, TOLERANCE, draw, pairwise, same
 
-L = 150
 
-
-class Case:
-    """A step of `rows` rows at their positions, with NaN wherever nobody may look."""
-
-    def __init__(self, device, dtype, positions, kv=2, group=2, width=16, splits=4, normed=False):
-        self.device, self.kv, self.group, self.width, self.splits = device, kv, group, width, splits
-        rows = len(positions)
-        self.qkv = draw(device, torch.float32, rows, (group + 2) * kv * width)
-        self.position = torch.tensor(positions, device=device, dtype=torch.int32)
-        self.caches = [draw(device, dtype, rows, kv, L, width, seed=1 + i) for i in range(2)]
-        for cache in self.caches:
-            for row, position in enumerate(positions):
-                cache[row, :, position:] = float("nan")
-        angles = draw(device, torch.float32, L, width // 2, seed=3)
-        norms = [Norm(draw(device, dtype, width, seed=4 + i), 1e-6) if normed else None for i in range(2)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5)
-
-    def scratch(self, rows):
-        partial = torch.full((rows, self.kv, self.splits, self.group, self.width + 2), float("nan"), device=self.device)
-        return Scratch(partial, torch.zeros(rows * self.kv, device=self.device, dtype=torch.int32))
-
-    def __call__(self, source, window=0, rows=slice(None), dependent=0, tiles=1):
-        caches = [cache[rows].clone() for cache in self.caches]
-        n = len(caches[0])
-        scratch = self.scratch(n)._replace(tiles=tiles)
-        out = torch.full((n, self.kv * self.group * self.width), float("nan"), device=self.device)
-        given = self.qkv[rows], self.position[rows], LayerCache(*caches), self.heads._replace(window=window)
-        result = load(source, "decode_attention")(*given, scratch, out, dependent)
-        assert not scratch.finished.any(), "a launch must leave its counters at zero"
-        return result
+def small_tiles(case: Case):
+    """16 keys a tile."""
+    cache = case.caches[0]
+    return plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, cache.element_size()), cache), AttentionPlan(16, 2, 4))
 
 
 @pairwise
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv, group, width", [(2, 2, 16), (1, 7, 32), (3, 1, 24)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_agrees_with_the_reference(device, dtype, kv, group, width, normed):
-    case = Case(device, dtype, [0, 5, 63, 64, 149], kv, group, width, normed=normed)
-    for name, got, want in zip(("out", "k cache", "v cache"), case("triton"), case("reference")):
-        assert torch.equal(got.isnan(), want.isnan()), name
-        same(name, got.nan_to_num(), want.nan_to_num(), max(TOLERANCE[dtype], 1e-5))
+    case = Case(device, dtype, [0, 5, 63, 64, 149], kv=kv, group=group, width=width, normed=normed)
+    parity(case, max(TOLERANCE[dtype], 1e-5))
 
 
 @pytest.mark.parametrize("window", [1, 20, 64, 149])
 def test_a_window_hides_what_is_older(device, window):
     case = Case(device, torch.float32, [0, 19, 20, 100, 149])
-    got, want = case("triton", window)[0], case("reference", window)[0]
-    same("out", got, want, 1e-5)
+    parity(case, 1e-5, window=window)
     if window < 149:
-        assert not torch.allclose(got[-1], case("triton")[0][-1])
+        assert not torch.allclose(case("triton", window)[0][-1], case("triton")[0][-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -74,31 +47,30 @@ def test_rows_that_fill_a_gpu_have_a_plan_of_their_own(device, dtype, monkeypatc
     case = Case(device, dtype, [0, 31, 33, 149], normed=True)
     asked = plans.asked_by(lambda: case("triton", tiles=32))
     assert [job.way for job in asked] == ["many"]
-    same("out", case("triton", tiles=32)[0], case("reference")[0], max(TOLERANCE[dtype], 1e-5))
+    parity(case, max(TOLERANCE[dtype], 1e-5), tiles=32)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 16])
 def test_any_number_of_splits_sums_the_same(device, splits):
-    case = Case(device, torch.float32, [149, 70], splits=splits)
-    same("out", case("triton")[0], case("reference")[0], 1e-5)
+    parity(Case(device, torch.float32, [149, 70]), 1e-5, splits=splits)
 
 
 @pytest.mark.parametrize("dependent", [0, EARLY, LATE])
 @pytest.mark.parametrize("window", [0, 30])
 def test_many_parts_in_every_way_of_launching(device, dependent, window):
     """Ten parts of 16 keys are combined in two trips, three in one; keys are asked for before the wait, or behind it."""
-    case = Case(device, torch.float32, [0, 40, 149, 70], splits=16)
-    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
-        same("out", case("triton", window, dependent=dependent)[0], case("reference", window)[0], 1e-5)
+    case = Case(device, torch.float32, [0, 40, 149, 70])
+    with small_tiles(case):
+        parity(case, 1e-5, window=window, splits=16, dependent=dependent)
 
 
 @pytest.mark.parametrize("tiles", [3, 16])
 @pytest.mark.parametrize("window", [0, 30])
 def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
     """Of 150 keys four parts of up to 48, or one of all."""
-    case = Case(device, torch.float32, [0, 40, 149, 48, 47], splits=16)
-    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, 4), case.caches[0]), AttentionPlan(16, 2, 4)):
-        same("out", case("triton", window, tiles=tiles)[0], case("reference", window)[0], 1e-5)
+    case = Case(device, torch.float32, [0, 40, 149, 48, 47])
+    with small_tiles(case):
+        parity(case, 1e-5, window=window, splits=16, tiles=tiles)
 
 
 def test_a_row_gives_the_same_bits_in_any_batch(device):
@@ -108,42 +80,18 @@ def test_a_row_gives_the_same_bits_in_any_batch(device):
         assert torch.equal(case("triton", rows=rows)[0], together[rows])
 
 
-def several(case: Case, tokens: int, source: str, window: int = 0):
-    """The case's rows as `tokens` a row, in one call: its positions are where each row's first token stands."""
-    rows = len(case.position)
-    generator = torch.Generator().manual_seed(9)
-    qkv = torch.randn(rows * tokens, case.qkv.shape[1], generator=generator).to(case.device)
-    place = case.position[:, None] + torch.arange(tokens, device=case.device, dtype=torch.int32)
-    caches = [cache.clone() for cache in case.caches]
-    scratch, heads = case.scratch(rows * tokens), case.heads._replace(window=window)
-    out = torch.full((rows * tokens, case.kv * case.group * case.width), float("nan"), device=case.device)
-    op = load(source, "decode_attention")
-    together = op(qkv, place, LayerCache(*caches), heads, scratch, out)
-    assert not scratch.finished.any()
-    apart, alone = LayerCache(*(cache.clone() for cache in case.caches)), torch.empty_like(out)
-    fewer = Scratch(scratch.partial[:rows], scratch.finished[: rows * case.kv])
-    for t in range(tokens):
-        mine = slice(t, None, tokens)
-        one = op(qkv[mine].contiguous(), place[:, t].contiguous(), apart, heads, fewer, out[:rows].clone())
-        alone[mine] = one[0]
-    return together, (alone, apart.k, apart.v)
-
-
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(
     ("dtype", "normed", "window"), [(torch.float32, False, 0), (torch.float16, True, 40), (torch.bfloat16, True, 0)]
 )
-def test_several_tokens_of_a_row_are_those_tokens_one_by_one_to_the_bit(device, dtype, normed, window):
+def test_several_tokens_of_a_row_are_those_tokens_one_by_one_to_the_bit(device, source, dtype, normed, window):
     """From the start, inside a tile of 64 keys, across two, at its beginning, up to the last place."""
-    case = Case(device, dtype, [0, 62, 64, 147], kv=1, splits=2, normed=normed)
-    for source in ("triton", "reference"):
-        for name, got, want in zip(("out", "k cache", "v cache"), *several(case, 3, source, window)):
-            assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
+    one_by_one(Case(device, dtype, [0, 62, 64, 147], kv=1, tokens=3, normed=normed), source, window)
 
 
 def test_several_tokens_of_a_single_row(device):
     """Which of them the cache has, and whether it has the first, were once read and written in one place."""
-    (out, *_), (alone, *_) = several(Case(device, torch.float32, [62]), 3, "reference")
-    assert torch.equal(out, alone)
+    one_by_one(Case(device, torch.float32, [62], tokens=3), "reference")
 
 
 def test_what_is_wrong_with_a_later_token_stays_there(device):
@@ -153,7 +101,7 @@ def test_what_is_wrong_with_a_later_token_stays_there(device):
         qkv = case.qkv.repeat_interleave(3, 0)
         qkv[1::3, -16:] = float("nan")
         place = (case.position[:, None] + torch.arange(3, device=device, dtype=torch.int32)).clamp(max=L - 1)
-        for source in ("triton", "reference"):
+        for source in SOURCES:
             out, cache = torch.zeros(6, 64, device=device), LayerCache(*(cache.clone() for cache in case.caches))
             load(source, "decode_attention")(qkv, place, cache, case.heads, case.scratch(6), out)
             assert torch.equal(out[::3], case(source)[0]), (source, positions)
@@ -168,30 +116,20 @@ def test_wrong_arguments_are_named(device):
     def call(qkv=case.qkv, position=case.position, **changed):
         kernels.decode_attention(qkv, position, cache, case.heads._replace(**changed), scratch, out)
 
-    for wrong, sentence in (
-        ({"qkv": case.qkv[:, :64]}, message("kernels/decode_attention:wrong_arguments_are_named")),
-        ({"position": case.position.long()}, message("kernels/decode_attention:wrong_arguments_are_named.2")),
-        ({"cos": case.heads.cos[:9]}, message("kernels/decode_attention:wrong_arguments_are_named.3")),
-        ({"q_norm": norm}, message("kernels/decode_attention:wrong_arguments_are_named.4")),
-        (
-            {"q_norm": norm, "k_norm": norm._replace(offset=1.0)},
-            message("kernels/decode_attention:wrong_arguments_are_named.5"),
-        ),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call(**wrong)
-        assert str(caught.value) == sentence
+    refusals(
+        "kernels/decode_attention:wrong_arguments_are_named",
+        partial(call, qkv=case.qkv[:, :64]),
+        partial(call, position=case.position.long()),
+        partial(call, cos=case.heads.cos[:9]),
+        partial(call, q_norm=norm),
+        partial(call, q_norm=norm, k_norm=norm._replace(offset=1.0)),
+    )
 
 
-class Special(Case):
-    """Scores that are capped, a few pairs turned, or interleaved ones, norms over whole rows or with an offset."""
-
-    def __init__(self, device, dtype, positions, pairs, whole, offset, cap, interleaved, **sizes):
-        super().__init__(device, dtype, positions, normed=True, **sizes)
-        angles = draw(device, torch.float32, L, pairs, seed=3)
-        counts = [self.kv * self.group, self.kv] if whole else [1, 1]
-        norms = [Norm(draw(device, dtype, n * self.width, seed=4 + i), 1e-6, offset) for i, n in enumerate(counts)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, self.width**-0.5, 0, cap, interleaved)
+def special(device, dtype, positions, pairs, whole, offset, cap, interleaved, **sizes) -> Case:
+    """Scores that are capped, a few pairs rotated, or interleaved ones, norms over whole rows or with an offset."""
+    form = {"pairs": pairs, "whole": whole, "offset": offset, "cap": cap, "interleaved": interleaved}
+    return Case(device, dtype, positions, normed=True, **form, **sizes)
 
 
 SPECIAL = [
@@ -207,31 +145,25 @@ SPECIAL = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pairs, whole, offset, cap, interleaved", SPECIAL)
 def test_the_forms_of_other_families_agree_with_the_reference(device, dtype, pairs, whole, offset, cap, interleaved):
-    case = Special(device, dtype, [0, 63, 64, 149], pairs, whole, offset, cap, interleaved)
+    case = special(device, dtype, [0, 63, 64, 149], pairs, whole, offset, cap, interleaved)
     for window in (0, 20):
-        for name, got, want in zip(("out", "k cache", "v cache"), case("triton", window), case("reference", window)):
-            assert torch.equal(got.isnan(), want.isnan()), name
-            same(name, got.nan_to_num(), want.nan_to_num(), max(TOLERANCE[dtype], 1e-5))
+        parity(case, max(TOLERANCE[dtype], 1e-5), window=window)
 
 
-@pytest.mark.parametrize("pairs, whole, offset, cap, interleaved", SPECIAL[1:])
-def test_several_tokens_in_the_forms_of_other_families(device, pairs, whole, offset, cap, interleaved):
-    case = Special(device, torch.bfloat16, [0, 62, 147], pairs, whole, offset, cap, interleaved, kv=1, splits=2)
-    for source in ("triton", "reference"):
-        for name, got, want in zip(("out", "k cache", "v cache"), *several(case, 3, source)):
-            assert torch.equal(got.nan_to_num(nan=9e9), want.nan_to_num(nan=9e9)), (source, name)
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("form", SPECIAL[1:])
+def test_several_tokens_in_the_forms_of_other_families(device, source, form):
+    one_by_one(special(device, torch.bfloat16, [0, 62, 147], *form, kv=1, tokens=3), source)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dependent", [0, EARLY])
 @pytest.mark.parametrize("window", [0, 20])
 def test_sinks_agree_with_the_reference(device, dtype, dependent, window):
-    case = Case(device, dtype, [0, 63, 64, 149], splits=16)
+    case = Case(device, dtype, [0, 63, 64, 149])
     case.heads = case.heads._replace(sinks=3 * draw(device, dtype, 4, seed=7))
-    with plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, case.caches[0].element_size()), case.caches[0]),
-                      AttentionPlan(16, 2, 4)):  # fmt: skip
-        got, want = case("triton", window, dependent=dependent)[0], case("reference", window)[0]
-    same("out", got, want, max(TOLERANCE[dtype], 1e-5))
+    with small_tiles(case):
+        parity(case, max(TOLERANCE[dtype], 1e-5), window=window, splits=16, dependent=dependent)
 
 
 @torch.no_grad()
@@ -243,14 +175,14 @@ def test_the_definition_of_sinks(device):
     q, k, v = case.qkv[0].split([32, 16, 16])
     score = q.view(2, 16) @ k / 4
     share = 1 / (1 + (case.heads.sinks - score).exp())
-    for source in ("triton", "reference"):
+    for source in SOURCES:
         same(source, case(source)[0][0], (share[:, None] * v).flatten(), 1e-5)
 
 
 @torch.no_grad()
 def test_the_definition_of_interleaved_pairs(device):
     """The pair (2i, 2i + 1) is rotated, and the cache has its halves apart; scores do not depend on the order."""
-    case = Special(device, torch.float32, [0], 3, False, 0.0, 0.0, True, kv=1)
+    case = special(device, torch.float32, [0], 3, False, 0.0, 0.0, True, kv=1)
     out, keys, _ = case("reference")
     k, v = case.qkv[0, 32:48], case.qkv[0, 48:]
     k = k * (k.square().mean() + 1e-6).rsqrt() * case.heads.k_norm.weight
@@ -263,7 +195,7 @@ def test_the_definition_of_interleaved_pairs(device):
 @torch.no_grad()
 def test_the_definition_of_capped_scores_and_of_pairs_that_stand_still(device):
     """One row, one kv head, in torch: the first 2 · 3 dimensions turned, q and k normed over all heads of a row."""
-    case = Special(device, torch.float32, [9], 3, True, 1.0, 0.5, False, kv=1)
+    case = special(device, torch.float32, [9], 3, True, 1.0, 0.5, False, kv=1)
     out, keys, _ = case("reference")
     q, k, v = case.qkv[0].split([32, 16, 16])
 

@@ -8,17 +8,12 @@ from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
-from tests.messages import message
+from tests.messages import message, refusals
 
-from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
+from .cases import DTYPES, SOURCES, TOLERANCE, agree, draw, pairwise, same
 
 # (hidden, rows of q, of k and v): powers of two, a hidden that is none, one row more than a program takes
 SHAPES = [(64, 32, 16), (96, 48, 16), (40, 16, 8)]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def run(source: str, op: str, *arguments):
-    return load(source, op)(*arguments)
 
 
 def stream(device, rows, width, seed=0):
@@ -34,13 +29,7 @@ def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biase
     x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     weights = [draw(device, dtype, n, hidden, seed=2 + i) for i, n in enumerate((q, k, k))]
     biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate((q, k, k))]
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((rows, q + 2 * k), device)
-        run(source, "norm_product", x, norm, *weights, *biases, out, None, None)
-        assert_inside(whole, out)
-        results.append(out)
-    same("q k v", *results, 1e-5)
+    agree("norm_product", x, norm, *weights, *biases, torch.empty(rows, q + 2 * k, device=device), None, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -48,49 +37,38 @@ def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biase
 def test_the_head_finds_the_greatest_of_each_stretch(device, dtype, vocab):
     x, norm, head = stream(device, 2, 96), Norm(draw(device, dtype, 96, seed=1), 1e-5), draw(device, dtype, vocab, 96, seed=2)
     parts = -(-vocab // 16)
-    results = []
-    for source in ("triton", "reference"):
-        found = torch.zeros(2, vocab, device=device), torch.zeros(2, parts, device=device)
-        arg = torch.zeros(2, parts, device=device, dtype=torch.int32)
-        run(source, "norm_product", x, norm, head, None, None, None, None, None, *found, arg)
-        results.append((*found, arg))
-    (logits, best, arg), (want, want_best, want_arg) = results
-    same("logits", logits, want, 1e-5)
-    same("best", best, want_best, 1e-5)
-    assert torch.equal(arg, want_arg)
+    found = [torch.empty(2, columns, device=device) for columns in (vocab, parts)]
+    found += [torch.empty(2, parts, device=device, dtype=torch.int32)]
+    *_, logits, best, arg = agree("norm_product", x, norm, head, None, None, None, None, None, *found)
     assert torch.equal(logits.argmax(1), arg.gather(1, best.argmax(1, keepdim=True))[:, 0].long())
 
 
-@pytest.mark.parametrize("source", ["triton", "reference"])
 @pytest.mark.parametrize(("first", "second"), [(48, 16), (20, 7), (33, 65)])
-def test_two_weights_side_by_side(device, source, first, second):
+def test_two_weights_side_by_side(device, first, second):
     x, norm = stream(device, 2, 40), Norm(draw(device, torch.float32, 40, seed=1), 1e-5)
     weights = [draw(device, torch.float32, rows, 40, seed=2 + rows) for rows in (first, second)]
-    whole, out = banded((2, first + second), device)
-    run(source, "norm_product", x, norm, *weights, None, None, None, None, out, None, None)
-    assert_inside(whole, out)
+    out = torch.empty(2, first + second, device=device)
+    *_, out, _, _ = agree("norm_product", x, norm, *weights, None, None, None, None, out, None, None)
     normed = torch.nn.functional.rms_norm(x.double(), (40,), norm.weight.double(), 1e-5)
     torch.testing.assert_close(out.double(), normed @ torch.cat(weights).double().t(), rtol=0, atol=1e-4)
 
 
 def test_a_third_weight_without_a_second():
     weight = torch.ones(8, 32)
-    with pytest.raises(ValueError) as error:
-        kernels.norm_product(torch.ones(1, 32), None, weight, v_weight=weight)
-    assert str(error.value) == message("kernels/decode_product:a_third_weight_without_a")
-
-
-@pytest.mark.parametrize("source", ["triton", "reference"])
-def test_a_nan_reaches_the_partial_maximum(device, source):
-    x, norm, head = (
-        stream(device, 1, 64),
-        Norm(draw(device, torch.float32, 64, seed=1), 1e-5),
-        draw(device, torch.float32, 48, 64, seed=2),
+    refusals(
+        "kernels/decode_product:a_third_weight_without_a",
+        lambda: kernels.norm_product(torch.ones(1, 32), None, weight, v_weight=weight),
     )
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_nan_reaches_the_partial_maximum(device, source):
+    x, norm = stream(device, 1, 64), Norm(draw(device, torch.float32, 64, seed=1), 1e-5)
+    head = draw(device, torch.float32, 48, 64, seed=2)
     head[20, 3] = float("nan")
     best, arg = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device, dtype=torch.int32)
-    out = torch.zeros(1, 48, device=device)
-    run(source, "norm_product", x, norm, head, None, None, None, None, None, out, best, arg)
+    no = [None] * 5
+    load(source, "norm_product")(x, norm, head, *no, torch.zeros(1, 48, device=device), best, arg)
     assert best.isnan().tolist() == [[False, True, False]]
 
 
@@ -103,13 +81,7 @@ def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width
     x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     gate, up = (draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2))
     biases = [draw(device, dtype, width, seed=4 + i) if biased else None for i in range(2)]
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((rows, width), device, dtype)
-        run(source, "norm_gate_up", x, norm, gate, up, *biases, out)
-        assert_inside(whole, out)
-        results.append(out)
-    same("gated", *results, max(TOLERANCE[dtype], 1e-5))
+    agree("norm_gate_up", x, norm, gate, up, *biases, torch.empty(rows, width, device=device, dtype=dtype))
 
 
 @pairwise
@@ -120,32 +92,19 @@ def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width
 def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inner, hidden, biased):
     h, weight = draw(device, dtype, rows, inner), draw(device, dtype, hidden, inner, seed=1)
     bias = draw(device, dtype, hidden, seed=2) if biased else None
-    results = []
-    for source in ("triton", "reference"):
-        whole, x = banded((rows, hidden), device)
-        x.copy_(stream(device, rows, hidden, seed=3))
-        run(source, "add_product", h, weight, bias, x)
-        assert_inside(whole, x)
-        results.append(x)
-    same("stream", *results, 1e-5)
+    agree("add_product", h, weight, bias, stream(device, rows, hidden, seed=3))
 
 
 def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     """The last tile of the last row: what lies behind it is NaN, and NaN times a masked zero would show."""
     hidden = 72
-    for kind, shape in (("qkv", (16, hidden)), ("gate_up", (16, hidden)), ("add", (16, hidden))):
-        monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, 32, 4))
-    half = torch.float16
-    x, norm = stream(device, 2, hidden), Norm(draw(device, half, hidden, seed=1), 1e-5)
-    weights = [banded((16, hidden), device, half)[1].copy_(draw(device, half, 16, hidden, seed=2 + i)) for i in range(2)]
-    results = []
-    for source in ("triton", "reference"):
-        out, added, gated = (torch.zeros(2, 16, device=device) for _ in range(3))
-        run(source, "norm_product", x, norm, weights[0], None, None, None, None, None, out, None, None)
-        run(source, "norm_gate_up", x, norm, *weights, None, None, gated)
-        run(source, "add_product", x, weights[0], None, added)
-        results.append(torch.cat([out, gated, added], 1))
-    same("products", *results, 1e-5)
+    for kind in ("qkv", "gate_up", "add"):
+        monkeypatch.setitem(plans.TRIED, ("product", kind, (16, hidden)), MatrixPlan(4, 32, 4))
+    x, norm = stream(device, 2, hidden), Norm(draw(device, torch.float16, hidden, seed=1), 1e-5)
+    weights, out = [draw(device, torch.float16, 16, hidden, seed=2 + i) for i in range(2)], torch.empty(2, 16, device=device)
+    agree("norm_product", x, norm, weights[0], None, None, None, None, None, out, None, None)
+    agree("norm_gate_up", x, norm, *weights, None, None, out)
+    agree("add_product", x, weights[0], None, torch.zeros(2, 16, device=device))
 
 
 @pytest.mark.parametrize("columns", [32, 256])
@@ -162,11 +121,11 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
 
     def results(rows):
         out = torch.zeros(len(rows), outputs, device=device)
-        run("triton", "norm_product", x[rows], norm, q, None, None, None, None, None, out, None, None)
+        load("triton", "norm_product")(x[rows], norm, q, None, None, None, None, None, out, None, None)
         gated = torch.zeros(len(rows), width, device=device, dtype=dtype)
-        run("triton", "norm_gate_up", x[rows], norm, gate, up, None, None, gated)
+        load("triton", "norm_gate_up")(x[rows], norm, gate, up, None, None, gated)
         added = torch.zeros(len(rows), outputs, device=device)
-        run("triton", "add_product", h[rows], down, None, added)
+        load("triton", "add_product")(h[rows], down, None, added)
         return out, gated, added
 
     together = results(list(range(8)))
@@ -177,27 +136,16 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypa
 
 def test_wrong_arguments_are_named(device):
     x, norm, weight = stream(device, 2, 64), Norm(draw(device, torch.float32, 64), 1e-5), draw(device, torch.float32, 32, 64)
-    for call, sentence in (
-        (lambda: kernels.norm_product(x.half(), norm, weight), message("kernels/decode_product:wrong_arguments_are_named")),
-        (
-            lambda: kernels.norm_product(x, norm._replace(weight=norm.weight[:32]), weight),
-            message("kernels/decode_product:wrong_arguments_are_named.2"),
-        ),
-        (
-            lambda: kernels.norm_gate_up(x, norm, weight, weight[:, :32]),
-            message("kernels/decode_product:wrong_arguments_are_named.3"),
-        ),
-        (lambda: kernels.norm_product(x, norm, weight, best=x), message("kernels/decode_product:wrong_arguments_are_named.4")),
-        (lambda: kernels.norm_product(x, norm, weight, out=x), message("kernels/decode_product:wrong_arguments_are_named.5")),
-        (
-            lambda: kernels.add_product(x, weight[:, :32].contiguous(), None, x),
-            message("kernels/decode_product:wrong_arguments_are_named.6"),
-        ),
-        (lambda: kernels.add_product(x, weight, None, x), message("kernels/decode_product:wrong_arguments_are_named.7")),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        assert str(caught.value) == sentence
+    refusals(
+        "kernels/decode_product:wrong_arguments_are_named",
+        lambda: kernels.norm_product(x.half(), norm, weight),
+        lambda: kernels.norm_product(x, norm._replace(weight=norm.weight[:32]), weight),
+        lambda: kernels.norm_gate_up(x, norm, weight, weight[:, :32]),
+        lambda: kernels.norm_product(x, norm, weight, best=x),
+        lambda: kernels.norm_product(x, norm, weight, out=x),
+        lambda: kernels.add_product(x, weight[:, :32].contiguous(), None, x),
+        lambda: kernels.add_product(x, weight, None, x),
+    )
 
 
 FORMS = [(1.0, True, 0.0, "gelu_tanh"), (0.0, False, 0.7, "silu"), (1.0, True, 0.7, "gelu")]  # offset, normed, cap, activation
@@ -217,19 +165,19 @@ def test_the_forms_of_other_families(device, offset, normed, cap, activation):
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     act = torch.nn.functional.silu if activation == "silu" else lambda g: torch.nn.functional.gelu(g, approximate=approximate)
     gated = act(torch.nn.functional.linear(h, gate.float())) * torch.nn.functional.linear(h, up.float())
-    for source in ("triton", "reference"):
+    for source in SOURCES:
         out, best = torch.zeros(rows, 48, device=device), torch.zeros(rows, 3, device=device)
         arg = torch.zeros(rows, 3, device=device, dtype=torch.int32)
         no = [None] * 5
-        run(source, "norm_product", x, given, weight, *no, out, best, arg, 0, cap)
+        load(source, "norm_product")(x, given, weight, *no, out, best, arg, 0, cap)
         same("product", out, want, 1e-5)
         assert torch.equal(out.argmax(1), arg.gather(1, best.argmax(1, keepdim=True))[:, 0].long())
         out = torch.zeros(rows, 40, device=device, dtype=dtype)
-        run(source, "norm_gate_up", x, given, gate, up, None, None, out, 0, activation)
+        load(source, "norm_gate_up")(x, given, gate, up, None, None, out, 0, activation)
         same("gated", out.float(), gated, TOLERANCE[dtype])
         if normed:
             out = torch.zeros(rows, hidden, device=device)
-            same("rows", run(source, "norm_rows", x, norm, out), h, 1e-5)
+            same("rows", load(source, "norm_rows")(x, norm, out), h, 1e-5)
 
 
 def test_an_unknown_activation_is_named(device):
@@ -238,35 +186,21 @@ def test_an_unknown_activation_is_named(device):
         kernels.norm_gate_up(x, norm, gate, gate, activation="relu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_normed_rows_agree_with_the_reference(device, dtype):
-    x, norm = draw(device, torch.float32, 3, 100), Norm(draw(device, dtype, 100, seed=1), 1e-5)
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((3, 100), device, dtype)
-        load(source, "norm_rows")(x, norm, out)
-        assert_inside(whole, out)
-        results.append(out)
-    same("normed", *results, TOLERANCE[dtype])
+    norm = Norm(draw(device, dtype, 100, seed=1), 1e-5)
+    agree("norm_rows", stream(device, 3, 100), norm, torch.empty(3, 100, device=device, dtype=dtype))
 
 
 @pairwise
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hidden", [64, 40])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
 def test_a_norm_before_the_residual_add(device, dtype, hidden, offset):
     """What was normed is zero afterwards, for the next product to be added to."""
-    norm, results = Norm(draw(device, dtype, hidden, seed=1), 1e-5, offset), []
-    for source in ("triton", "reference"):
-        (whole, x), (beside, y) = banded((3, hidden), device), banded((3, hidden), device)
-        x.copy_(draw(device, torch.float32, 3, hidden))
-        y.copy_(draw(device, torch.float32, 3, hidden, seed=2) * 5)
-        load(source, "add_norm")(y, norm, x)
-        assert_inside(whole, x)
-        assert_inside(beside, y)
-        assert not y.any()
-        results.append(x)
-    same("stream", *results, 1e-5)
-    y = draw(device, torch.float32, 3, hidden, seed=2) * 5
+    norm, x = Norm(draw(device, dtype, hidden, seed=1), 1e-5, offset), stream(device, 3, hidden)
+    y = 5 * stream(device, 3, hidden, seed=2)
+    left, _, added = agree("add_norm", y, norm, x)
+    assert not left.any()
     normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.weight.float() + offset)
-    same("stream", results[1], draw(device, torch.float32, 3, hidden) + normed, 1e-5)
+    same("stream", added, x + normed, 1e-5)

@@ -6,7 +6,7 @@ import torch
 from gpubound import kernels
 from gpubound.kernels.registry import load
 from gpubound.kernels.triton import grouped_linear as fast
-from tests.messages import message
+from tests.messages import message, refusals
 
 from .cases import TOLERANCE, definitions, draw, pairwise, same
 
@@ -94,19 +94,11 @@ def test_what_cannot_be_grouped_is_a_fallback_with_its_reason(fresh, said, devic
     assert "grouped_linear" in (line := said()) and message("kernels/grouped_linear:what_cannot_be_grouped_i").within(line)
 
 
-WRONG = {
-    "shapes": ((torch.ones(2, 3), torch.ones(2, 4, 5), torch.ones(2, 1).int()), message("kernels/grouped_linear:shapes")),
-    "dtypes": (
-        (torch.ones(2, 3), torch.ones(2, 4, 3).half(), torch.ones(2, 1).int()),
-        message("kernels/grouped_linear:dtypes"),
-    ),
-    "ids": ((torch.ones(2, 3), torch.ones(2, 4, 3), torch.ones(2)), message("kernels/grouped_linear:ids")),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(what):
-    arguments, sentence = WRONG[what]
-    with pytest.raises(ValueError) as error:
-        kernels.grouped_linear(*arguments)
-    assert str(error.value) == sentence
+def test_wrong_arguments():
+    x, weight, ids = torch.ones(2, 3), torch.ones(2, 4, 3), torch.ones(2, 1).int()
+    refusals(
+        "kernels/grouped_linear:wrong_arguments",
+        lambda: kernels.grouped_linear(x, torch.ones(2, 4, 5), ids),
+        lambda: kernels.grouped_linear(x, weight.half(), ids),
+        lambda: kernels.grouped_linear(x, weight, torch.ones(2)),
+    )

@@ -7,11 +7,11 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.kernels.ngram_speculation import Chunk, Said
 from gpubound.kernels.triton import ngram_speculation as fast
-from tests import messages
+from tests.messages import refusals
 
 from .apart import apart
-from .cases import definitions, draw
-from .test_sampling import both as _both, message, rows_of
+from .cases import agree, definitions, draw
+from .test_sampling import rows_of
 
 reference = definitions("ngram_speculation")
 
@@ -21,13 +21,6 @@ INT = torch.int32
 
 def ints(device, *values) -> Tensor:
     return torch.tensor(values, device=device, dtype=INT)
-
-
-def both(op: str, monkeypatch, **arguments) -> list[Tensor]:
-    """Run the mirrors on copies of the arguments; what they return agrees, and nothing else has changed."""
-    monkeypatch.setattr("tests.kernels.test_sampling.fast", fast)
-    monkeypatch.setattr("tests.kernels.test_sampling.reference", reference)
-    return _both(op, **arguments)
 
 
 def outputs(batch: int, tokens: int, device) -> Chunk:
@@ -68,8 +61,8 @@ def test_propose_matches(words, tokens, device, monkeypatch):
     text = torch.randint(words, (4, 100), generator=torch.Generator().manual_seed(words)).to(device, INT)
     rows = rows_of(4, device, position=[0, 31, 64, 98])
     embed, x = draw(device, torch.bfloat16, words, 70), torch.zeros(4 * tokens, 70, device=device)
-    chunk, *_, x = both("propose", monkeypatch, rows=rows, text=text, chunk=outputs(4, tokens, device), embed=embed, x=x)
-    assert torch.equal(x, embed[chunk.view(-1).long()].float())
+    _, _, chunk, _, x = agree("propose", rows, text, outputs(4, tokens, device), embed, x)
+    assert torch.equal(x, embed[chunk.token.view(-1).long()].float())
 
 
 def verified(device) -> dict:
@@ -103,7 +96,7 @@ def test_a_row_gets_what_was_foreseen_and_one_more(by, device):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4])
-def test_accept_matches(tokens, device, monkeypatch):
+def test_accept_matches(tokens, device):
     """Every pattern of right and wrong drafts and of ends comes up among 60 rows."""
     generator = torch.Generator().manual_seed(tokens)
     chosen, chunk = (torch.randint(2, (60, tokens), generator=generator).to(device, INT) for _ in range(2))
@@ -113,11 +106,9 @@ def test_accept_matches(tokens, device, monkeypatch):
     text = torch.full((60, 12), 4, device=device, dtype=INT)
     emitted, seen = torch.zeros(tokens, 60, device=device, dtype=INT), torch.zeros(60, 3, device=device, dtype=torch.uint8)
     numbers, logprob = draw(device, torch.float32, 60, tokens), torch.zeros(tokens, 60, device=device)
-    emitted, *_ = both(
-        "accept", monkeypatch, chunk=Chunk(chunk, torch.zeros_like(chunk), going), chosen=Said(chosen, numbers), rows=rows,
-        text=text, emitted=Said(emitted, logprob), seen=seen,
-    )  # fmt: skip
-    for row, column in zip(zip(alive, chosen.tolist(), chunk.tolist(), going.tolist()), emitted.t().tolist()):
+    chunks = Chunk(chunk, torch.zeros_like(chunk), going)
+    *_, said, _ = agree("accept", chunks, Said(chosen, numbers), rows, text, Said(emitted, logprob), seen)
+    for row, column in zip(zip(alive, chosen.tolist(), chunk.tolist(), going.tolist()), said.token.t().tolist()):
         assert column == one_by_one(*row)
 
 
@@ -146,7 +137,7 @@ def compile_all() -> None:
     import triton
 
     from . import aot
-    from .test_decode_attention import Case, several
+    from .attention_cases import Case
 
     triton.runtime.jit.JITFunction.run = aot.compile_instead
     for whole in (True, False):
@@ -158,7 +149,7 @@ def compile_all() -> None:
         )
         emitted = torch.zeros(5, 4, dtype=INT)[:, :2]
         fast.accept(out, Said(out.token, given), rows, text, Said(emitted, kept), seen, dependent=whole)
-    several(Case("cpu", torch.bfloat16, [3, 9], width=64, normed=True), 5, "triton")
+    Case("cpu", torch.bfloat16, [3, 9], width=64, tokens=5, normed=True)("triton")
     print(*aot.compiled)
 
 
@@ -170,29 +161,15 @@ def test_they_compile():
 
 def test_errors():
     rows, out, text = rows_of(2, "cpu"), outputs(2, 3, "cpu"), torch.zeros(2, 9, dtype=INT)
-    once = "; make it once, and change it in place."
-    assert message(lambda: kernels.propose(rows, text.long(), out)) == (
-        "propose: text must be a contiguous torch.int32 (2, L), got torch.int64 (2, 9)" + once
-    )
-    assert message(lambda: kernels.propose(rows, text, out._replace(alive=out.alive[:, :2]))) == (
-        "propose: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.int32 (2, 2), not contiguous" + once
-    )
-    assert message(lambda: kernels.propose(rows, text, out, x=torch.zeros(6, 4))) == messages.message(
-        "kernels/speculation:errors"
-    )
-    assert message(lambda: kernels.propose(rows, text, out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4))) == (
-        "propose: x must be a contiguous torch.float32 (6, 4), got torch.float32 (2, 4)" + once
-    )
     chosen, emitted = Said(out.token), torch.zeros(3, 2, dtype=INT)
-    assert message(lambda: kernels.accept(out, chosen, rows, text, Said(emitted.t()))) == (
-        messages.message("kernels/speculation:errors.2")
-    )
-    assert message(lambda: kernels.accept(out, chosen, rows, text, Said(emitted, emitted.float()))) == (
-        messages.message("kernels/speculation:errors.3")
-    )
-    assert message(lambda: kernels.accept(out._replace(alive=out.alive.bool()), chosen, rows, text, Said(emitted))) == (
-        "accept: chunk.alive must be a contiguous torch.int32 (2, 3), got torch.bool (2, 3)" + once
-    )
-    assert message(lambda: kernels.accept(out, chosen, rows._replace(bad=rows.bad[:1]), text, Said(emitted))) == (
-        "accept: rows.bad must be a contiguous torch.int32 (2,), got torch.int32 (1,)" + once
+    refusals(
+        "kernels/speculation:errors",
+        lambda: kernels.propose(rows, text.long(), out),
+        lambda: kernels.propose(rows, text, out._replace(alive=out.alive[:, :2])),
+        lambda: kernels.propose(rows, text, out, x=torch.zeros(6, 4)),
+        lambda: kernels.propose(rows, text, out, embed=torch.zeros(5, 4), x=torch.zeros(2, 4)),
+        lambda: kernels.accept(out, chosen, rows, text, Said(emitted.t())),
+        lambda: kernels.accept(out, chosen, rows, text, Said(emitted, emitted.float())),
+        lambda: kernels.accept(out._replace(alive=out.alive.bool()), chosen, rows, text, Said(emitted)),
+        lambda: kernels.accept(out, chosen, rows._replace(bad=rows.bad[:1]), text, Said(emitted)),
     )

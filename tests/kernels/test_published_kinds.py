@@ -8,7 +8,7 @@ from gpubound.kernels.packed_weights import KINDS, TABLE, Packed, join_packed, p
 from gpubound.kernels.quantized_product import draw_packed
 from gpubound.kernels.registry import load
 
-from .cases import assert_inside, banded, draw, same
+from .cases import SOURCES, agree, draw
 from .test_compiles import compile_apart
 from .test_quantized_product import OTHERS
 
@@ -44,25 +44,19 @@ def test_published_levels_are_kept_bit_for_bit(device, kind, columns, dtype):
 @pytest.mark.parametrize("kind", PUBLISHED)
 @pytest.mark.parametrize("batch, columns", [(1, 96), (2, 640), (3, 256)])
 def test_products_agree_with_the_definition(device, kind, batch, columns):
-    packed, rows, results = drawn(kind, 38, columns, device), 38, []
+    packed, rows = drawn(kind, 38, columns, device), 38
     columns = packed.columns
     x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
-    for source in ("triton", "reference"):
-        whole, out = banded((batch, rows), device)
-        gated = torch.zeros(batch, rows // 2, device=device)
-        load(source, "quantized_norm_product")(x, norm, packed, None, out, None, None)
-        load(source, "quantized_norm_gate_up")(x, norm, packed, None, gated, 0, "silu", False)
-        added = load(source, "quantized_add_product")(x, packed, None, torch.ones(batch, rows, device=device))
-        assert_inside(whole, out)
-        results.append((out, gated, added))
-    for name, limit, *pair in zip(("product", "gated", "stream"), (PARITY, 2 * PARITY, PARITY), *results):
-        same(name, *pair, limit)
+    out, gated = (torch.empty(batch, n, device=device) for n in (rows, rows // 2))
+    agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=PARITY)
+    agree("quantized_norm_gate_up", x, norm, packed, None, gated, 0, "silu", False, limit=2 * PARITY)
+    agree("quantized_add_product", x, packed, None, torch.ones(batch, rows, device=device), limit=PARITY)
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_dequantised_numbers_are_those_of_the_definition(device, kind):
     packed = drawn(kind, 12, 640, device)
-    out = [load(s, "dequantize")(packed, torch.zeros(12, packed.columns, device=device), 2) for s in ("triton", "reference")]
+    out = [load(s, "dequantize")(packed, torch.zeros(12, packed.columns, device=device), 2) for s in SOURCES]
     # A kernel may compute level · scale - offset with one rounding.
     error = (out[0] - out[1]).abs().max() / out[1].abs().max()
     assert error <= (2e-7 if TABLE[kind].offset else 0.0)

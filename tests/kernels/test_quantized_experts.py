@@ -7,19 +7,15 @@ from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.packed_weights import KINDS, Packed, pack
 from gpubound.kernels.registry import load
-from tests.messages import message
+from tests.messages import refusals
 
-from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
+from .cases import SOURCES, agree, draw, pairwise, same
 from .test_experts import some_ids
 from .test_quantized_product import PARITY
 
 KIND = pytest.mark.parametrize("kind", KINDS)
 # (rows, slots, experts, hidden, width): one group each, groups cut short, widths that no program divides
 SHAPES = [(1, 2, 4, 128, 32), (3, 2, 3, 200, 19)]
-
-
-def run(source: str, op: str, *arguments):
-    return load(source, op)(*arguments)
 
 
 def experts(device, kind: str, count: int, rows: int, columns: int, seed: int = 1) -> Packed:
@@ -34,13 +30,8 @@ def test_gate_and_up_agree_with_the_reference(device, kind, shape, dtype):
     rows, slots, count, hidden, width = shape
     x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=2), 1e-5)
     gate_up, ids = experts(device, kind, count, 2 * width, hidden), some_ids(device, rows, slots, count)
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((rows, slots, width), device, dtype)
-        run(source, "quantized_routed_gate_up", x, norm, gate_up, ids, out)
-        assert_inside(whole, out)
-        results.append(out)
-    same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
+    out = torch.empty(rows, slots, width, device=device, dtype=dtype)
+    agree("quantized_routed_gate_up", x, norm, gate_up, ids, out, limit=2 * PARITY[kind])
 
 
 @pairwise
@@ -52,14 +43,8 @@ def test_the_residual_product_agrees_with_the_reference(device, kind, shape, dty
     h, down = draw(device, dtype, rows, slots, width), experts(device, kind, count, hidden, width)
     ids = some_ids(device, rows, slots, count)
     weights = draw(device, torch.float32, rows, slots, seed=5).softmax(-1)
-    results = []
-    for source in ("triton", "reference"):
-        whole, x = banded((rows, hidden), device)
-        x.copy_(draw(device, torch.float32, rows, hidden, seed=3))
-        run(source, "quantized_add_routed", h, down, ids, weights, x)
-        assert_inside(whole, x)
-        results.append(x)
-    same("stream", *results, 2 * PARITY[kind])
+    x = draw(device, torch.float32, rows, hidden, seed=3)
+    agree("quantized_add_routed", h, down, ids, weights, x, limit=2 * PARITY[kind])
 
 
 @KIND
@@ -67,12 +52,10 @@ def test_slots_that_stay_apart_are_what_is_added(device, kind):
     rows, slots, count, hidden, width = 3, 2, 4, 72, 160
     h, down = draw(device, torch.bfloat16, rows, slots, width), experts(device, kind, count, hidden, width)
     ids, weights = some_ids(device, rows, slots, count), draw(device, torch.float32, rows, slots, seed=5).softmax(-1)
-    x = run("reference", "quantized_add_routed", h, down, ids, weights, torch.zeros(rows, hidden, device=device))
-    for source in ("triton", "reference"):
-        whole, out = banded((rows, slots, hidden), device)
-        run(source, "quantized_routed_down", h, down, ids, weights, out)
-        assert_inside(whole, out)
-        same("slots", out.sum(1), x, 2 * PARITY[kind])
+    x = load("reference", "quantized_add_routed")(h, down, ids, weights, torch.zeros(rows, hidden, device=device))
+    empty = torch.empty(rows, slots, hidden, device=device)
+    *_, out = agree("quantized_routed_down", h, down, ids, weights, empty, limit=2 * PARITY[kind])
+    same("slots", out.sum(1), x, 2 * PARITY[kind])
 
 
 @KIND
@@ -84,8 +67,8 @@ def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
 
     def mlp(of: slice) -> torch.Tensor:
         stream, gated = x[of].clone(), x.new_zeros(len(x[of]), slots, width)
-        run("triton", "quantized_routed_gate_up", stream, norm, gate_up, ids[of], gated)
-        return run("triton", "quantized_add_routed", gated, down, ids[of], shares[of], stream)
+        load("triton", "quantized_routed_gate_up")(stream, norm, gate_up, ids[of], gated)
+        return load("triton", "quantized_add_routed")(gated, down, ids[of], shares[of], stream)
 
     together = mlp(slice(None))
     for row in range(rows):
@@ -93,15 +76,15 @@ def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("unknown", [-1, 3])
 def test_an_id_that_no_expert_has_makes_its_row_nan(device, source, unknown):
     x, norm = draw(device, torch.float32, 2, 64), Norm(torch.ones(64, device=device), 1e-5)
     ids = torch.tensor([[0, 1], [2, unknown]], device=device, dtype=torch.int32)
     out, shares = torch.zeros(2, 2, 16, device=device), torch.full((2, 2), 0.5, device=device)
-    run(source, "quantized_routed_gate_up", x, norm, experts(device, "int8", 3, 32, 64), ids, out)
+    load(source, "quantized_routed_gate_up")(x, norm, experts(device, "int8", 3, 32, 64), ids, out)
     assert out.isnan().flatten(2).all(2).tolist() == [[False, False], [False, True]]
-    run(source, "quantized_add_routed", torch.zeros_like(out), experts(device, "int8", 3, 64, 16), ids, shares, x)
+    load(source, "quantized_add_routed")(torch.zeros_like(out), experts(device, "int8", 3, 64, 16), ids, shares, x)
     assert x.isnan().all(1).tolist() == x.isnan().any(1).tolist() == [False, True]
 
 
@@ -109,24 +92,10 @@ def test_wrong_arguments_are_named(device):
     x, norm, ids = torch.zeros(2, 64, device=device), Norm(torch.ones(64, device=device), 1e-5), some_ids(device, 2, 2, 3)
     gate_up, down = experts(device, "int8", 3, 32, 64), experts(device, "int8", 3, 64, 16)
     out, shares = torch.zeros(2, 2, 16, device=device), torch.zeros(2, 2, device=device)
-    for call, sentence in (
-        (
-            lambda: kernels.quantized_routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, out),
-            message("kernels/quantized_experts:wrong_arguments_are_named"),
-        ),
-        (
-            lambda: kernels.quantized_routed_gate_up(x, norm, gate_up, ids, out[..., :5].contiguous()),
-            message("kernels/quantized_experts:wrong_arguments_are_named.2"),
-        ),
-        (
-            lambda: kernels.quantized_add_routed(out, down, ids, shares, x[:, :50].contiguous()),
-            message("kernels/quantized_experts:wrong_arguments_are_named.3"),
-        ),
-        (
-            lambda: kernels.quantized_add_routed(out, down, ids.long(), shares, x),
-            message("kernels/quantized_experts:wrong_arguments_are_named.4"),
-        ),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        assert str(error.value) == sentence
+    refusals(
+        "kernels/quantized_experts:wrong_arguments_are_named",
+        lambda: kernels.quantized_routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, out),
+        lambda: kernels.quantized_routed_gate_up(x, norm, gate_up, ids, out[..., :5].contiguous()),
+        lambda: kernels.quantized_add_routed(out, down, ids, shares, x[:, :50].contiguous()),
+        lambda: kernels.quantized_add_routed(out, down, ids.long(), shares, x),
+    )

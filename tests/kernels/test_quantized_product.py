@@ -9,19 +9,15 @@ from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.packed_weights import E2M1, KINDS, Packed, pack, pack_fp4, pack_gate_up, pack_stacked, unpack
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
-from tests.messages import message
+from tests.messages import message, refusals
 
-from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
+from .cases import DTYPES, SOURCES, agree, draw, pairwise, same
 from .test_compiles import compile_apart
 from .test_experts import some_ids
 
 # Kernel and reference sum the same numbers in fp32, the kernel with 2^e beside each (packed.py): 256 beside int4's levels of
 # spread 4.6 costs six bits of fp32's 24, int8's of spread 40 three.
 PARITY = {"int8": 5e-6, "int4": 3e-5, "fp8": 2e-6}
-
-
-def run(source: str, op: str, *arguments):
-    return load(source, op)(*arguments)
 
 
 def weight(device, kind: str, rows: int, columns: int, seed: int = 1) -> Packed:
@@ -83,53 +79,32 @@ SHAPES = [(1, 128, 32), (2, 200, 38), (3, 72, 16), (8, 256, 18)]
 def test_the_product_agrees_with_the_reference(device, kind, batch, columns, rows, biased):
     x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
     bias = draw(device, torch.float16, rows, seed=3) if biased else None
-    parts = -(-rows // 16)
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((batch, rows), device)
-        best, arg = torch.zeros(batch, parts, device=device), torch.zeros(batch, parts, device=device, dtype=torch.int32)
-        run(source, "quantized_norm_product", x, norm, weight(device, kind, rows, columns), bias, out, best, arg)
-        assert_inside(whole, out)
-        results.append((out, best, arg))
-    (out, best, arg), (want, want_best, want_arg) = results
-    same("product", out, want, PARITY[kind])
-    same("best", best, want_best, PARITY[kind])
-    assert torch.equal(arg, want_arg)
+    found = [torch.empty(batch, width, device=device) for width in (rows, -(-rows // 16))]
+    found += [torch.empty(found[1].shape, device=device, dtype=torch.int32)]
+    agree("quantized_norm_product", x, norm, weight(device, kind, rows, columns), bias, *found, limit=PARITY[kind])
 
 
 @pairwise
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch, columns, rows", SHAPES[1:3])
 def test_gate_and_up_agree_with_the_reference(device, kind, dtype, batch, columns, rows):
     x, weights, bias = (
         draw(device, torch.float32, *shape, seed=i) for i, shape in enumerate(((batch, columns), (columns,), (rows,)))
     )
-    norm = Norm(weights, 1e-5)
     gate_up = pack(draw(device, torch.float32, rows, columns, seed=4) * columns**-0.5, kind)
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((batch, rows // 2), device, dtype)
-        run(source, "quantized_norm_gate_up", x, norm, gate_up, bias, out)
-        assert_inside(whole, out)
-        results.append(out)
-    same("gated", *results, max(TOLERANCE[dtype], 2 * PARITY[kind]))
+    out = torch.empty(batch, rows // 2, device=device, dtype=dtype)
+    agree("quantized_norm_gate_up", x, Norm(weights, 1e-5), gate_up, bias, out, limit=2 * PARITY[kind])
 
 
 @pairwise
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch, columns, rows", SHAPES[:2])
 def test_the_residual_product_agrees_with_the_reference(device, kind, dtype, batch, columns, rows):
     h, bias = draw(device, dtype, batch, columns), draw(device, dtype, rows, seed=2)
-    results = []
-    for source in ("triton", "reference"):
-        whole, x = banded((batch, rows), device)
-        x.copy_(draw(device, torch.float32, batch, rows, seed=3))
-        run(source, "quantized_add_product", h, weight(device, kind, rows, columns), bias, x)
-        assert_inside(whole, x)
-        results.append(x)
-    same("stream", *results, PARITY[kind])
+    x = draw(device, torch.float32, batch, rows, seed=3)
+    agree("quantized_add_product", h, weight(device, kind, rows, columns), bias, x, limit=PARITY[kind])
 
 
 @pairwise
@@ -138,13 +113,7 @@ def test_the_residual_product_agrees_with_the_reference(device, kind, dtype, bat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_unpacking_agrees_with_the_reference(device, kind, turns, dtype):
     """Exactly: a level times its scale is one product, rounded once."""
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = banded((18, 200), device, dtype)
-        run(source, "dequantize", weight(device, kind, 18, 200), out, turns)
-        assert_inside(whole, out)
-        results.append(out)
-    assert torch.equal(*results)
+    agree("dequantize", weight(device, kind, 18, 200), torch.empty(18, 200, device=device, dtype=dtype), turns, limit=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,15 +122,10 @@ def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypa
     for use, rows in (("qkv", 20), ("gate_up", 20), ("add", 20)):
         monkeypatch.setitem(plans.TRIED, ("packed_product", f"{kind} {use}", (rows, columns)), MatrixPlan(8, 32, 1))
     x, norm = draw(device, torch.float32, 2, columns), Norm(draw(device, torch.float32, columns, seed=2), 1e-5)
-    results = []
-    for source in ("triton", "reference"):
-        out, added, gated = (torch.zeros(2, n, device=device) for n in (20, 20, 10))
-        packed = weight(device, kind, 20, columns)
-        run(source, "quantized_norm_product", x, norm, packed, None, out, None, None)
-        run(source, "quantized_add_product", x, packed, None, added)
-        run(source, "quantized_norm_gate_up", x * 0.1, norm, packed, None, gated)
-        results.append(torch.cat([out, added, gated], 1))
-    same("products", *results, 2 * PARITY[kind])
+    packed, out = weight(device, kind, 20, columns), torch.empty(2, 20, device=device)
+    agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=PARITY[kind])
+    agree("quantized_add_product", x, packed, None, torch.zeros_like(out), limit=PARITY[kind])
+    agree("quantized_norm_gate_up", x * 0.1, norm, packed, None, torch.empty(2, 10, device=device), limit=2 * PARITY[kind])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,10 +140,10 @@ def test_a_row_gives_the_same_bits_in_any_batch(device, kind):
         out, logits, added = (torch.zeros(count, 16, device=device) for _ in range(3))
         best, arg = torch.zeros(count, 1, device=device), torch.zeros(count, 1, device=device, dtype=torch.int32)
         gated = torch.zeros(count, 8, device=device)
-        run("triton", "quantized_norm_product", x[rows], norm, packed, None, out, None, None)
-        run("triton", "quantized_norm_product", x[rows], norm, packed, None, logits, best, arg)
-        run("triton", "quantized_norm_gate_up", x[rows], norm, packed, None, gated)
-        run("triton", "quantized_add_product", h[rows], packed, None, added)
+        load("triton", "quantized_norm_product")(x[rows], norm, packed, None, out, None, None)
+        load("triton", "quantized_norm_product")(x[rows], norm, packed, None, logits, best, arg)
+        load("triton", "quantized_norm_gate_up")(x[rows], norm, packed, None, gated)
+        load("triton", "quantized_add_product")(h[rows], packed, None, added)
         return out, logits, best, gated, added
 
     together = results([0, 1, 2, 3])
@@ -194,7 +158,7 @@ def test_a_nan_reaches_the_partial_maximum(device):
     values[20, 3] = float("nan")
     best, arg = torch.zeros(1, 3, device=device), torch.zeros(1, 3, device=device, dtype=torch.int32)
     out = torch.zeros(1, 48, device=device)
-    run("triton", "quantized_norm_product", x, norm, pack(values, "int4"), None, out, best, arg)
+    load("triton", "quantized_norm_product")(x, norm, pack(values, "int4"), None, out, best, arg)
     assert best.isnan().tolist() == [[False, True, False]]
 
 
@@ -241,50 +205,21 @@ def test_wrong_arguments_are_named(device):
         Norm(draw(device, torch.float32, 128), 1e-5),
         weight(device, "int4", 33, 128),
     )
-    for call, sentence in (
-        (lambda: pack(x, "int3"), message("kernels/quantized_product:wrong_arguments_are_named")),
-        (lambda: pack(x[0], "int4"), message("kernels/quantized_product:wrong_arguments_are_named.2")),
-        (
-            lambda: kernels.quantized_norm_product(x.half(), norm, packed),
-            message("kernels/quantized_product:wrong_arguments_are_named.3"),
-        ),
-        (
-            lambda: kernels.quantized_norm_product(x, norm._replace(weight=norm.weight[:32]), packed),
-            message("kernels/quantized_product:wrong_arguments_are_named.4"),
-        ),
-        (
-            lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm._replace(weight=norm.weight[:64]), packed),
-            message("kernels/quantized_product:wrong_arguments_are_named.5"),
-        ),
-        (
-            lambda: kernels.quantized_norm_product(x, norm, packed, best=x),
-            message("kernels/quantized_product:wrong_arguments_are_named.6"),
-        ),
-        (
-            lambda: kernels.quantized_norm_product(x, norm, packed, best=x[:, :4], arg=x[:, :4].int()),
-            message("kernels/quantized_product:wrong_arguments_are_named.7"),
-        ),
-        (
-            lambda: kernels.quantized_norm_gate_up(x, norm, packed),
-            message("kernels/quantized_product:wrong_arguments_are_named.8"),
-        ),
-        (
-            lambda: kernels.quantized_add_product(x[:, :64], packed, None, x),
-            message("kernels/quantized_product:wrong_arguments_are_named.9"),
-        ),
-        (
-            lambda: kernels.quantized_add_product(x, packed, None, x),
-            message("kernels/quantized_product:wrong_arguments_are_named.10"),
-        ),
-        (
-            lambda: kernels.dequantize(packed, torch.zeros(33, 128, device=device), turns=2),
-            message("kernels/quantized_product:wrong_arguments_are_named.11"),
-        ),
-        (lambda: kernels.dequantize(packed, x), message("kernels/quantized_product:wrong_arguments_are_named.12")),
-    ):
-        with pytest.raises(ValueError) as caught:
-            call()
-        assert str(caught.value) == sentence
+    refusals(
+        "kernels/quantized_product:wrong_arguments_are_named",
+        lambda: pack(x, "int3"),
+        lambda: pack(x[0], "int4"),
+        lambda: kernels.quantized_norm_product(x.half(), norm, packed),
+        lambda: kernels.quantized_norm_product(x, norm._replace(weight=norm.weight[:32]), packed),
+        lambda: kernels.quantized_norm_product(x[:, :64].contiguous(), norm._replace(weight=norm.weight[:64]), packed),
+        lambda: kernels.quantized_norm_product(x, norm, packed, best=x),
+        lambda: kernels.quantized_norm_product(x, norm, packed, best=x[:, :4], arg=x[:, :4].int()),
+        lambda: kernels.quantized_norm_gate_up(x, norm, packed),
+        lambda: kernels.quantized_add_product(x[:, :64], packed, None, x),
+        lambda: kernels.quantized_add_product(x, packed, None, x),
+        lambda: kernels.dequantize(packed, torch.zeros(33, 128, device=device), turns=2),
+        lambda: kernels.dequantize(packed, x),
+    )
 
 
 @pairwise
@@ -301,12 +236,12 @@ def test_the_forms_of_other_families(device, kind, rows, offset, normed, cap, ac
     gate, up = unpack(both).unflatten(0, (-1, 2)).unbind(1)
     want = kernels.norm_product(x, norm, unpack(head), cap=cap)
     gated = kernels.norm_gate_up(x, norm, gate.contiguous(), up.contiguous(), activation=activation)
-    for source in ("triton", "reference"):
+    for source in SOURCES:
         out = torch.zeros(rows, 40, device=device)
-        run(source, "quantized_norm_product", x, norm, head, None, out, None, None, 0, cap)
+        load(source, "quantized_norm_product")(x, norm, head, None, out, None, None, 0, cap)
         same("product", out, want, PARITY[kind])
         out = torch.zeros(rows, 24, device=device)
-        run(source, "quantized_norm_gate_up", x, norm, both, None, out, 0, activation)
+        load(source, "quantized_norm_gate_up")(x, norm, both, None, out, 0, activation)
         same("gated", out, gated, 2 * PARITY[kind])
 
 
@@ -325,10 +260,6 @@ def weight_fp4(device, rows: int, columns: int, seed: int = 1) -> Packed:
     return pack_fp4(*(t.to(device) for t in drawn(rows, columns, seed)))
 
 
-def run_fp4(source: str, op: str, *arguments, **named):
-    return load(source, op)(*arguments, **named)
-
-
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_packing_keeps_every_number(device, columns):
     codes, scales = drawn(6, columns)
@@ -340,14 +271,14 @@ def test_packing_keeps_every_number(device, columns):
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
-@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_unpacking_gives_every_code_of_every_scale_exactly(device, source, dtype):
     """Beside fp64: the smallest scale and the largest, and the one that is no number."""
     scales = torch.tensor([0, 1, 2, 103, 126, 127, 128, 140, 254, 255], dtype=torch.uint8)[:, None].expand(-1, 2)
     codes = torch.tensor([low | high << 4 for low, high in zip(range(16), reversed(range(16)))] * 2, dtype=torch.uint8)
     packed = pack_fp4(codes.expand(10, -1).contiguous().to(device), scales.contiguous().to(device))
-    out = run_fp4(source, "dequantize", packed, torch.zeros(10, 64, device=device, dtype=dtype), 1)
+    out = load(source, "dequantize")(packed, torch.zeros(10, 64, device=device, dtype=dtype), 1)
     exact = LEVELS.double()[torch.stack([codes & 15, codes >> 4], -1).flatten().long()] * torch.exp2(
         scales[:, :1].double() - 127
     )
@@ -359,27 +290,18 @@ def test_unpacking_gives_every_code_of_every_scale_exactly(device, source, dtype
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_products_agree_with_the_reference(device, columns, batch):
     x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
-    packed, rows, results = weight_fp4(device, 38, columns), 38, []
-    for source in ("triton", "reference"):
-        whole, out = banded((batch, rows), device)
-        gated = torch.zeros(batch, rows // 2, device=device)
-        run_fp4(source, "quantized_norm_product", x, norm, packed, None, out, None, None)
-        run_fp4(source, "quantized_norm_gate_up", x, norm, packed, None, gated)
-        added = run_fp4(source, "quantized_add_product", x, packed, None, torch.ones(batch, rows, device=device))
-        assert_inside(whole, out)
-        results.append((out, gated, added))
-    for name, limit, *pair in zip(("product", "gated", "stream"), (FP4_PARITY, 2 * FP4_PARITY, FP4_PARITY), *results):
-        same(name, *pair, limit)
+    packed, rows = weight_fp4(device, 38, columns), 38
+    out, gated = (torch.empty(batch, n, device=device) for n in (rows, rows // 2))
+    agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=FP4_PARITY)
+    agree("quantized_norm_gate_up", x, norm, packed, None, gated, limit=2 * FP4_PARITY)
+    agree("quantized_add_product", x, packed, None, torch.ones(batch, rows, device=device), limit=FP4_PARITY)
 
 
 def test_several_tiles_and_those_that_do_not_divide_a_row_fp4(device, monkeypatch):
     monkeypatch.setitem(plans.TRIED, ("packed_product", "fp4 qkv", (20, 544)), MatrixPlan(8, 32, 1))
-    x, packed, results = draw(device, torch.float32, 2, 544), weight_fp4(device, 20, 544), []
-    for source in ("triton", "reference"):
-        results.append(
-            run_fp4(source, "quantized_norm_product", x, None, packed, None, torch.zeros(2, 20, device=device), None, None)[0]
-        )
-    same("product", *results, FP4_PARITY)
+    x, packed = draw(device, torch.float32, 2, 544), weight_fp4(device, 20, 544)
+    out = torch.empty(2, 20, device=device)
+    agree("quantized_norm_product", x, None, packed, None, out, None, None, limit=FP4_PARITY)
 
 
 @pytest.mark.slow
@@ -391,18 +313,16 @@ def test_experts_agree_with_the_reference_and_a_row_has_its_bits_in_any_batch(de
     gate_up, down = weight_fp4(device, count * 2 * width, hidden), weight_fp4(device, count * hidden, width, seed=4)
     ids, shares = some_ids(device, rows, slots, count), draw(device, torch.float32, rows, slots, seed=5).softmax(-1)
 
-    def mlp(source: str, of: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        stream, (whole, gated) = x[of].clone(), banded((len(x[of]), slots, width), device, dtype)
-        run_fp4(source, "quantized_routed_gate_up", stream, norm, gate_up, ids[of], gated, 0, limit)
-        assert_inside(whole, gated)
-        return gated.clone(), run_fp4(source, "quantized_add_routed", gated, down, ids[of], shares[of], stream)
-
-    ours, wanted = mlp("triton", slice(None)), mlp("reference", slice(None))
-    same("gated", ours[0], wanted[0], max(TOLERANCE[dtype], 2 * FP4_PARITY))
-    same("stream", ours[1], wanted[1], max(TOLERANCE[dtype], 2 * FP4_PARITY))
-    assert limit > 1 or (wanted[0].float().abs() >= 0.08).any(), "some reach the limit"
-    for row in range(rows):
-        assert torch.equal(mlp("triton", slice(row, row + 1))[1][0], ours[1][row])
+    gated = torch.empty(rows, slots, width, device=device, dtype=dtype)
+    arguments = x, norm, gate_up, ids, gated, 0, limit
+    *_, gated, _, _ = agree("quantized_routed_gate_up", *arguments, limit=2 * FP4_PARITY)
+    *_, stream = agree("quantized_add_routed", gated, down, ids, shares, x, limit=2 * FP4_PARITY)
+    assert limit > 1 or (gated.float().abs() >= 0.08).any(), "some reach the limit"
+    for one in (slice(row, row + 1) for row in range(rows)):
+        alone = torch.empty_like(gated[one])
+        load("triton", "quantized_routed_gate_up")(x[one], norm, gate_up, ids[one], alone, 0, limit)
+        own = load("triton", "quantized_add_routed")(alone, down, ids[one], shares[one], x[one].clone())
+        assert torch.equal(alone, gated[one]) and torch.equal(own, stream[one])
 
 
 OURS = """
@@ -422,9 +342,7 @@ def test_they_compile():
 
 def test_wrong_codes_are_named(device):
     codes, scales = (t.to(device) for t in drawn(4, 64))
-    with pytest.raises(ValueError) as error:
-        pack_fp4(codes, scales[:, :1])
-    assert str(error.value) == message("kernels/packed_fp4:wrong_codes_are_named")
+    refusals("kernels/packed_fp4:wrong_codes_are_named", lambda: pack_fp4(codes, scales[:, :1]))
     packed = pack_fp4(codes, scales)
     with pytest.raises(ValueError, check=message("kernels/packed_fp4:wrong_codes_are_named.2")):
         kernels.dequantize(packed._replace(scale=packed.scale.float()), torch.zeros(4, 64, device=device))

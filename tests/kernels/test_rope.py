@@ -8,7 +8,7 @@ from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import RopePlan
 from gpubound.kernels.triton import rope as fast
-from tests.messages import message
+from tests.messages import refusals
 
 from .cases import TOLERANCE, definitions, draw, parity, same
 
@@ -153,27 +153,16 @@ def test_empty(device):
 
 
 Q, K, TABLE = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 2, 8), torch.ones(3, 4)
-WRONG = {
-    "q": ((Q[0], K, TABLE, TABLE), message("kernels/rope:q")),
-    "k": ((Q, K.half(), TABLE, TABLE), message("kernels/rope:k")),
-    "cos": ((Q, K, torch.ones(3, 8), torch.ones(3, 8)), message("kernels/rope:cos")),
-    "sin": ((Q, K, TABLE, torch.ones(3, 3)), message("kernels/rope:sin")),
-    "dtype": ((Q, K, TABLE.bfloat16(), TABLE.bfloat16()), message("kernels/rope:dtype")),
-}
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_wrong_arguments(what):
-    arguments, sentence = WRONG[what]
-    with pytest.raises(ValueError) as error:
-        kernels.rope(*arguments)
-    assert str(error.value) == sentence
-
-
-def test_wrong_packed_product():
-    with pytest.raises(ValueError) as error:
-        kernels.rope_qkv(torch.ones(2, 3, 30), TABLE, TABLE, 4, 2)
-    assert str(error.value) == message("kernels/rope:wrong_packed_product")
-    with pytest.raises(ValueError) as error:
-        kernels.rope_qkv(torch.ones(2, 3, 32), TABLE, TABLE, 4, 0)
-    assert str(error.value) == message("kernels/rope:wrong_packed_product.2")
+def test_wrong_arguments():
+    refusals(
+        "kernels/rope:wrong_arguments",
+        lambda: kernels.rope(Q[0], K, TABLE, TABLE),
+        lambda: kernels.rope(Q, K.half(), TABLE, TABLE),
+        lambda: kernels.rope(Q, K, torch.ones(3, 8), torch.ones(3, 8)),
+        lambda: kernels.rope(Q, K, TABLE, torch.ones(3, 3)),
+        lambda: kernels.rope(Q, K, TABLE.bfloat16(), TABLE.bfloat16()),
+        lambda: kernels.rope_qkv(torch.ones(2, 3, 30), TABLE, TABLE, 4, 2),
+        lambda: kernels.rope_qkv(torch.ones(2, 3, 32), TABLE, TABLE, 4, 0),
+    )

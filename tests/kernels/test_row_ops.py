@@ -8,11 +8,11 @@ from gpubound import kernels
 from gpubound.kernels.registry import load
 from gpubound.kernels.row_ops import ACTIVATED, LayerNorm
 
-from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
+from .cases import DTYPES, SOURCES, TOLERANCE, agree, draw, pairwise, same
 
 
 @pairwise
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [64, 100])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -22,11 +22,8 @@ def test_layer_norm_of_rows(device, dtype, columns, bias, offset):
     weight, shift = draw(device, dtype, columns, seed=1), draw(device, dtype, columns, seed=2) if bias else None
     norm = LayerNorm(weight, shift, 1e-2, offset)
     want = F.layer_norm(x.double(), (columns,), weight.double() + offset, None if shift is None else shift.double(), 1e-2)
-    for source in ("triton", "reference"):
-        whole, out = banded((3, columns), device, dtype)
-        load(source, "layer_norm_rows")(x, norm, out)
-        assert_inside(whole, out)
-        same(source, out.double(), want, max(2e-5, TOLERANCE[dtype]))
+    *_, out = agree("layer_norm_rows", x, norm, torch.empty(3, columns, device=device, dtype=dtype), limit=2e-5)
+    same("rows", out.double(), want, max(2e-5, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,17 +37,14 @@ def test_activations(device, dtype, activation):
         "relu": x.clamp_min(0),
         "relu2": x.clamp_min(0) ** 2,
     }
-    for source in ("triton", "reference"):
-        whole, out = banded((2, 700), device, dtype)
-        load(source, "activate_rows")(x, activation, out)
-        assert_inside(whole, out)
-        same(source, out.float(), definitions[activation], max(1e-5, TOLERANCE[dtype]))
+    *_, out = agree("activate_rows", x, activation, torch.empty(2, 700, device=device, dtype=dtype))
+    same(activation, out.float(), definitions[activation], max(1e-5, TOLERANCE[dtype]))
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
 def test_a_nan_stays(device, activation):
     x = torch.tensor([[float("nan"), -1.0]], device=device)
-    for source in ("triton", "reference"):
+    for source in SOURCES:
         out = load(source, "activate_rows")(x, activation, torch.zeros_like(x))
         assert out[0, 0].isnan() and out[0, 1] == 0
 

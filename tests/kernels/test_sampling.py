@@ -10,10 +10,10 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.kernels.sampling import Into, Rows, Settings
 from gpubound.kernels.triton import sampling as fast
-from tests import messages
+from tests.messages import refusals
 
 from .apart import apart
-from .cases import definitions, draw, module, same
+from .cases import agree, definitions, draw, module, same
 
 reference = definitions("sampling")
 
@@ -51,32 +51,6 @@ def outputs(batch: int, device, words: int | None = None) -> Into:
     return Into(emitted, draw(device, torch.bfloat16, words, 70, seed=9), torch.full((batch, 70), 5.0, device=device))
 
 
-def copied(argument):
-    if isinstance(argument, tuple):
-        return type(argument)(*map(copied, argument))
-    return argument.clone() if isinstance(argument, Tensor) else argument
-
-
-def both(op: str, **arguments) -> list[Tensor]:
-    """Run the mirrors on copies of the arguments. What they return agrees, and is what they changed and nothing else."""
-    results = []
-    for by in (fast, reference):
-        mine = {name: copied(argument) for name, argument in arguments.items()}
-        results.append(getattr(by, op)(**mine))
-        places = {t.data_ptr() for t in results[-1]}
-        for name, before in arguments.items():
-            for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (mine[name], before))):
-                assert not isinstance(a, Tensor) or a.data_ptr() in places or _equal(a, b), f"{name} was changed"
-    for i, (got, want) in enumerate(zip(*results, strict=True)):
-        assert got.isnan().equal(want.isnan()), f"result {i}"
-        same(f"result {i}", got.nan_to_num(), want.nan_to_num(), 2e-6 if got.is_floating_point() else 0)
-    return list(results[0])
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.isnan().equal(b.isnan()) and a.nan_to_num().equal(b.nan_to_num())
-
-
 def partials(batch: int, parts: int, device) -> tuple[Tensor, Tensor]:
     """Maxima with many equals, and tokens that are not in order."""
     best = draw(device, torch.float32, batch, parts).mul(2).round()
@@ -90,10 +64,10 @@ def test_pick_matches(parts, device, monkeypatch):
     best, arg = partials(4, parts, device)
     rows = rows_of(4, device, alive=[1, 0, 1, 1], limit=[100, 100, 100, 6], stops=[5, 2, -1])
     seen = marks(4, 500, device)
-    emitted, token, *_ = both("pick", best=best, arg=arg, rows=rows, seen=seen, into=outputs(4, device, 500))
-    both("pick", best=best, arg=arg, rows=rows, into=outputs(4, device))
+    _, _, left, (emitted, *_), _ = agree("pick", best, arg, rows, outputs(4, device, 500), seen)
+    agree("pick", best, arg, rows, outputs(4, device))
     lowest = [arg[b][best[b] == best[b].max()].min().item() for b in range(4)]
-    assert emitted.tolist() == [lowest[0], -1, *lowest[2:]] and token.tolist() == [lowest[0], 1, *lowest[2:]]
+    assert emitted.tolist() == [lowest[0], -1, *lowest[2:]] and left.token.tolist() == [lowest[0], 1, *lowest[2:]]
 
 
 MIXED = {
@@ -122,8 +96,7 @@ def test_sample_matches(name, penalty, device, monkeypatch):
     logits[1:3] = logits[1:3].round()
     logits[2, ::2] = -INF
     settings = settings_of(4, device, marks(4, 300, device), penalty=penalty, **SETTINGS[name])
-    logprob = torch.zeros(4, device=device)
-    both("sample", logits=logits, rows=rows_of(4, device), settings=settings, logprob=logprob, into=outputs(4, device, 300))
+    agree("sample", logits, rows_of(4, device), settings, outputs(4, device, 300), torch.zeros(4, device=device), limit=2e-6)
 
 
 @BY
@@ -146,11 +119,8 @@ def test_sample_of_any_size(batch, words, device, monkeypatch):
     padded = torch.full((batch, words + 3), NAN, device=device)  # rows of a wider buffer
     padded[:, :words] = draw(device, torch.float32, batch, words)
     wide = Into(torch.zeros(batch, device=device, dtype=INT))
-    for by in (fast, reference):
-        rows = rows_of(batch, device)
-        by.sample(padded[:, :words], rows, settings, wide)
-        assert rows.bad.tolist() == [0] * batch
-    both("sample", logits=padded[:, :words].clone(), rows=rows_of(batch, device), settings=settings, into=wide)
+    _, rows, *_ = agree("sample", padded[:, :words], rows_of(batch, device), settings, wide)
+    assert rows.bad.tolist() == [0] * batch
 
 
 @pytest.mark.parametrize("op", ["pick", "sample"])
@@ -242,10 +212,9 @@ def test_large_vocabularies_on_the_gpu(words):
     logits = 4 * draw(device, torch.float32, 32, words)
     options = {name: values * 8 for name, values in MIXED.items()} | {"penalty": [1.0, 1.2] * 16}
     settings = settings_of(32, device, marks(32, words, device), **options)
-    logprob = torch.zeros(32, device=device)
-    both("sample", logits=logits, rows=rows_of(32, device), settings=settings, logprob=logprob, into=outputs(32, device, words))
-    best, arg = partials(32, words // 16, device)
-    both("pick", best=best, arg=arg, rows=rows_of(32, device), into=outputs(32, device, words))
+    out = outputs(32, device, words)
+    agree("sample", logits, rows_of(32, device), settings, out, torch.zeros(32, device=device), limit=2e-6)
+    agree("pick", *partials(32, words // 16, device), rows_of(32, device), out)
 
 
 @pytest.mark.gpu
@@ -272,47 +241,21 @@ def test_steps_in_a_graph_on_the_gpu(dependent):
         assert rings[0].equal(rings[1]) and eager.position.equal(captured.position)
 
 
-def message(call) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
-
-
 def test_errors():
     logits, rows, settings, out = torch.zeros(2, 40), rows_of(2, "cpu"), settings_of(2, "cpu"), outputs(2, "cpu", 40)
     best, arg, into = torch.zeros(2, 5), torch.zeros(2, 5, dtype=INT), Into(out.emitted)
-    once = "; make it once, and change it in place."
-    assert message(lambda: kernels.sample(logits.half(), rows, settings, into)) == messages.message("kernels/sampling:errors")
-    assert message(lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, into)) == (
-        "sample: rows.alive must be a contiguous torch.int32 (2,), got torch.bool (2,)" + once
-    )
-    assert message(lambda: kernels.sample(logits, rows, settings._replace(seed=rows.token), into)) == (
-        "sample: settings.seed must be a contiguous torch.int64 (2,), got torch.int32 (2,)" + once
-    )
-    assert message(lambda: kernels.sample(logits, rows, settings_of(2, "cpu", marks(2, 39, "cpu")), into)) == (
-        "sample: settings.seen must be a contiguous torch.uint8 (2, 40), got torch.uint8 (2, 39)" + once
-    )
-    assert message(lambda: kernels.sample(logits, rows, settings, into, torch.zeros(2, 2)[:, 0])) == (
-        "sample: logprob must be a contiguous torch.float32 (2,), got torch.float32 (2,), not contiguous" + once
-    )
-    assert message(lambda: kernels.pick(best, arg[:, :4], rows, into)) == (
-        "pick: arg must be a contiguous torch.int32 (2, 5), got torch.int32 (2, 4), not contiguous" + once
-    )
-    assert message(lambda: kernels.pick(best[0], arg, rows, into)) == (
-        "pick: best must be a contiguous torch.float32 (B, P), got torch.float32 (5,)" + once
-    )
-    assert message(lambda: kernels.pick(best, arg, rows, Into(out.emitted.to("meta")))) == (
-        "pick: emitted must be a contiguous torch.int32 (2,) on cpu, got torch.int32 (2,) on meta" + once
-    )
-    assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=None))) == (
-        messages.message("kernels/sampling:errors.2")
-    )
-    assert message(lambda: kernels.sample(logits, rows, settings, out._replace(embed=out.embed[:30]))) == (
-        messages.message("kernels/sampling:errors.3")
-    )
-    assert message(lambda: kernels.pick(best, arg, rows, out._replace(embed=out.embed.int()))) == (
-        messages.message("kernels/sampling:errors.4")
-    )
-    assert message(lambda: kernels.pick(best, arg, rows, out._replace(x=out.x.bfloat16()))) == (
-        "pick: x must be a contiguous torch.float32 (2, 70), got torch.bfloat16 (2, 70)" + once
+    refusals(
+        "kernels/sampling:errors",
+        lambda: kernels.sample(logits.half(), rows, settings, into),
+        lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, into),
+        lambda: kernels.sample(logits, rows, settings._replace(seed=rows.token), into),
+        lambda: kernels.sample(logits, rows, settings_of(2, "cpu", marks(2, 39, "cpu")), into),
+        lambda: kernels.sample(logits, rows, settings, into, torch.zeros(2, 2)[:, 0]),
+        lambda: kernels.pick(best, arg[:, :4], rows, into),
+        lambda: kernels.pick(best[0], arg, rows, into),
+        lambda: kernels.pick(best, arg, rows, Into(out.emitted.to("meta"))),
+        lambda: kernels.pick(best, arg, rows, out._replace(embed=None)),
+        lambda: kernels.sample(logits, rows, settings, out._replace(embed=out.embed[:30])),
+        lambda: kernels.pick(best, arg, rows, out._replace(embed=out.embed.int())),
+        lambda: kernels.pick(best, arg, rows, out._replace(x=out.x.bfloat16())),
     )

@@ -10,27 +10,15 @@ from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.plans.types import ResidentPlan
 from gpubound.kernels.registry import load
-from tests.messages import message
+from tests.messages import message, refusals
 
-from .cases import TOLERANCE, assert_inside, banded, draw, pairwise, same
+from .cases import DTYPES, TOLERANCE, agree, draw, pairwise, same
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 H200 = Chip(90, 232_448, 132, "")
 
 
-def both(op, make, whole_of):
-    """What kernel and definition write into banded results."""
-    results = []
-    for source in ("triton", "reference"):
-        whole, out = whole_of()
-        load(source, op)(*make(out))
-        assert_inside(whole, out)
-        results.append(out)
-    return results
-
-
-def bound(dtype):
-    return max(4 * TOLERANCE[dtype], 1e-5)  # x is rounded, too
+def parity(op, dtype, *arguments):
+    agree(op, *arguments, limit=max(4 * TOLERANCE[dtype], 1e-5))  # x is rounded, too
 
 
 @pairwise
@@ -42,32 +30,22 @@ def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biase
     x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5, 1.0)
     weights = [draw(device, dtype, n, hidden, seed=2 + i) for i, n in enumerate((q, k, k))]
     biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate((q, k, k))]
-    found = both("tiled_norm_product", lambda out: (x, norm, *weights, *biases, out), lambda: banded((rows, q + 2 * k), device))
-    same("q k v", *found, bound(dtype))
+    parity("tiled_norm_product", dtype, x, norm, *weights, *biases, torch.empty(rows, q + 2 * k, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_stream_that_is_rounded_already(device, dtype):
     x, norm = draw(device, dtype, 3, 64), Norm(draw(device, dtype, 64, seed=1), 1e-5)
-    gate, up = (draw(device, dtype, 24, 64, seed=2 + i) * 0.125 for i in range(2))
-    found = both("tiled_norm_gate_up", lambda out: (x, norm, gate, up, None, None, out), lambda: banded((3, 24), device, dtype))
-    same("gated", *found, bound(dtype))
-    found = both(
-        "tiled_norm_product", lambda out: (x, norm, gate, up, None, None, None, None, out), lambda: banded((3, 48), device)
-    )
-    same("product", *found, bound(dtype))
+    weights = [draw(device, dtype, 24, 64, seed=2 + i) * 0.125 for i in range(2)]
+    parity("tiled_norm_gate_up", dtype, x, norm, *weights, None, None, torch.empty(3, 24, device=device, dtype=dtype))
+    parity("tiled_norm_product", dtype, x, norm, *weights, None, None, None, None, torch.empty(3, 48, device=device))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_fewer_weights_and_no_norm(device, parts):
     x, weights = draw(device, torch.float32, 3, 48), [draw(device, torch.float32, 24, 48, seed=i) for i in range(parts)]
-    given = [*weights, *[None] * (3 - parts)]
-    found = both(
-        "tiled_norm_product",
-        lambda out: (x, None, *given, None, None, None, out),
-        lambda: banded((3, 24 * parts), device),
-    )
-    same("one or two", *found, 1e-5)
+    no = [None] * (6 - parts)
+    agree("tiled_norm_product", x, None, *weights, *no, torch.empty(3, 24 * parts, device=device))
 
 
 @pairwise
@@ -76,14 +54,10 @@ def test_fewer_weights_and_no_norm(device, parts):
 @pytest.mark.parametrize("biased, activation", [(False, "silu"), (True, "gelu_tanh"), (True, "gelu")])
 def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width, biased, activation):
     x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
-    gate, up = (draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2))
+    weights = [draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2)]
     biases = [draw(device, dtype, width, seed=4 + i) if biased else None for i in range(2)]
-    found = both(
-        "tiled_norm_gate_up",
-        lambda out: (x, norm, gate, up, *biases, out, 0, activation),
-        lambda: banded((rows, width), device, dtype),
-    )
-    same("gated", *found, bound(dtype))
+    out = torch.empty(rows, width, device=device, dtype=dtype)
+    parity("tiled_norm_gate_up", dtype, x, norm, *weights, *biases, out, 0, activation)
 
 
 @pairwise
@@ -92,17 +66,8 @@ def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inner, hidden, biased):
     h, weight = draw(device, dtype, rows, inner), draw(device, dtype, hidden, inner, seed=1)
-    bias = draw(device, dtype, hidden, seed=2) if biased else None
-
-    def stream():
-        whole, x = banded((rows, hidden), device)
-        return whole, x.copy_(draw(device, torch.float32, rows, hidden, seed=3))
-
-    copies = [torch.zeros(rows, hidden, device=device, dtype=dtype) for _ in range(2)]
-    to = iter(copies)
-    found = both("tiled_add_product", lambda x: (h, weight, bias, x, 0, next(to)), stream)
-    same("stream", *found, 1e-5)
-    same("copy", *copies, TOLERANCE[dtype])
+    bias, x = draw(device, dtype, hidden, seed=2) if biased else None, draw(device, torch.float32, rows, hidden, seed=3)
+    agree("tiled_add_product", h, weight, bias, x, 0, torch.empty(rows, hidden, device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize("held", [1, 2, 8])
@@ -111,10 +76,8 @@ def test_slices_that_are_held_and_do_not_divide_the_columns(device, monkeypatch,
     """What lies behind the last tile is NaN, and NaN times a masked zero would show."""
     rows, inner, hidden = 3, 200, 40
     monkeypatch.setitem(plans.TRIED, ("tiled_product", "", (hidden, inner, 8)), ResidentPlan(16, 64, 4, held, ahead))
-    h = draw(device, torch.bfloat16, rows, inner)
-    weight = banded((hidden, inner), device, torch.bfloat16)[1].copy_(draw(device, torch.bfloat16, hidden, inner, seed=1))
-    found = both("tiled_add_product", lambda x: (h, weight, None, x.zero_()), lambda: banded((rows, hidden), device))
-    same("sum", *found, 1e-5)
+    h, weight = draw(device, torch.bfloat16, rows, inner), draw(device, torch.bfloat16, hidden, inner, seed=1)
+    agree("tiled_add_product", h, weight, None, torch.zeros(rows, hidden, device=device))
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(device):
@@ -131,16 +94,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
 
 def test_what_it_refuses():
     x, weight = torch.ones(33, 32), torch.ones(8, 32)
-    with pytest.raises(ValueError) as error:
-        kernels.tiled_norm_product(x, None, weight)
-    assert str(error.value) == message("kernels/tiled_product:what_it_refuses")
+    refusals("kernels/tiled_product:what_it_refuses", lambda: kernels.tiled_norm_product(x, None, weight))
     with pytest.raises(ValueError, check=message("kernels/tiled_product:what_it_refuses.2")):
         kernels.tiled_norm_gate_up(x[:2].half(), None, weight.bfloat16(), weight.bfloat16())
     with pytest.raises(ValueError, check=message("kernels/tiled_product:what_it_refuses.3")):
         kernels.tiled_add_product(x[:2], weight, None, torch.zeros(2, 8), copy=torch.zeros(2, 7))
-    with pytest.raises(ValueError) as error:
-        kernels.tiled_norm_product(x[:1], None, weight, v_weight=weight)
-    assert str(error.value) == message("kernels/tiled_product:what_it_refuses.4")
+    refusals(
+        "kernels/tiled_product:what_it_refuses.4", lambda: kernels.tiled_norm_product(x[:1], None, weight, v_weight=weight)
+    )
 
 
 def test_the_doors_make_what_those_of_single_rows_make(device):

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize, prune
 from gpubound import layers
 from gpubound.kernels.norms import rms_norm_reference as rms_norm
 from gpubound.models.richards.layers import RichardsGLU
-from tests.messages import message
+from tests.messages import refusals
 
 B, T, HIDDEN, HEADS, KV, D = 2, 7, 12, 4, 2, 6
 
@@ -256,15 +256,12 @@ def test_rope_table_computes_once_and_follows_its_frequencies():
 
 
 def test_wrong_sizes():
-    with pytest.raises(ValueError) as error:
-        layers.Attention(12, 4, 3)
-    assert str(error.value) == message("layers/parts:wrong_sizes")
-    with pytest.raises(ValueError) as error:
-        layers.MLP(4, 8, activation="relu")
-    assert str(error.value) == message("layers/parts:wrong_sizes.2")
-    with pytest.raises(ValueError) as error:
-        layers.RotaryAngles(5)
-    assert str(error.value) == message("layers/parts:wrong_sizes.3")
+    refusals(
+        "layers/parts:wrong_sizes",
+        lambda: layers.Attention(12, 4, 3),
+        lambda: layers.MLP(4, 8, activation="relu"),
+        lambda: layers.RotaryAngles(5),
+    )
 
 
 @pytest.mark.parametrize("residual", [False, True])
