@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from gpubound.kernels.accumulate import join_rows
-from gpubound.train.flat_weights import ALIGN, Weights, lay_out
+from gpubound.train.adamw import Weights
+from gpubound.train.flat_layout import ALIGN, lay_out
 from tests import messages
 
 

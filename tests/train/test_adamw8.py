@@ -9,7 +9,7 @@ from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
 from gpubound.train.adamw8 import QuantisedMoment, quantised_bytes
-from gpubound.train.flat_weights import matrices
+from gpubound.train.flat_layout import matrices
 from tests.messages import message
 
 from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed

@@ -13,7 +13,7 @@ from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
 from ..train.adamw import AdamW
-from ..train.flat_weights import FlatLayout, counted
+from ..train.flat_layout import FlatLayout, counted
 from ..train.lora_options import Lora
 from ..train.muon import Muon, count_by_rule
 from ..train.precision import Precision, precision as precision_named

@@ -23,7 +23,7 @@ from ..distributed.all_reduce import Reduction, SymmetricSums
 from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, main_gradient, open_sums
 from ..kernels.tensor_state import drop_record, made_record
 from ..trace import notice
-from .flat_weights import FlatLayout, FlatSlot, lay_out
+from .flat_layout import FlatLayout, FlatSlot, lay_out
 
 TOGETHER_BYTES = 64 << 20  # of gradients that are added together; more would not be worth the memory
 

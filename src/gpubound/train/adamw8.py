@@ -16,7 +16,7 @@ from ..kernels.adamw import BLOCK, adamw8, decode, encode, number
 from ..kernels.tensor_state import made_record
 from ..layers.linear_product import full_tensor
 from .adamw import AdamW, FlatAdamW
-from .flat_weights import FlatLayout, Group
+from .flat_layout import FlatLayout, Group
 
 PART = BLOCK << 14  # elements that are dequantised at a time: 16 MiB of fp32
 PLACES = "places"  # name of the recorded layout in a state

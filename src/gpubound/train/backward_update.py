@@ -25,7 +25,7 @@ from ..kernels.tensor_state import made_record
 from .accumulate import Accumulators
 from .adamw import AdamW, FlatAdamW
 from .adamw8 import AdamW8bit
-from .flat_weights import ALIGN, FlatLayout, FlatSlot, Group
+from .flat_layout import ALIGN, FlatLayout, FlatSlot, Group
 from .precision import Precision
 from .recompute import blocks_of
 

@@ -113,7 +113,9 @@ class DeviceStep:
             return self.early.report
         if self.fp8 is not None:
             self.fp8.renew()
-        return self.optimizer.update(self.accumulators.gradient, self.totals)
+        gradient = self.accumulators.gradient
+        of_norm = gradient if self.sharded is None else self.sharded.of_norm(gradient)
+        return self.optimizer.update(gradient, self.totals, of_norm)
 
     def update(self) -> Tensor:
         """Complete the sums and update the weights."""
@@ -164,14 +166,11 @@ class DeviceStep:
         return [*self.sums(), optimizer.state, *optimizer.moments, *optimizer.weights.flat, *masters]
 
     def _loss_of(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        with BatchInvariant() if self.exact else nullcontext():
-            return self._computed(batch)
-
-    def _computed(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         scale = self.optimizer.loss_scale
-        if isinstance(self.loss, Objective):  # it may compute gradients in forward, and needs the scale for that
-            return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
-        total, items = _checked(self.loss(self.model, batch), self.device)
+        with BatchInvariant() if self.exact else nullcontext():
+            if isinstance(self.loss, Objective):  # it may compute gradients in forward, and needs the scale for that
+                return _checked(self.loss(self.model, batch, scale=self.one if scale is None else scale.float()), self.device)
+            total, items = _checked(self.loss(self.model, batch), self.device)
         return total if scale is None else total.float() * scale.float(), items
 
 

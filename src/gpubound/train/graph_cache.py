@@ -135,7 +135,7 @@ class GraphCache:
         move. It calls no module, but its references lead to the model, so another mode of the model needs another graph.
         """
         step, update_key, apply_key = self.step, (UPDATE, model), (APPLY, model)
-        if step.optimizer.memory.offloads:
+        if step.optimizer.host is not None:
             return step.update()
 
         def update() -> Tensor:
@@ -225,7 +225,7 @@ class GraphCache:
     ) -> Captured:
         """Capture a part of the step, which writes `state`: by default all that a step writes."""
         step = self.step
-        if step.early is not None and step.optimizer.memory.offloads:
+        if step.early is not None and step.optimizer.host is not None:
             raise GraphError(
                 "train step: its state in host memory passes through the GPU within backward, and a certificate would copy all "
                 "of it; leave update_in_backward or offload_optimizer out, or take graph='off'."

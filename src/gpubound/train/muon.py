@@ -18,7 +18,7 @@ from ..distributed import Ranks
 from ..layers.embedding_and_head import head_of
 from .adamw import AdamW, FlatAdamW
 from .adamw8 import AdamW8bit
-from .flat_weights import MUON, FlatLayout, FlatSlot, Group, lay_out
+from .flat_layout import MUON, FlatLayout, FlatSlot, Group, lay_out
 from .precision import Precision
 from .schedule import is_rate
 

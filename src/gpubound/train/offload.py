@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: moments and masters pass through the GPU in parts, as each is updated.
+"""Memory of optimizer state. In host memory moments and masters pass through the GPU in parts, as each is updated.
 
 The copies of one part to the GPU, the update of the part before, and the copies of the one before that back to the host run at
 the same time, on three streams, through two buffers. The host launches all of it and waits for nothing, so the first copies run
@@ -21,7 +21,6 @@ from torch.nn import Parameter
 from ..device import host_bytes
 from ..formatting import readable
 from ..kernels.adamw import BLOCK
-from .flat_weights import State, StateMemory
 
 WHERE = "offload_optimizer"
 PART = BLOCK << 15  # elements: 100 MB of fp32 moments and masters
@@ -29,12 +28,24 @@ SHARE = 0.9  # of the free host memory that the state may take
 ALIGN = 256  # bytes between the tensors of a part
 PAGE = 4096  # bytes
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
+State = list[Tensor | None]  # moments and master, or None, of some elements
+
+
+class StateMemory:
+    """Memory of moments and masters, on the device that updates them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype, device=self.device)
+
+    def wait(self) -> None:
+        """Wait until all that was launched can be read by the host, where it is in its memory."""
 
 
 class HostMemory(StateMemory):
     """Host memory, and the way of its tensors through the GPU. On a CPU there is one memory, and the copies are plain ones."""
-
-    offloads = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -58,6 +69,7 @@ class HostMemory(StateMemory):
         return zeros
 
     def reserve(self, parts: list[State]) -> None:
+        """Make the buffers, for the largest of these parts."""
         most = max((sum(_aligned(t.nbytes) for t in part if t is not None) for part in parts), default=0)
         self._buffers = [_Buffer(most, self.device) for _ in range(2)]
         for stream in (self._loading, self._storing):

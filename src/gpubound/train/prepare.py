@@ -34,7 +34,7 @@ from .changes import ALLOWED, allowed_keys, changes_rows, check_same, check_step
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
 from .data import check_data, open_data, open_eval_data
-from .flat_weights import counted
+from .flat_layout import counted
 from .loop import Run
 from .muon import count_by_rule
 from .objectives import Objective

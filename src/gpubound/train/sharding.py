@@ -30,9 +30,10 @@ from ..layers.linear_product import format_of
 from ..lora.layers import of_peft
 from ..trace import fallback, notice
 from .accumulate import Accumulators
-from .adamw import AdamW
-from .flat_weights import FlatLayout, StateMemory, Weights
+from .adamw import AdamW, Weights
+from .flat_layout import FlatLayout
 from .muon import Muon
+from .offload import StateMemory
 from .precision import Precision
 from .torch_optimizer import TorchOptimizer
 
@@ -135,6 +136,10 @@ class Sharded(Replicated):
     def before_backward(self, last: bool) -> None:
         """Prepare a backward; `last`: it is the last of its step."""
 
+    def of_norm(self, gradient: Tensor) -> Tensor:
+        """Return a tensor with the norm of the whole gradient, of which `gradient` is what this rank updates."""
+        return gradient
+
     def stepped(self, micro_batches: int) -> None:
         """Follow a step of this many micro-batches that has been launched."""
 
@@ -204,6 +209,11 @@ class FullySharded(Sharded):
     def before_backward(self, last: bool) -> None:
         self.sharded.sum_with_backward(last or not self._waits)
 
+    def of_norm(self, gradient: Tensor) -> Tensor:
+        squares = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+        self.ranks.sum(squares)
+        return squares.sqrt().float().reshape(1)
+
     def stepped(self, micro_batches: int) -> None:
         if self._waits is None and micro_batches > 1:
             self._waits = self._room_to_wait(micro_batches)
@@ -268,7 +278,7 @@ class ShardedWeights(Weights):
     def __init__(self, layout: FlatLayout, rows: FullySharded):
         super().__init__(layout, masters=None)
         pieces = {id(piece.rows): piece for piece in rows.pieces}
-        self.part, self._ranks = rows.ranks.rank, rows.ranks
+        self.part = rows.ranks.rank
         self._pieces = [pieces[id(slot.parameter)] for slot in layout.slots]
         for piece in self._pieces:
             piece.settle()
@@ -280,12 +290,6 @@ class ShardedWeights(Weights):
                     f"parameters: {piece.name} no longer lies in the flat buffer it was moved to (a .to() or "
                     f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
                 )
-
-    def of_norm(self, gradient: Tensor) -> Tensor:
-        """Return the norm of all ranks' rows, as a tensor of one element."""
-        squares = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-        self._ranks.sum(squares)
-        return squares.sqrt().float().reshape(1)
 
 
 def memory_used(device: torch.device) -> tuple[int, int] | None:

@@ -37,11 +37,10 @@ from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
 from .accumulate import Accumulators
-from .adamw import AdamW
+from .adamw import AdamW, Weights
 from .adamw8 import AdamW8bit
 from .backward_update import BackwardUpdate, check as check_update_in_backward, gradient_bytes
-from .device_step import DeviceStep, Loss, StepResult, StepValues
-from .flat_weights import Weights
+from .device_step import DeviceStep, Loss, StepResult
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
@@ -280,8 +279,15 @@ class TrainStep(NotCopyable):
         signature = self._guard.check()
         self._weights.check()
         self._optimizer.check()
+        parts, graphs = [MicroBatch(batch, self.device, signature) for batch in batches], self._graphs
         try:
-            report = self._run([MicroBatch(batch, self.device, signature) for batch in batches])
+            first = bool(parts) and self._prepare(parts)
+            if not parts:  # this rank takes part in the others' step; None if they have no micro-batch either
+                report = graphs.step.take_part()
+            elif graphs.off:
+                report = graphs.step.run([part.whole() for part in parts])
+            else:
+                report = graphs.run(parts, first)
         except IndexError as error:  # on a CPU, from a token outside the vocabulary
             if why := self._skips.explain(batches):
                 raise ValueError(why) from error
@@ -304,14 +310,6 @@ class TrainStep(NotCopyable):
         rendezvous.steps += 1
         self._skips.watch(result, batches)
         return result
-
-    def _run(self, batches: list[MicroBatch]) -> Tensor | None:
-        """Return the step's report. Without a micro-batch this rank takes part in the others' step; None if they have none."""
-        step = self._graphs.step
-        if not batches:
-            return step.take_part()
-        first = self._prepare(batches)
-        return step.run([batch.whole() for batch in batches]) if self._graphs.off else self._graphs.run(batches, first)
 
     def _prepare(self, batches: list[MicroBatch]) -> bool:
         """Check micro-batches whose signature is new, and prepare the first step. Return whether this is the first."""
@@ -451,13 +449,13 @@ class SkippedSteps:
 
     def watch(self, report: StepResult, batches: Sequence[Any]) -> None:
         """Check the pending report if it has reached the host; then `report` is the pending one."""
-        if self._pending is not None:
-            if not self._pending.ready():
-                return
-            self._check(self._pending.read(), batches)
+        pending = self._pending
+        if pending is not None and not pending.ready():
+            return
         self._pending = report
-
-    def _check(self, values: StepValues, batches: Sequence[Any]) -> None:
+        if pending is None:
+            return
+        values = pending.read()
         if values.updates != self._updates or values.skipped < self._skipped:  # the weights moved, or a state was loaded
             self._updates, self._skipped, self._warned = values.updates, values.skipped, False
         in_a_row = values.skipped - self._skipped

@@ -33,7 +33,8 @@ MOST_SIGNATURES = 1000  # that are remembered: a hook registered before each ste
 TRAINS = attrgetter("requires_grad")
 MODE = attrgetter("training")
 ACTIVE, DISABLED, MERGED = attrgetter("_active_adapter"), attrgetter("_disable_adapters"), attrgetter("merged_adapters")
-SCALING, ROUTING = attrgetter("scaling"), methodcaller("get", "routing")  # the latter of a layer's attributes
+SCALING = attrgetter("scaling")
+ROUTING, FORWARD = methodcaller("get", "routing"), methodcaller("get", "forward")  # of a module's attributes
 MODULE_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PARAMETER_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 GLOBAL_HOOKS = [
@@ -98,7 +99,7 @@ class ModelGuard:
             list(map(tuple, map(MERGED, self._layers))),
             list(map(dict, map(SCALING, self._scaled))),
             list(map(ROUTING, map(vars, self._layers))),
-            [attributes["forward"] for attributes in self._with_forward if "forward" in attributes],
+            list(map(FORWARD, self._with_forward)),
         )
 
     def _scan(self) -> None:
@@ -249,7 +250,7 @@ class MicroBatch:
     """
 
     def __init__(self, batch: Any, device: torch.device, model: int):
-        self.tree, self.model = flatten(batch), model
+        self.tree, self.model, self.tensors = flatten(batch), model, list[Tensor]()
         leaves, signature = self.tree.leaves, list[tuple]()
         for index, (path, leaf) in enumerate(zip(self.tree.paths, leaves)):
             if not isinstance(leaf, Tensor):
@@ -270,12 +271,15 @@ class MicroBatch:
             signature.append((path, leaf.shape, leaf.dtype))
             if leaf.is_inference():  # backward may not save it
                 leaves[index] = leaf.clone()
-        self.signature, self.tensors = tuple(signature), [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self.tensors.append(leaves[index])
+        self.signature = tuple(signature)
         self.key = model, self.signature
 
     def whole(self, tensors: Sequence[Tensor] | None = None) -> Any:
         """Return the batch as it was given, with its own tensors or these."""
-        rest = iter(self.tensors if tensors is None else tensors)
+        if tensors is None:
+            return self.tree.rebuild(self.tree.leaves)
+        rest = iter(tensors)
         return self.tree.rebuild([next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.tree.leaves])
 
 

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..errors import GraphError
 from ..kernels import plan_update
 from ..trace import fallback
-from .adamw import FlatAdamW
-from .flat_weights import FlatLayout, Weights, lay_out
+from .adamw import FlatAdamW, Weights
+from .flat_layout import FlatLayout, lay_out
 from .precision import Precision, read, spelled
 from .schedule import is_rate
 
@@ -119,10 +119,10 @@ class FlatTorchOptimizer(FlatAdamW):
         """Return no tensors: a captured step does not write the optimizer's state."""
         return []
 
-    def update(self, gradient: Tensor, totals: Tensor) -> Tensor:
+    def update(self, gradient: Tensor, totals: Tensor, of_norm: Tensor) -> Tensor:
         """Decide, and scale the gradient. `carry_on` does the rest, outside of the step's own graph."""
         plan, report = plan_update(
-            self.weights.of_norm(gradient),
+            of_norm,
             totals,
             self.state,
             self.rates,

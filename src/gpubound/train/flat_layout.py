@@ -1,57 +1,23 @@
-"""The trained weights in flat buffers: the layout of the parameters, and the weights that are moved into them.
+"""The layout of the flat buffers that hold the trained weights, their gradients and moments.
 
 There is one buffer for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one
 launch each, for any model. Parameters are sorted by dtype and, within a dtype, by whether they decay. Parameters that are
 adjacent in one storage, as q, k and v, stay adjacent in the same order: their gradients can then come from one product, too.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from itertools import repeat
-from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..kernels.adamw import join_fp32, split_fp32
-from ..kernels.tensor_state import made_record
 from ..layers.fused_weights import overlapping
 from ..watch.pretend import PARAMETERS
 
-VERSION = attrgetter("_version")
 ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
 ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
-PART = 1 << 24  # elements that are joined or averaged at a time
 SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
-State = list[Tensor | None]  # moments and master, or None, of some elements
-
-
-class StateMemory:
-    """Memory of moments and masters, on the device that updates them."""
-
-    offloads = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def zeros(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=self.device)
-
-    def reserve(self, parts: list[State]) -> None:
-        """Make what the largest of these parts needs on its way."""
-
-    def begin(self) -> None:
-        """Begin an update of all parts."""
-
-    def on_device(self, stored: State) -> AbstractContextManager[State]:
-        """Return a context with the tensors of one part as they are updated."""
-        return nullcontext(stored)
-
-    def wait(self) -> None:
-        """Wait until all that was launched can be read by the host, where it is in its memory."""
 
 
 @dataclass(frozen=True)
@@ -223,116 +189,3 @@ def _begin(p: Tensor) -> tuple[int, int]:
 
 def _end(p: Tensor) -> tuple[int, int]:
     return p.untyped_storage().data_ptr(), p.data_ptr() + p.nbytes
-
-
-class Weights:
-    """The parameters in flat buffers, one a group, perhaps with masters. The Parameter objects stay the same.
-
-    masters  dtype of the masters of 16-bit weights: fp32, or int16 for the remainders of bf16 weights; None for none
-    memory   where masters and moments are; None: on the weights' device
-    """
-
-    part = 0  # the rank whose rows of every parameter these are
-
-    def __init__(self, layout: FlatLayout, masters: torch.dtype | None, memory: StateMemory | None = None):
-        self.layout, self.memory = layout, memory or StateMemory(layout.device)
-        self.flat: list[Tensor] = []
-        self.masters: list[Tensor | None] = []
-        for group in layout.groups:
-            flat = torch.zeros(group.stop - group.start, dtype=group.dtype, device=layout.device)
-            master = self.memory.zeros(len(flat), masters) if masters and group.dtype != torch.float32 else None
-            if masters == torch.int16 and master is not None:
-                made_record(master).numbers = partial(_joined_parts, flat)
-            for slot in layout.slots_of(group):
-                view, parameter = slot.view(flat, group.start), slot.parameter
-                original = parameter.detach().to(layout.device)  # of offloaded state it is in host memory now
-                view.copy_(original)
-                if master is not None:  # from the original: an fp32 one is not rounded
-                    stored = slot.view(master, group.start)
-                    if masters != torch.int16:
-                        stored.copy_(original)
-                    elif original.dtype != group.dtype:
-                        rows = max(1, PART * len(original) // original.numel()) if original.dim() else 1
-                        for some in zip(*(t.split(rows) if t.dim() else [t] for t in (view, stored, original))):
-                            for target, part in zip(some, split_fp32(some[2].float())):
-                                target.copy_(part)
-                parameter.grad = None  # it may have another dtype
-                parameter.data = view
-            self.flat.append(flat)
-            self.masters.append(master)
-        buffers = zip(layout.groups, self.flat, self.masters)
-        self.rounded = [(group, flat, master) for group, flat, master in buffers if master is not None]
-        self.split = masters == torch.int16
-        self._parameters = [slot.parameter for slot in layout.slots]
-        self._addresses = list(map(Tensor.data_ptr, self._parameters))
-        self._versions = list(map(VERSION, self._parameters))
-
-    def stepped(self) -> None:
-        """Increment the parameters' versions after an update: torch does not see the writes of kernels and graphs."""
-        torch.autograd.graph.increment_version(self._parameters)
-        # Otherwise the next step would read all of them back, as after writes by other code.
-        self._versions = list(map(VERSION, self._parameters))
-
-    def check(self) -> None:
-        """Raise ValueError if a parameter is no longer in its flat buffer (after a cast, a move, an assigning load).
-
-        Values that were copied into the weights since the last step, as by load_state_dict, are copied to the masters.
-        """
-        now = list(map(Tensor.data_ptr, self._parameters))
-        if now != self._addresses:
-            moved = next(slot.name for slot, a, b in zip(self.layout.slots, now, self._addresses) if a != b)
-            raise ValueError(
-                f"parameters: {moved} no longer lies in the flat buffer it was moved to (a .to(), .data = or "
-                f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
-            )
-        if (versions := list(map(VERSION, self._parameters))) != self._versions:
-            self._versions = versions
-            self._read_back()
-
-    def _read_back(self) -> None:
-        """Set the masters of 16-bit weights that were written: those that are not their master rounded.
-
-        A remainder stays: it is at most half of the weight's last place, and belongs to weights that are loaded.
-        """
-        self.memory.wait()
-        for _, flat, master in () if self.split else self.rounded:
-            for weights, masters in zip(flat.split(PART), master.split(PART)):
-                before = masters.to(weights.device)
-                masters.copy_(torch.where(weights == before.to(weights.dtype), before, weights.float()))
-
-    def of_norm(self, gradient: Tensor) -> Tensor:
-        """Return a tensor with the norm of the whole gradient: of replicas the flat gradient itself."""
-        return gradient
-
-    def finest(self) -> list[Tensor]:
-        """Return the flat buffers of highest precision: the masters where there are any, and the weights of remainders."""
-        return [flat if master is None or self.split else master for flat, master in zip(self.flat, self.masters)]
-
-    def add_to(self, averages: list[Tensor], weight: Tensor) -> None:
-        """Move fp32 buffers towards the weights in fp32, by the fraction `weight`."""
-        for average, finest, remainder in zip(averages, self.finest(), self.masters if self.split else repeat(None)):
-            for start in range(0, len(average), PART):
-                here = slice(start, start + PART)
-                values = finest[here].float() if remainder is None else join_fp32(finest[here], remainder[here])
-                average[here].lerp_(values, weight)
-
-    def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return (weight, its master or itself) by the parameter's name."""
-        self.memory.wait()
-        groups = zip(self.layout.groups, self.finest())
-        return {
-            slot.name: (slot.parameter.detach(), slot.view(finest, group.start))
-            for group, finest in groups
-            for slot in self.layout.slots_of(group)
-        }
-
-    def round_masters(self) -> None:
-        """Round the masters to the 16-bit weights, as after an update."""
-        for _, flat, master in () if self.split else self.rounded:
-            flat.copy_(master)
-
-
-def _joined_parts(flat: Tensor, raw: Tensor) -> Iterator[Tensor]:
-    """Yield the masters of these remainders, perhaps a copy in host memory, in parts, for the comparison of two of them."""
-    for weights, remainders in zip(flat.split(PART), raw.view(torch.int16).split(PART)):
-        yield join_fp32(weights, remainders.to(weights.device))
