@@ -216,9 +216,7 @@ def test_a_resident_step_copies_nothing(corpus):
 def test_through_the_general_door(corpus):
     served, direct = feed(corpus, "cpu", seq=16, batch_size=2, shuffle=True, seed=1), corpus.batches(16, 2, "cpu", seed=1)
     assert same(served.take(), direct.take()) and served.state_dict() == direct.state_dict()
-    with pytest.raises(ValueError) as error:
-        feed(corpus, "cpu")
-    assert str(error.value) == message("data/batches:through_the_general_door")
+    assert refusal(ValueError, lambda: feed(corpus, "cpu")) == message("data/batches:through_the_general_door")
     with pytest.raises(ValueError) as error:
         feed(corpus, "cpu", seq=8, batch_size=2, bucket="pow2")
     assert str(error.value) == message("data/batches:through_the_general_door.2")
@@ -231,9 +229,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
     with pytest.raises(ValueError) as error:
         corpus.batches(16, 2, "cpu", budget="1 kB", mode="resident")
     assert str(error.value) == message("data/batches:too_large_for_the_budget.2")
-    with pytest.raises(GraphError) as graph_error:
-        served.fetch()
-    assert str(graph_error.value) == message("data/batches:too_large_for_the_budget.3")
+    assert refusal(GraphError, served.fetch) == message("data/batches:too_large_for_the_budget.3")
 
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")

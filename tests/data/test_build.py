@@ -263,9 +263,7 @@ def test_damage_is_named_when_it_is_opened(corpus):
 )
 def test_a_manifest_that_lies(corpus, content, said):
     (corpus.path / MANIFEST).write_text(json.dumps(content))
-    with pytest.raises(DataError) as error:
-        Corpus.open(corpus.path)
-    assert str(error.value).startswith(f"{corpus.path / MANIFEST}: {said}")
+    assert refusal(DataError, lambda: Corpus.open(corpus.path)).startswith(f"{corpus.path / MANIFEST}: {said}")
     assert str(corpus.path / MANIFEST) in refused(corpus.path)
 
 

@@ -13,7 +13,7 @@ from gpubound.errors import GraphError
 from gpubound.kernels.accumulate import open_sums, weight_gradients
 from gpubound.kernels.tensor_state import record_of
 from gpubound.train import Accumulators, accumulate
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .conftest import cut, draw, small, summed
 
@@ -111,9 +111,7 @@ def test_release_gives_gradients_back_to_autograd():
 def test_errors():
     model = small()
     Accumulators(model.named_parameters())
-    with pytest.raises(ValueError) as error:
-        Accumulators(model.named_parameters())
-    assert str(error.value) == message("train/accumulate:errors")
+    assert refusal(ValueError, lambda: Accumulators(model.named_parameters())) == message("train/accumulate:errors")
 
 
 def test_docstring():

@@ -10,7 +10,7 @@ from gpubound.kernels.adamw import decode
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
 from gpubound.train.adamw8 import QuantisedMoment, quantised_bytes
 from gpubound.train.flat_layout import matrices
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
 
@@ -111,9 +111,7 @@ def test_the_state_of_another_optimizer_is_refused():
 
 
 def test_errors():
-    with pytest.raises(ValueError) as error:
-        AdamW8bit(lr=-1)
-    assert str(error.value) == message("train/adamw8:errors")
+    assert refusal(ValueError, lambda: AdamW8bit(lr=-1)) == message("train/adamw8:errors")
     with pytest.raises(ValueError) as error:
         TrainStep(small(), summed, Muon(rest=AdamW8bit()), precision="fp32")
     assert str(error.value) == message("train/adamw8:errors.2")

@@ -21,7 +21,7 @@ from gpubound.train.cost import flops_of
 from gpubound.train.lora_options import Lora
 from gpubound.train.prepare import build_model, prepare
 from gpubound.train.recipe import Recipe
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .runs import CHATS, assert_same, losses, recipe, texts, train
 
@@ -213,9 +213,7 @@ def test_its_options_are_those_of_add():
     ],
 )
 def test_a_wrong_section(section, sentence):
-    with pytest.raises(ValueError) as error:
-        Recipe(model="some/folder", lora=section)
-    assert str(error.value) == f"recipe: lora: {sentence}"
+    assert refusal(ValueError, lambda: Recipe(model="some/folder", lora=section)) == f"recipe: lora: {sentence}"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.usefixtures("one_thread")
 def spelled(options: object) -> str:
     """The name of a case, the same in every process: an optimizer's repr has the address of a function."""
     if not isinstance(options, dict):
@@ -70,6 +69,7 @@ def spelled(options: object) -> str:
     return " ".join(f"{name}={v if isinstance(v, str | int | float) else type(v).__name__}" for name, v in options.items())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("options", OPTIONS, ids=spelled)
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_numbers_are_those_of_an_update_after_backward(kind, options):

@@ -10,7 +10,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .. import forked
 
@@ -117,9 +117,7 @@ def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path, damage, sentence, capsy
     do_damage(newest, damage)
     assert store.latest().step == 1
     assert capsys.readouterr().err == message("train/checkpoint:a_damaged_checkpoint_is", newest, sentence.format(newest))
-    with pytest.raises(DataError) as error:
-        open_checkpoint(newest)
-    assert str(error.value) == f"{newest} {sentence.format(newest)}"
+    assert refusal(DataError, lambda: open_checkpoint(newest)) == f"{newest} {sentence.format(newest)}"
     for step in (2, 3):
         store.save(step, tensors(step), {"batch": step}, wait=True)
     assert [p.name for p in store.paths()] == ["step-00000002", "step-00000003"]
@@ -148,16 +146,12 @@ def test_a_full_disk_is_an_error_and_costs_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("gpubound.train.checkpoint.files.write_tensors", full)
     store.save(2, tensors(2), {})
-    with pytest.raises(DataError) as error:
-        store.wait()
-    assert str(error.value) == message("train/checkpoint:a_full_disk_is_an_error", tmp_path)
+    assert refusal(DataError, store.wait) == message("train/checkpoint:a_full_disk_is_an_error", tmp_path)
     assert store.latest().step == 1 and sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
 
 
 def test_keep_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError) as error:
-        Checkpoints(tmp_path, keep=0)
-    assert str(error.value) == message("train/checkpoint:keep_nothing_is_refused")
+    assert refusal(ValueError, lambda: Checkpoints(tmp_path, keep=0)) == message("train/checkpoint:keep_nothing_is_refused")
 
 
 KILLED = """

@@ -8,6 +8,7 @@ from torch import nn
 
 from gpubound.train import AdamW, Muon, Schedule, TrainStep, muon
 from gpubound.train.muon import orthogonal
+from tests.messages import refusal
 
 from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
 from .objectives.test_causal_lm import llama
@@ -174,6 +175,4 @@ def test_memory_is_one_moment_less():
     ],
 )
 def test_errors(call, sentence):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == sentence
+    assert refusal(ValueError, call) == sentence

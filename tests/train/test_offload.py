@@ -24,7 +24,7 @@ OPTIONS = [
 @pytest.fixture
 def small_parts(monkeypatch):
     """Parts so small that a tiny model has eight of them, the last a smaller one."""
-    monkeypatch.setattr(adamw, "PART", 1 << 14)
+    monkeypatch.setattr(adamw, "OFFLOADED_PART", 1 << 14)
 
 
 def made(offloaded: bool, **options) -> TrainStep:
@@ -113,7 +113,7 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch):
 @pytest.mark.parametrize("optimizer", [AdamW(lr=1e-2), AdamW8bit(lr=1e-2)], ids=lambda config: type(config).__name__)
 def test_through_pinned_memory_on_the_gpu(early, optimizer, monkeypatch):
     """Parts in flight on three streams: the bits of a step that keeps its state on the GPU, in gradients without noise."""
-    monkeypatch.setattr(adamw, "PART", 1 << 16)
+    monkeypatch.setattr(adamw, "OFFLOADED_PART", 1 << 16)
     torch.manual_seed(0)
 
     def weighted(model, gradients):

@@ -13,7 +13,7 @@ from gpubound.models.registry import presets
 from gpubound.train.prepare import largest_micro_batch, prepare
 from gpubound.train.recipe import Recipe
 from gpubound.train.stages import Stage
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .runs import build_corpus, recipe, texts, train
 
@@ -81,9 +81,7 @@ def test_not_even_one_row_fits():
     ],
 )
 def test_a_wrong_recipe(changes, sentence):
-    with pytest.raises(ValueError) as error:
-        Recipe(**changes)
-    assert str(error.value) == sentence
+    assert refusal(ValueError, lambda: Recipe(**changes)) == sentence
 
 
 def test_what_a_run_cannot_begin_with(corpus, tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.schedule import MOST_STEPS
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .conftest import draw, named, small, summed
 
@@ -115,9 +115,7 @@ WARMUP = "warmup must be a number of updates, or below 1 a part of steps,"
     ],
 )
 def test_errors(options, sentence):
-    with pytest.raises(ValueError) as error:
-        Schedule(**options)
-    assert str(error.value) == f"Schedule: {sentence}"
+    assert refusal(ValueError, lambda: Schedule(**options)) == f"Schedule: {sentence}"
 
 
 @pytest.mark.parametrize("given", [float("nan"), float("inf"), -0.5, None, "1"], ids=repr)

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ..errors import GraphError
 from ..trace import notice
-from .buckets import BucketCutter
 from .feeds import Feed, check_seed, check_slots, target, try_resident
 from .leaves import Padding
 from .packing import OVERLONG, PACKS, PAIRED, Packing, pack_buckets, pack_corpus
 from .ring import Ringed
-from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored
+from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, BucketCutter, Order, as_stored
 from .source import Source
 from .stores import Served, Store, count_copied
 

@@ -18,8 +18,7 @@ from ..files import check_replaceable, make_folder, read_json, read_text, regula
 from ..trace import notice
 from .chat import NAMED, read_template, render, write_chats
 from .formats import Completion, Conversation, Messages, strings
-from .gguf_file import GgufFile, gguf_in
-from .gguf_tokenizer import tokenizer_of
+from .gguf_file import GgufFile, gguf_in, tokenizer_of
 from .progress import Progress
 from .texts import Texts
 

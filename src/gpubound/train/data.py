@@ -135,10 +135,8 @@ def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> 
             tokenizer,
             path,
             progress=progress,
-            text_key=_of_rows(recipe, recipe.text_key),
-            hub_bytes=recipe.data_bytes,
-            format=_of_rows(recipe, recipe.format or recipe.new_objective().format),
-            chat_template=_of_rows(recipe, recipe.chat_template),
+            **_row_options(recipe),
+            chat_template=None if _has_no_rows(recipe) else recipe.chat_template,
             train_on=recipe.train_on,
             classes=recipe.new_objective().class_names(),
         )
@@ -185,15 +183,7 @@ def _own_tokenizer(recipe: Recipe, built: Path, progress: bool) -> Tokenizer:
         if (built / name / "tokenizer.json").exists():
             notice(f"tokenizer: {built / name} holds the one that this run began with; it is used again.")
             return Tokenizer.load(built / name)
-    every = [
-        Texts(
-            _texts(own),
-            text_key=_of_rows(own, own.text_key),
-            format=_of_rows(own, own.format or own.new_objective().format),
-            hub_bytes=own.data_bytes,
-        )
-        for _, own in recipe.stages()
-    ]
+    every = [Texts(_texts(own), **_row_options(own)) for _, own in recipe.stages()]
     return train_tokenizer(every, recipe.vocabulary, progress)
 
 
@@ -206,6 +196,9 @@ def _texts(recipe: Recipe) -> Any:
     return texts
 
 
-def _of_rows(recipe: Recipe, option: str | None) -> str | None:
-    """Return an option of rows, or None for data without rows: phases may differ in that."""
-    return None if _has_no_rows(recipe) else option
+def _row_options(recipe: Recipe) -> dict[str, Any]:
+    """Return how rows are read. Data without rows, which a phase may have, takes no key and no format."""
+    options: dict[str, Any] = {"hub_bytes": recipe.data_bytes}
+    if not _has_no_rows(recipe):
+        options |= {"text_key": recipe.text_key, "format": recipe.format or recipe.new_objective().format}
+    return options

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound import Decoder, DecoderConfig
 from gpubound.data import train_tokenizer
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives import chunked_head
@@ -16,20 +15,11 @@ from gpubound.train.objectives.distillation import Distillation
 
 from ...messages import message
 from ..runs import texts
-from .formulas import check_formula
+from .formulas import WORDS, check_captured, check_formula, check_steps, decoder
 
 kernel = import_module("gpubound.kernels.divergence")
 
-WORDS = 31
 KINDS = {"forward": (1.0, 0.0, 1.0), "reverse": (1.0, 1.0, 2.0), "jensen-shannon": (1.0, 0.3, 0.5), "mixed": (0.6, 0.0, 3.0)}
-
-
-def decoder(seed: int = 0, hidden: int = 16, words: int = WORDS) -> Decoder:
-    torch.manual_seed(seed)
-    model = Decoder(DecoderConfig(hidden=hidden, intermediate=32, layers=1, heads=2, kv_heads=1, vocabulary=words))
-    for p in model.parameters():  # far from uniform
-        p.data.mul_(4)
-    return model
 
 
 def batch(rows: int = 2, tokens: int = 9, seed: int = 0) -> dict:
@@ -107,24 +97,14 @@ def test_examples_of_a_packed_row_are_isolated_for_the_teacher_too():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_equal_a_loop_of_plain_torch(accumulate):
-    """`require` on a CPU checks what a capture would: no read of the device, and nothing outside of the state is written."""
-    ours, plain, teacher = decoder(), decoder(), decoder(1)
+    teacher = decoder(1)
     before = copy.deepcopy(teacher.state_dict())
-    step = TrainStep(
-        ours, Distillation(teacher, alpha=0.5, temperature=2.0), AdamW(lr=1e-2, weight_decay=0.0), accumulate=accumulate,
-        precision="fp32", graph="require",
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    batches = [batch(seed=seed) for seed in range(2 * accumulate)]
-    for first in range(0, len(batches), accumulate):
-        micro = batches[first : first + accumulate]
-        loss = sum(by_formula(plain, teacher, given, 0.5, 0.0, 2.0) for given in micro) / (15 * accumulate)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert step(micro).read().loss == pytest.approx(loss.item(), rel=1e-5)
-    for (name, got), want in zip(ours.named_parameters(), plain.parameters()):
-        assert (got - want).abs().max() < 2e-5, name
+
+    def mean(model, micro):
+        return sum(by_formula(model, teacher, given, 0.5, 0.0, 2.0) for given in micro) / (15 * accumulate)
+
+    objective = Distillation(teacher, alpha=0.5, temperature=2.0)
+    check_steps(objective, [batch(seed=seed) for seed in range(2 * accumulate)], accumulate, mean)
     assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
     assert not any(p.requires_grad and p.grad is not None for p in teacher.parameters())
 
@@ -182,19 +162,9 @@ def test_what_it_refuses(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_a_captured_step_equals_calls(kind):
     alpha, beta, t = KINDS[kind]
-    weights, steps = [], []
-    batches = [[{name: value.cuda() for name, value in batch(seed=seed).items()}] for seed in range(4)]
-    for graph in ("off", "require"):
-        model, teacher = decoder().cuda(), decoder(1, hidden=32).cuda().bfloat16()
-        objective = Distillation(teacher, alpha=alpha, beta=beta, temperature=t)
-        step = TrainStep(model, objective, AdamW(lr=1e-2), precision="fp32", graph=graph)
-        results = [step(batches[0])]
-        with gb.watch() as ledger:
-            results += [step(given) for given in batches[1:]]
-        if graph == "require":
-            ledger.assert_within(syncs=0, h2d_bytes=0, fallbacks=0)
-        steps.append([result.read().loss for result in results])
-        weights.append([p.detach().clone() for p in model.parameters()])
-    assert steps[1] == pytest.approx(steps[0], rel=1e-4)
-    for got, want in zip(*weights):
-        assert (got - want).abs().max() < 1e-3 * want.abs().max() + 1e-6
+
+    def make():
+        teacher = decoder(1, hidden=32).cuda().bfloat16()
+        return decoder(), Distillation(teacher, alpha=alpha, beta=beta, temperature=t)
+
+    check_captured(make, [batch(seed=seed) for seed in range(4)])

@@ -12,8 +12,8 @@ from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.policy import VARIANTS, Policy
 from gpubound.watch.pretend import simgpu
 
-from .formulas import check_formula
-from .test_preference import WORDS, decoder, packed
+from .formulas import WORDS, check_captured, check_formula, decoder, with_adapters
+from .test_preference import packed
 
 ROWS, TOKENS = 6, 10
 
@@ -133,12 +133,7 @@ def test_steps_raise_the_probability_of_what_has_an_advantage():
 
 
 def test_the_reference_of_adapters_is_the_model_without_them():
-    model, base = decoder(), decoder()
-    gb.lora.add(model, rank=2, init="gaussian")
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
-    given = batch()
+    model, base, given = with_adapters(), decoder(), batch()
     reference = Policy().logprobs(base, given)
     del given["reference_logprobs"]
     total, _ = Policy(kl=0.5)(model, given)
@@ -185,20 +180,6 @@ def test_a_step_never_waits_for_the_device(variant, entropy):
 @pytest.mark.gpu
 @pytest.mark.parametrize("entropy", [0.0, 0.02])
 def test_on_a_gpu_a_captured_step_equals_calls(entropy):
-    weights, steps, figures = [], [], []
-    batches = [[{name: value.cuda() for name, value in batch(True, seed).items()}] for seed in range(4)]
-    for graph in ("off", "require"):
-        model, objective = decoder().cuda(), Policy("grpo", kl=0.1, entropy=entropy)
-        step = TrainStep(model, objective, AdamW(lr=1e-2), precision="fp32", graph=graph)
-        results = [step(batches[0])]
-        with gb.watch() as ledger:
-            results += [step(given) for given in batches[1:]]
-        if graph == "require":
-            ledger.assert_within(syncs=0, h2d_bytes=0, fallbacks=0)
-        steps.append([result.read().loss for result in results])
-        figures.append(list(objective.take_figures().values()))
-        weights.append([p.detach().clone() for p in model.parameters()])
-    assert steps[1] == pytest.approx(steps[0], rel=1e-4, abs=1e-5)
-    assert figures[1] == pytest.approx(figures[0], rel=1e-2, abs=1e-4)
-    for got, want in zip(*weights):
-        assert (got - want).abs().max() < 1e-3 * want.abs().max() + 1e-6
+    batches = [batch(True, seed) for seed in range(4)]
+    calls, captured = check_captured(lambda: (decoder(), Policy("grpo", kl=0.1, entropy=entropy)), batches)
+    assert captured.take_figures() == pytest.approx(calls.take_figures(), rel=1e-2, abs=1e-4)

@@ -5,21 +5,10 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound import Decoder, DecoderConfig
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.preference import LOSSES, Preference
 
-from .formulas import check_formula
-
-WORDS = 31
-
-
-def decoder(seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    model = Decoder(DecoderConfig(hidden=16, intermediate=32, layers=1, heads=2, kv_heads=1, vocabulary=WORDS))
-    for p in model.parameters():  # far from uniform, so that the losses and slopes of pairs differ
-        p.data.mul_(4)
-    return model
+from .formulas import WORDS, check_captured, check_formula, check_steps, decoder, with_adapters
 
 
 def batch(pairs: int = 3, tokens: int = 10, seed: int = 0, reference: bool = True) -> dict:
@@ -117,11 +106,7 @@ def test_packed_pairs_train_adapters_in_a_step_that_can_be_captured():
 
 
 def test_the_reference_of_adapters_is_the_model_without_them():
-    model, base = decoder(), decoder()
-    gb.lora.add(model, rank=2, init="gaussian")
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(1))
+    model, base = with_adapters(), decoder()
     given, objective = batch(reference=False), Preference()
     total, _ = objective(model, given)
     with_field = given | {"reference": Preference().reference_values(base, given)}
@@ -133,21 +118,10 @@ def test_the_reference_of_adapters_is_the_model_without_them():
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_equal_a_loop_of_plain_torch(accumulate):
-    ours, plain = decoder(), decoder()
-    batches = [batch(pairs=2, seed=seed) for seed in range(2 * accumulate)]
-    step = TrainStep(
-        ours, Preference(beta=0.2), AdamW(lr=1e-2, weight_decay=0.0), accumulate=accumulate, precision="fp32", graph="off"
-    )
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
-    for first in range(0, len(batches), accumulate):
-        micro = batches[first : first + accumulate]
-        loss = sum(by_formula(plain, given, "sigmoid", 0.2, 0.0) for given in micro) / (2 * accumulate)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        assert step(micro).read().loss == pytest.approx(loss.item(), rel=1e-5)
-    for (name, got), want in zip(ours.named_parameters(), plain.parameters()):
-        assert (got - want).abs().max() < 2e-5, name
+    def mean(model, micro):
+        return sum(by_formula(model, given, "sigmoid", 0.2, 0.0) for given in micro) / (2 * accumulate)
+
+    check_steps(Preference(beta=0.2), [batch(pairs=2, seed=seed) for seed in range(2 * accumulate)], accumulate, mean)
 
 
 def test_training_widens_the_margin_of_the_pairs():
@@ -184,20 +158,11 @@ def test_what_it_refuses():
 @pytest.mark.parametrize("adapters", [True, False])
 def test_on_a_gpu_a_captured_step_equals_calls(adapters):
     """The reference of adapters is in the graph, too. bf16 weights, so gradients differ by the order of sums alone."""
-    weights, steps = [], []
-    batches = [[{name: t.cuda() for name, t in batch(pairs=2, seed=seed, reference=not adapters).items()}] for seed in range(4)]
-    for graph in ("off", "require"):
-        model = decoder().cuda()
+
+    def make():
+        model = decoder()
         if adapters:
             gb.lora.add(model, rank=2)
-        step = TrainStep(model, Preference(beta=0.2), AdamW(lr=1e-2), precision="fp32", graph=graph)
-        results = [step(batches[0])]
-        with gb.watch() as ledger:
-            results += [step(given) for given in batches[1:]]
-        if graph == "require":
-            ledger.assert_within(syncs=0, h2d_bytes=0, fallbacks=0)
-        steps.append([result.read().loss for result in results])
-        weights.append([p.detach().clone() for p in model.parameters() if p.requires_grad])
-    assert steps[1] == pytest.approx(steps[0], rel=1e-4)
-    for got, want in zip(*weights):
-        assert (got - want).abs().max() < 1e-3 * want.abs().max() + 1e-6
+        return model, Preference(beta=0.2)
+
+    check_captured(make, [batch(pairs=2, seed=seed, reference=not adapters) for seed in range(4)])

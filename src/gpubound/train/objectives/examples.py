@@ -1,10 +1,27 @@
-"""Sums over the examples of a batch, and each token's share of them. An example is a row, or a part of a packed row."""
+"""Losses of the log-probabilities of answers, and sums over the examples of a batch. An example is a row, or a part of a packed
+row.
 
-from collections.abc import Mapping
-from typing import Any
+The log-probabilities are needed before a loss of them and its gradient are known, and the logits are never whole. So the head's
+product runs twice: without a gradient for log π, then in linear_cross_entropy with each token's −∂loss/∂log π as its weight,
+which gives the gradient exactly.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ... import lora
+from ...kernels import linear_cross_entropy
+from ...kernels.cross_entropy import loss_shape
+from ...kernels.dispatch import Call
+from ...layers.embedding_and_head import head_of
+from ...models.language_model import LanguageModel, hidden_of, logits_of
+from ...models.registry import mode
+from .chunked_head import CHUNK, IGNORE, head_token_losses, token_losses
+from .word_loss import WordLoss
 
 
 class Examples:
@@ -34,3 +51,45 @@ class Examples:
         if self.member is None:
             return values.unsqueeze(1).expand(self.labels.shape).contiguous()
         return values.view(len(self.labels), -1).gather(1, self.segments)
+
+
+@dataclass(eq=False)
+class AnswerLoss(WordLoss):
+    """A loss of the log-probabilities of answers, beside those of a reference: the model without its adapters, where a batch
+    does not have them."""
+
+    weighted: ClassVar[bool] = True
+
+    def calls(self, model: nn.Module) -> Iterable[Call]:
+        head = head_of(model)
+        return [*super().calls(model), ("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
+
+    def tempered(self, values: Tensor) -> Tensor:
+        """Return hidden states or logits at the temperature of the distribution."""
+        return values
+
+    @torch.no_grad()
+    def logprobs(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Return the log-probability of each label (B, T), 0 for -100."""
+        WordLoss.prepare(self, model, batch)
+        inputs, labels = self.split(batch)
+        with mode(model, training=False):
+            if self._why_all_logits is not None:
+                return -token_losses(self.tempered(logits_of(model, inputs)), labels)
+            return -head_token_losses(self.tempered(hidden_of(model, inputs)), head_of(model), labels)
+
+    def logprobs_without_adapters(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        with lora.disable(model):
+            logprob = self.logprobs(model, batch)
+        if isinstance(model, LanguageModel):
+            model.extra_loss()  # of this forward: it is not trained
+        return logprob
+
+
+def through_head(hidden: Tensor, head: Any, labels: Tensor, slope: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a zero with the gradient of Σ slope · log π of the labels, times `scale`. slope: of each token (B, T)"""
+    carrier = linear_cross_entropy(
+        hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", chunk=CHUNK, grad_scale=scale,
+        weights=-slope.float(),
+    )  # fmt: skip
+    return carrier - carrier.detach()

@@ -18,8 +18,7 @@ minus entropy · H(π). The loss is the mean over tokens, or of each answer's me
     dapo        tokens               0.2      0.28        Yu et al. 2025
     gspo        answers' tokens      3e-4     4e-4        Zheng et al. 2025
 
-In a batch's first step π_old is π itself, so ρ is 1, and only its gradient counts. The logits are never whole: as in
-preference.py, the head's product runs once for log π, and again with each token's ∂loss/∂log π as its weight.
+In a batch's first step π_old is π itself, so ρ is 1, and only its gradient counts. The logits are never whole: see examples.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,17 +28,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ... import lora
-from ...kernels import linear_cross_entropy
-from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
-from ...models.registry import mode
 from ..schedule import is_rate
-from .chunked_head import CHUNK, IGNORE, Head, Losses, head_loss, head_token_losses, token_losses
-from .examples import Examples
-from .word_loss import WordLoss, trained_besides_adapters
+from .chunked_head import IGNORE, Head, Losses, head_loss, head_token_losses, token_losses
+from .examples import AnswerLoss, Examples, through_head
+from .word_loss import trained_besides_adapters
 
 LOGPROBS = ("sampler_logprobs", "old_logprobs", "reference_logprobs")
 FIELDS = ("advantages", *LOGPROBS)  # of a batch, besides the model's
@@ -67,7 +62,7 @@ estimate of KL, whether the clip cut the gradient off, and whether the importanc
 
 
 @dataclass(eq=False)
-class Policy(WordLoss):
+class Policy(AnswerLoss):
     """Policy-gradient loss of sampled answers.
 
     variant     see above; `average`, `clip` and `clip_high` are the variant's where they are left out
@@ -96,7 +91,6 @@ class Policy(WordLoss):
 
     name: ClassVar[str] = "policy"
     of_corpus: ClassVar[bool] = False
-    weighted: ClassVar[bool] = True
     figures: Tensor | None = field(init=False, default=None)  # float64, one for each of FIGURES
 
     def __post_init__(self) -> None:
@@ -122,9 +116,7 @@ class Policy(WordLoss):
             raise ValueError(f"policy: temperature: got {self.temperature!r}, wanted a number above 0, such as 1.")
 
     def calls(self, model: nn.Module) -> Iterable[Call]:
-        head = head_of(model)
-        cross_entropy = [("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
-        return [*(() if self.entropy else super().calls(model)), *cross_entropy]
+        return [call for call in super().calls(model) if not self.entropy or call[0] == "cross_entropy"]
 
     def written(self) -> list[Tensor]:
         return [] if self.figures is None else [self.figures]
@@ -165,21 +157,23 @@ class Policy(WordLoss):
         inputs, labels = self.split(batch)
         answers, counted = Examples(inputs, labels), labels != IGNORE
         share, items = self._shares(answers, counted)
-        reference = self._reference(model, batch) if self.kl else None
+        reference = batch.get("reference_logprobs") if self.kl else None
+        if self.kl and reference is None:
+            reference = self.logprobs_without_adapters(model, batch)
         factor = 1.0 if scale is None else scale
 
         def losses(logprob: Tensor) -> Tensor:
             return self._losses(logprob, batch, reference, answers, counted) * share
 
         if self._why_all_logits is not None:
-            logits = self._tempered(logits_of(model, inputs))
+            logits = self.tempered(logits_of(model, inputs))
             logprob = -token_losses(logits, labels)
             loss = losses(logprob).sum()
             if self.entropy:
                 loss = loss - self.entropy * (entropies(logits).masked_fill(~counted, 0) * share).sum()
             loss = loss * factor
         else:
-            hidden, head = self._tempered(hidden_of(model, inputs)), head_of(model)
+            hidden, head = self.tempered(hidden_of(model, inputs)), head_of(model)
             logprob = -head_token_losses(hidden.detach(), head, labels)
             with torch.enable_grad():
                 leaf = logprob.detach().requires_grad_()
@@ -190,17 +184,13 @@ class Policy(WordLoss):
                 carrier = self._with_entropy(Head.of(hidden, head, labels), labels, slope, share, scale)
                 loss = loss - (slope * logprob).sum() * factor + carrier  # which holds the slopes' part, for its gradient
             elif torch.is_grad_enabled():
-                carrier = linear_cross_entropy(
-                    hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", chunk=CHUNK,
-                    grad_scale=scale, weights=-slope.float(),
-                )  # fmt: skip
-                loss = loss + (carrier - carrier.detach())  # the value of the first, the gradient of the second
+                loss = loss + through_head(hidden, head, labels, slope, scale)
         if torch.is_grad_enabled():
             self._measure(logprob.detach(), batch, reference, answers, counted)
         extra = model.extra_loss() if isinstance(model, LanguageModel) else None
         return loss if extra is None else loss + extra * items * factor, items
 
-    def _tempered(self, values: Tensor) -> Tensor:
+    def tempered(self, values: Tensor) -> Tensor:
         return values if self.temperature == 1 else values * (1 / self.temperature)  # as a rollout does
 
     def _shares(self, answers: Examples, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,25 +250,6 @@ class Policy(WordLoss):
             return losses
 
         return head_loss(head, of_chunk, scale)
-
-    @torch.no_grad()
-    def logprobs(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        """Return the log-probability of each label (B, T), 0 for -100."""
-        WordLoss.prepare(self, model, batch)
-        inputs, labels = self.split(batch)
-        with mode(model, training=False):
-            if self._why_all_logits is not None:
-                return -token_losses(self._tempered(logits_of(model, inputs)), labels)
-            return -head_token_losses(self._tempered(hidden_of(model, inputs)), head_of(model), labels)
-
-    def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        if (values := batch.get("reference_logprobs")) is not None:
-            return values
-        with lora.disable(model):
-            reference = self.logprobs(model, batch)
-        if isinstance(model, LanguageModel):
-            model.extra_loss()  # of this forward: it is not trained
-        return reference
 
     @torch.no_grad()
     def _measure(

@@ -13,9 +13,7 @@ r = log π − log π₀ of each answer, the loss of a pair by `loss` is
 
 The reference is the model without its adapters where adapters train, else `reference` of the batch: log π₀ of each row.
 
-The log-probabilities of an answer are needed before its loss and gradient are known, and the logits are never whole. So the
-head's product runs twice: without a gradient for log π, then in linear_cross_entropy with each row's −∂loss/∂log π as the
-weight of its tokens, which gives the gradient exactly.
+The logits are never whole: see examples.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,16 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ... import lora
-from ...kernels import linear_cross_entropy
-from ...kernels.cross_entropy import loss_shape
-from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
-from ...models.registry import mode
-from .chunked_head import CHUNK, IGNORE, head_token_losses, token_losses
-from .examples import Examples
-from .word_loss import WordLoss, trained_besides_adapters
+from .chunked_head import IGNORE, head_token_losses, token_losses
+from .examples import AnswerLoss, Examples, through_head
+from .word_loss import trained_besides_adapters
 
 EXTRA = ("reference", "example")  # fields of a batch that are not the model's
 
@@ -78,7 +71,7 @@ class Answers(Examples):
 
 
 @dataclass(eq=False)
-class Preference(WordLoss):
+class Preference(AnswerLoss):
     """Loss of pairs of answers.
 
     A batch is a dict: input_ids and labels (2 P, T), rows as above, labels that are the next tokens already and -100 outside
@@ -94,7 +87,6 @@ class Preference(WordLoss):
     packs: ClassVar[tuple[str, ...]] = ("packed_pairs",)
     kind: ClassVar[str] = "preferences"
     counts_tokens: ClassVar[bool] = False
-    weighted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -106,11 +98,6 @@ class Preference(WordLoss):
                 f"dpo: label_smoothing: got {self.label_smoothing!r} with loss {self.loss!r}, wanted 0 up to, not including, "
                 f"0.5, and 0 except with loss 'sigmoid'."
             )
-
-    def calls(self, model: nn.Module) -> Iterable[Call]:
-        head = head_of(model)
-        whole = [("cross_entropy", loss_shape(head.out_features))] if isinstance(head, nn.Linear) else []
-        return [*super().calls(model), *whole]
 
     def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
         inputs, labels = super().split(batch)
@@ -136,7 +123,8 @@ class Preference(WordLoss):
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
-        answers, reference = Answers(inputs, labels), self._reference(model, batch)
+        answers = Answers(inputs, labels)
+        reference = self._reference(model, batch, answers)
         factor, pairs = 1.0 if scale is None else scale, answers.counts.sum()
         if self._why_all_logits is not None:
             policy = -answers.sums(token_losses(logits_of(model, inputs), labels))
@@ -150,34 +138,18 @@ class Preference(WordLoss):
                 (slope,) = torch.autograd.grad(value, leaf)
             loss = value.detach() * factor
             if torch.is_grad_enabled():
-                carrier = linear_cross_entropy(
-                    hidden, head.weight, labels, head.bias, ignore_index=IGNORE, reduction="sum", chunk=CHUNK,
-                    grad_scale=scale, weights=answers.at_tokens(-slope.float()),
-                )  # fmt: skip
-                loss = loss + (carrier - carrier.detach())  # the value of the first, the gradient of the second
+                loss = loss + through_head(hidden, head, labels, answers.at_tokens(slope.float()), scale)
         extra = model.extra_loss() if isinstance(model, LanguageModel) else None
         return loss if extra is None else loss + extra * pairs * factor, pairs
 
     @torch.no_grad()
     def reference_values(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Return the sum of the log-probabilities of each answer's labels, (2 P,)."""
-        WordLoss.prepare(self, model, batch)
-        inputs, labels = self.split(batch)
-        with mode(model, training=False):
-            if self._why_all_logits is not None:
-                losses = token_losses(logits_of(model, inputs), labels)
-            else:
-                losses = head_token_losses(hidden_of(model, inputs), head_of(model), labels)
-        return -Answers(inputs, labels).sums(losses)
+        return Answers(*self.split(batch)).sums(self.logprobs(model, batch))
 
-    def _reference(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        if (given := batch.get("reference")) is not None:
-            return given.double().flatten()
-        with lora.disable(model):
-            reference = self.reference_values(model, batch)
-        if isinstance(model, LanguageModel):
-            model.extra_loss()  # of this forward: it is not trained
-        return reference
+    def _reference(self, model: Any, batch: Mapping[str, Any], answers: Answers) -> Tensor:
+        given = batch.get("reference")
+        return answers.sums(self.logprobs_without_adapters(model, batch)) if given is None else given.double().flatten()
 
     def _losses(self, policy: Tensor, reference: Tensor, answers: Answers) -> Tensor:
         chosen, rejected = self._ratios(policy, reference, answers)
@@ -197,7 +169,7 @@ class Preference(WordLoss):
         for batch in batches:
             self.prepare(model, batch)
             answers = Answers(*self.split(batch))
-            policy, reference = self.reference_values(model, batch), self._reference(model, batch)
+            policy, reference = answers.sums(self.logprobs(model, batch)), self._reference(model, batch, answers)
             chosen, rejected = self._ratios(policy, reference, answers)
             losses.append(self._losses(policy, reference, answers)[answers.counts])
             margins.append((self.beta * (chosen - rejected))[answers.counts])
