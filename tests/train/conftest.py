@@ -10,12 +10,18 @@ from torch import Tensor, nn
 from gpubound.data import Corpus
 from gpubound.models.llama import checkpoint as llama
 
-from .runs import CHATS, build_corpus, texts
+from .runs import CHATS, build_corpus, recipe, texts, train
 
 
 @pytest.fixture(scope="session")  # nobody writes to it
 def corpus(tmp_path_factory):
     return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="session")
+def finished(corpus, tmp_path_factory):
+    """A run of the small recipe, all of its steps: for tests that leave it as it is."""
+    return train(recipe(corpus, tmp_path_factory.mktemp("finished")))[0]
 
 
 @pytest.fixture(scope="module")

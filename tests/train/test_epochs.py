@@ -17,12 +17,7 @@ from gpubound.train.recipe import PHASED
 from gpubound.train.stages import Stage
 from tests.messages import refusal
 
-from .runs import assert_same, build_corpus, recipe, texts, train
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return build_corpus(tmp_path_factory.mktemp("data") / "corpus")
+from .runs import assert_same, recipe, texts, train
 
 
 def in_epochs(corpus, out, epochs, **changes):

@@ -15,7 +15,7 @@ from gpubound.train.recipe import Recipe
 from gpubound.train.stages import lengths_of
 from tests.messages import refusal
 
-from .runs import CHATS, assert_same, build_corpus, recipe, texts, train
+from .runs import CHATS, assert_same, recipe, texts, train
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_a_named_template_is_that_of_the_run(chats, tmp_path):
     assert "<|user|>" in text and "it is" in learnt
 
 
-def test_texts_are_a_stream(tmp_path):
-    run = prepare(recipe(build_corpus(tmp_path / "corpus"), tmp_path / "run"), progress=False)
+def test_texts_are_a_stream(corpus, tmp_path):
+    run = prepare(recipe(corpus, tmp_path), progress=False)
     assert run.stage.recipe.pack == "stream" and run.feed.take().keys() == {"input_ids", "labels"}
 
 

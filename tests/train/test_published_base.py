@@ -15,13 +15,7 @@ from gpubound.train.adapters import check_published
 from gpubound.train.lora_options import Lora
 from tests.models.quantized.cases import write
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8-rows", "fp8-blocks", "nf4-plain", "packed-asymmetric"])

@@ -101,9 +101,8 @@ def test_killed_in_the_middle_and_resumed(corpus, tmp_path):
     assert_same(resumed, whole)
 
 
-def test_a_finished_run_is_left_as_it_is(corpus, tmp_path):
-    train(recipe(corpus, tmp_path))
-    again, records = train(recipe(corpus, tmp_path), resume=True)
+def test_a_finished_run_is_left_as_it_is(corpus, finished):
+    again, records = train(recipe(corpus, finished.folder), resume=True)
     assert again.finished and again.done == 12 and records == []
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gpubound.errors import DataError
+from gpubound.train import Schedule
 from gpubound.train.prepare import prepare
 from gpubound.train.stages import hold_out
 from tests.messages import message
@@ -15,20 +16,14 @@ from .runs import assert_same, losses, recipe, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("shape", ["wsd", "linear", "cosine", "constant"])
-def test_the_rates_are_the_recipes(corpus, tmp_path, shape):
-    """In steps, with a fifth of them warm-up; wsd falls over the last half of all."""
-    _, records = train(
-        recipe(corpus, tmp_path, steps=10, schedule=shape, warmup=0.2, decay=0.5, final=0.0, lr=1e-3, accumulate=1)
-    )
-    x = torch.arange(8, dtype=torch.float64) / 8  # of what comes behind the warm-up
-    falls = {
-        "wsd": 1 - (torch.arange(3, 11) - 5).clamp(min=0).double() / 6,
-        "linear": 1 - x,
-        "cosine": (1 + (x * torch.pi).cos()) / 2,
-    }
-    wanted = [0.5e-3, 1e-3, *(1e-3 * falls.get(shape, torch.ones(8, dtype=torch.float64))).tolist()]
-    assert [record["lr"] for record in records] == pytest.approx(wanted, rel=1e-6)
+def test_the_rates_are_the_recipes(corpus, tmp_path):
+    """In steps, with a fifth of them warm-up, and a fall over the last half of all. Every shape: test_schedule.py."""
+    options = {"steps": 10, "warmup": 0.2, "decay": 0.5, "final": 0.0}
+    for shape in ("linear", "cosine", "constant"):
+        assert recipe(corpus, tmp_path, schedule=shape, **options).rates == Schedule(shape, **options)
+    _, records = train(recipe(corpus, tmp_path, schedule="wsd", lr=1e-3, accumulate=1, **options))
+    wanted = [0.5, 1, *(1 - (torch.arange(3, 11) - 5).clamp(min=0).double() / 6).tolist()]
+    assert [record["lr"] for record in records] == pytest.approx([1e-3 * factor for factor in wanted], rel=1e-6)
 
 
 @pytest.mark.slow

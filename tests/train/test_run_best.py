@@ -12,17 +12,16 @@ from .runs import recipe, texts, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_an_export_is_what_transformers_computes(corpus, tmp_path):
+def test_an_export_is_what_transformers_computes(finished, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    run, _ = train(recipe(corpus, tmp_path / "run"))
-    folder = run.export(tmp_path / "model")
+    folder = finished.export(tmp_path / "model")
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     text = texts()[0][:200]
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
-    assert ids[0].tolist() == run.tokenizer.encode(text)
+    assert ids[0].tolist() == finished.tokenizer.encode(text)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, run.model(ids), rtol=0, atol=1e-5)  # fp32, two layers: measured 1e-7
+        torch.testing.assert_close(theirs(ids).logits, finished.model(ids), rtol=0, atol=1e-5)  # fp32, two layers: 1e-7
 
 
 @pytest.mark.slow

@@ -56,11 +56,12 @@ def test_a_run_that_will_save_makes_ready_once_it_is_seen_what_steps_need(corpus
 
 
 @pytest.mark.parametrize("missing, told", [(1, True), (0, False)])
-def test_a_disk_without_room_for_one_is_told_of_before_the_first_step(corpus, tmp_path, monkeypatch, said, missing, told):
+def test_a_disk_without_room_for_one_is_told_of_before_the_first_step(
+    corpus, finished, tmp_path, monkeypatch, said, missing, told
+):
     """To the byte: what the file of one takes is in it, and what names its tensors."""
-    first, _ = train(recipe(corpus, tmp_path / "first", steps=1))
-    needed = sum(tensor.nbytes for tensor in first._state().values())
-    (file,) = first.checkpoints.paths()[0].glob("*.safetensors")
+    needed = sum(tensor.nbytes for tensor in finished._state().values())
+    (file,) = finished.checkpoints.paths()[0].glob("*.safetensors")
     assert needed <= file.stat().st_size < 1.2 * needed
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - missing))
     said()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpubound import trace
-from gpubound.data import Corpus, train_tokenizer
+from gpubound.data import Corpus
 from gpubound.errors import DataError, DeviceError
 from gpubound.models.registry import presets
 from gpubound.train.prepare import largest_micro_batch, prepare
@@ -15,7 +15,7 @@ from gpubound.train.recipe import Recipe
 from gpubound.train.stages import Stage
 from tests.messages import message, refusal
 
-from .runs import build_corpus, recipe, texts, train
+from .runs import recipe, texts, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,12 +140,12 @@ def test_checkpoints_that_are_all_damaged_are_not_replaced(corpus, tmp_path, res
     assert str(error.value) == message("train/run_refusals:checkpoints_that_are_all", tmp_path / "checkpoints")
 
 
-def test_a_corpus_that_was_built_anew_from_other_texts(tmp_path):
+def test_a_corpus_that_was_built_anew_from_other_texts(corpus, tmp_path):
     """In the same place. Its batches would be others than those that the run has not seen yet."""
-    build_corpus(tmp_path / "corpus")
+    shutil.copytree(corpus, tmp_path / "corpus")
     train(recipe(tmp_path / "corpus", tmp_path / "run", steps=2))
     shutil.rmtree(tmp_path / "corpus")
-    Corpus.build(texts()[::-1], train_tokenizer(texts(), 300), tmp_path / "corpus", progress=False)
+    Corpus.build(texts()[::-1], Corpus.open(corpus).tokenizer(), tmp_path / "corpus", progress=False)
     with pytest.raises(DataError) as error:
         prepare(recipe(tmp_path / "corpus", tmp_path / "run", steps=4), resume=True, progress=False)
     assert str(error.value) == message("train/run_refusals:a_corpus_that_was_built", tmp_path / "corpus")
@@ -157,10 +157,8 @@ def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
     assert message("train/run_refusals:nothing_to_resume_is_sai", tmp_path / "checkpoints").within(capsys.readouterr().err)
 
 
-def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(tmp_path):
+def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(corpus, tmp_path):
     """It was found out at the first checkpoint, hours later."""
-    build_corpus(tmp_path / "corpus")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").write_text("no folder")
+    (tmp_path / "checkpoints").write_text("no folder")
     with pytest.raises(DataError, check=message("train/run_refusals:checkpoints_that_cannot")):
-        prepare(recipe(tmp_path / "corpus", tmp_path / "run"))
+        prepare(recipe(corpus, tmp_path))

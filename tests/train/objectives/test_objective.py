@@ -67,11 +67,10 @@ def test_a_phase_has_an_objective_of_its_own(share, corpus, tmp_path):
         train(recipe(corpus, tmp_path / "run", **changes | {"phases": other}), resume=True)
 
 
-def test_text_is_what_an_objective_writes(corpus, tmp_path):
-    run, _ = train(recipe(corpus, tmp_path / "run", steps=1))
-    asked = (run.model, run.tokenizer, "import ", 6, 8, 0.5)
-    text = run.objective.sample(*asked)
-    assert text.startswith("import ") and text == run.objective.sample(*asked) and run.model.training
+def test_text_is_what_an_objective_writes(finished):
+    asked = (finished.model, finished.tokenizer, "import ", 6, 8, 0.5)
+    text = finished.objective.sample(*asked)
+    assert text.startswith("import ") and text == finished.objective.sample(*asked) and finished.model.training
     assert Objective().sample(*asked) is None, "what is not a language model's objective writes nothing"
 
 
