@@ -88,6 +88,12 @@ class Ranks:
         if not self.alone:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
 
+    def gather_tensors(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, all of one shape, stacked by rank, on the device. No host waits."""
+        every = tensor.new_empty(self.world, *tensor.shape)
+        dist.all_gather(list(every.unbind()), tensor.contiguous(), group=self.group)
+        return every
+
     def broadcast(self, tensor: Tensor) -> None:
         """Copy the first rank's tensor to all ranks, in place, on the device. No host waits."""
         if not self.alone:

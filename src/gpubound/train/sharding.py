@@ -105,12 +105,7 @@ class Sharded(Replicated):
         super().__init__(model, self.sharded.ranks)
 
     def graph(self, mode: str) -> str:
-        why = "the model is sharded, and its gathering of weights is not captured"
-        if mode == "require":
-            raise GraphError(f"TrainStep: {why}; take graph='auto', which runs it call by call.")
-        if mode == "auto" and self.ranks.device.type == "cuda":
-            fallback("train step as one graph", why)
-        return "off"
+        return uncaptured(mode, "the model is sharded, and its gathering of weights is not captured", self.ranks)
 
     def take(self, overlap: bool) -> None:
         """Take the gradients over from FSDP."""
@@ -345,6 +340,15 @@ def make_sharding(model: Any, ranks: Ranks) -> Replicated:
         return Replicated(model, ranks)
     trained = [p for p in model.parameters() if p.requires_grad]
     return FullySharded(model) if any_sharded(trained) or not trained else FrozenBaseSharded(model)
+
+
+def uncaptured(mode: str, why: str, ranks: Ranks) -> str:
+    """Return the mode of a step that cannot be captured: "off", as a fallback on a GPU, or GraphError where it must be."""
+    if mode == "require":
+        raise GraphError(f"TrainStep: {why}; take graph='auto', which runs it call by call.")
+    if mode == "auto" and ranks.device.type == "cuda":
+        fallback("train step as one graph", why)
+    return "off"
 
 
 def check_replicas(layout: FlatLayout, ranks: Ranks) -> None:

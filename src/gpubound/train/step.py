@@ -56,7 +56,7 @@ from .precision import (
 )
 from .recompute import recompute_as
 from .schedule import Schedule, is_rate
-from .sharding import Sharded, check_replicas, check_replicas_equal, make_sharding, settings
+from .sharding import Sharded, check_replicas, check_replicas_equal, make_sharding, settings, uncaptured
 from .step_inputs import MicroBatch, MicroBatchCounts, ModelGuard, gather
 from .torch_optimizer import TorchOptimizer
 
@@ -132,6 +132,11 @@ class TrainStep(NotCopyable):
         self._sharded = sharding if isinstance(sharding, Sharded) else None
         tell_if_alone(sharding.ranks)
         stored, graph = sharding.storage_precision(dtypes), sharding.graph(graph)
+        why_together = loss_fn.join(sharding.ranks) if isinstance(loss_fn, Objective) else None
+        if why_together:
+            graph = uncaptured(graph, f"{why_together}, and that is not captured", sharding.ranks)
+        elif self._sharded is not None:
+            why_together = "the ranks of a sharded model gather its weights for each of them"
         pack_adapters(model)
         layout = config.lay_out(sharding, stored)
         shared = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
@@ -194,7 +199,7 @@ class TrainStep(NotCopyable):
         )
         self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, loss_fn, model)
-        self._counts = MicroBatchCounts(sharding.ranks, accumulate, self._sharded is not None)
+        self._counts = MicroBatchCounts(sharding.ranks, accumulate, why_together)
 
     def __call__(self, micro_batches: Any) -> StepResult | None:
         """Take one step over a list of micro-batches, one batch, a feed (across epochs) or an iterator.

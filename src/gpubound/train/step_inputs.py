@@ -287,12 +287,13 @@ class MicroBatchCounts:
     """The number of micro-batches of each rank in a step, where the data of one rank may end before the others'.
 
     Replicas wait for each other only in sums; a rank without a micro-batch takes part in these with zeros. Ranks of a sharded
-    model also gather weights in each micro-batch, so all need the same number. Their hosts exchange the numbers in the
-    background, and only a rank with fewer than `accumulate` waits for them.
+    model also gather weights in each micro-batch, and those of some losses what the others have computed, so all need the same
+    number. Their hosts exchange the numbers in the background, and only a rank with fewer than `accumulate` waits for them.
     """
 
-    def __init__(self, ranks: Ranks, accumulate: int, sharded: bool):
-        self.ranks, self.accumulate, self.sharded = ranks, accumulate, sharded
+    def __init__(self, ranks: Ranks, accumulate: int, why_equal: str | None):
+        """why_equal: the reason why all ranks need the same number, if they do"""
+        self.ranks, self.accumulate, self.why_equal = ranks, accumulate, why_equal
         self._steps = 0  # that have begun
         self._reported_idle = False
         self._pending: tuple[Tensor, Any] | None = None  # an all-reduce of the ranks' counts
@@ -305,7 +306,7 @@ class MicroBatchCounts:
         begins = True
         if not self._steps:
             begins = self._check(self.ranks.gather(count))  # the first step makes ranks wait for each other anyway
-        elif self.sharded:
+        elif self.why_equal:
             self._finish_pending()  # the last step's, which is done: gloo raises if it is dropped before
             counts = torch.zeros(self.ranks.world, dtype=torch.int64, device="cpu")
             counts[self.ranks.rank] = count
@@ -333,8 +334,8 @@ class MicroBatchCounts:
     def _check(self, counts: list[int]) -> bool:
         """Return whether any rank has a micro-batch."""
         most, least = max(counts), min(counts)
-        if self.sharded and most != least:
-            wanted = "as many on every rank, because the ranks of a sharded model gather its weights for each of them"
+        if self.why_equal and most != least:
+            wanted = f"as many on every rank, because {self.why_equal}"
         elif most and not least:
             wanted = "one at least on every rank in the first step, which they prepare together"
         else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data import Tokenizer
+from ...distributed import Ranks
 from ...formatting import hint
 from ...kernels.dispatch import Call
 
@@ -79,6 +80,11 @@ class Objective:
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for a model that the objective cannot call. Called before the model is changed."""
+
+    def join(self, ranks: Ranks) -> str | None:
+        """Take the ranks that share each step. Return why the loss of a micro-batch needs all of them, None where it needs one.
+        Called before the first step."""
+        return None
 
     def load(self, model: Any) -> None:
         """Load what the objective needs besides the model, such as a teacher, onto its device. Raise ValueError if it does not

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...data.formats import MATCHES, group_of, matches_with
+from ...distributed import ALONE, Ranks
 from ...kernels import cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
@@ -188,6 +189,8 @@ class Contrastive(Objective):
     pooling      what represents a text: the state of its "last" token, or the "mean" of all
     symmetric    average with the same loss of each positive among all queries
     negatives    the number of (hard) negatives of each query
+    gather_across_ranks  a query is compared with the positives and negatives of all ranks' micro-batches, as of one that is as
+                 many times larger; these need as many rows on each rank. Loss and gradients are those of one process
     chunk        rows that are embedded at once. A micro-batch of more rows is embedded in chunks, and again in backward: it
                  takes the memory of a chunk and the time of a further forward, and loss and gradients are those of the whole.
                  None: all rows at once
@@ -202,6 +205,7 @@ class Contrastive(Objective):
     symmetric: bool = False
     negatives: int = 0
     chunk: int | None = None
+    gather_across_ranks: bool = False
 
     name: ClassVar[str] = "contrastive"
     pack: ClassVar[str | None] = "pairs"
@@ -209,6 +213,7 @@ class Contrastive(Objective):
     counts_tokens: ClassVar[bool] = False
     adapts: ClassVar[bool] = True
     _tried: nn.Module | None = field(init=False, default=None)
+    _ranks: Ranks = field(init=False, default=ALONE)
 
     def __post_init__(self) -> None:
         if self.pooling not in ("last", "mean"):
@@ -221,6 +226,12 @@ class Contrastive(Objective):
             )
         if self.chunk is not None and (not isinstance(self.chunk, int) or self.chunk < 1):
             raise ValueError(f"contrastive: chunk: got {self.chunk!r}, wanted a number of rows, such as 32, or None.")
+        if not isinstance(self.gather_across_ranks, bool):
+            raise ValueError(f"contrastive: gather_across_ranks: got {self.gather_across_ranks!r}, wanted true or false.")
+
+    def join(self, ranks: Ranks) -> str | None:
+        self._ranks = ranks if self.gather_across_ranks else ALONE
+        return None if self._ranks.alone else "the loss of each gathers the embeddings of all ranks"
 
     def why_not_kind(self, kind: str) -> str | None:
         if kind == matches_with(self.negatives):
@@ -241,6 +252,7 @@ class Contrastive(Objective):
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         if self._tried is not model:
             self.check_batch(model, batch)
+            self._ranks.check_same("contrastive: the first micro-batch", {"rows": len(batch["input_ids"])})
             self._tried = model
 
     def check_batch(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
@@ -301,7 +313,7 @@ class Contrastive(Objective):
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
         embeddings, extra = self._embedded(model, batch)
-        loss, _, pairs = self._losses(embeddings)
+        loss, _, pairs = self._losses(embeddings, self._ranks)
         loss = loss if extra is None else loss + extra * pairs
         return loss if scale is None else loss * scale, pairs
 
@@ -316,13 +328,31 @@ class Contrastive(Objective):
         loss, right, pairs = sums.tolist()
         return {"held_out": loss / pairs, "accuracy": right / pairs}
 
-    def _losses(self, embeddings: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum of the losses, how many queries are closest to their positive, and the number of pairs."""
+    def _losses(self, embeddings: Tensor, ranks: Ranks = ALONE) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of the losses of this rank's queries, how many are closest to their positive, and their number."""
         texts = embeddings.unflatten(0, (-1, 2 + self.negatives))  # P, n, width
-        queries, others = texts[:, 0], texts[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then the negatives
-        cosines = queries @ others.t()
-        own = torch.arange(len(cosines), device=cosines.device)
+        every = texts if ranks.alone else _GatherTexts.apply(texts, ranks).flatten(0, 1)  # of all ranks, by rank
+        others = every[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives, then the negatives
+        cosines = texts[:, 0] @ others.t()
+        own = torch.arange(len(texts), device=texts.device) + ranks.rank * len(texts)
         loss = F.cross_entropy(cosines / self.temperature, own, reduction="sum")
         if self.symmetric:
-            loss = (loss + F.cross_entropy(cosines[:, : len(own)].t() / self.temperature, own, reduction="sum")) / 2
+            among_queries = texts[:, 1] @ every[:, 0].t()
+            loss = (loss + F.cross_entropy(among_queries / self.temperature, own, reduction="sum")) / 2
         return loss, (cosines.argmax(1) == own).sum(), torch.full_like(own[:1], len(own)).squeeze()
+
+
+class _GatherTexts(torch.autograd.Function):
+    """The embeddings of all ranks. Backward adds up the gradients that all ranks' losses give those of this rank."""
+
+    @staticmethod
+    def forward(ctx, own, ranks):
+        ctx.ranks = ranks
+        return ranks.gather_tensors(own)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, gradients):
+        gradients = gradients.clone(memory_format=torch.contiguous_format)  # autograd's own may not be written
+        ctx.ranks.sum(gradients)
+        return gradients[ctx.ranks.rank], None
