@@ -159,6 +159,7 @@ def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
 
 def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(corpus, tmp_path):
     """It was found out at the first checkpoint, hours later."""
-    (tmp_path / "checkpoints").write_text("no folder")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("no folder")
     with pytest.raises(DataError, check=message("train/run_refusals:checkpoints_that_cannot")):
-        prepare(recipe(corpus, tmp_path))
+        prepare(recipe(corpus, tmp_path / "run"))
