@@ -121,19 +121,19 @@ def test_16_bit_weights_follow_fp32_training(precision, dtype):
 
 
 def test_masters_keep_what_16_bits_lose():
-    """Each update is 1e-5, and the next bf16 below one is 1 - 2^-8: a hundred updates must still be there."""
+    """Each update is 1e-4, and the next bf16 below one is 1 - 2^-8: ten updates must still be there."""
 
     def down(model, batch):
         return model(batch).float().sum(), 1
 
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
-    step = TrainStep(model, down, AdamW(lr=1e-5, weight_decay=0.0), precision="bf16", graph="off")
-    for _ in range(100):
+    step = TrainStep(model, down, AdamW(lr=1e-4, weight_decay=0.0), precision="bf16", graph="off")
+    for _ in range(10):
         step(torch.ones(1, 4))
     assert step.state_dict()["master.weight"].flatten().tolist() == pytest.approx([1 - 1e-3] * 4, abs=1e-5)
     assert model.weight.eq(1).all()
-    for _ in range(300):
+    for _ in range(30):
         step(torch.ones(1, 4))
     assert model.weight.eq(1 - 2**-8).all(), "1 - 0.004 rounds to the next bf16 below one"
 

@@ -191,11 +191,11 @@ def test_fp16_halves_its_loss_scale_until_it_fits(way):
         if not p.requires_grad:
             p.data = p.data.half()
     step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2), precision="fp16", graph="off", clip=1.0)
-    step.state_dict()["state"][2] = 2.0**24
+    step.state_dict()["state"][2] = 2.0**18
     trained = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in trained]
     first = step(batch(0)).read()
-    assert first.skipped == 1 and first.loss_scale == 2.0**23 and all(map(torch.equal, before, trained))
+    assert first.skipped == 1 and first.loss_scale == 2.0**17 and all(map(torch.equal, before, trained))
     reports = [step(batch(0)).read() for _ in range(24)]
     assert reports[-1].updates >= 10 and reports[-1].loss < first.loss and torch.isfinite(trained[0]).all()
     step.close()

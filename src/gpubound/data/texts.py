@@ -22,6 +22,7 @@ from ..trace import notice
 from .formats import MAX_LISTED, Document, RowParser, serialized
 
 Read = Iterator[tuple[Document, int]]  # each document, and the bytes of its file read so far
+NewParser = Callable[..., RowParser]  # of rows of one source: it settles on the format of the first
 
 PLAIN = (
     ".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex",
@@ -71,9 +72,10 @@ class Texts:
             raise ValueError(f"texts: got a {type(texts).__name__}, wanted a path, or an iterable of strings, chats or paths.")
         if separator == "":
             raise ValueError("texts: separator: got an empty text, wanted one such as '<|endoftext|>', or None.")
-        RowParser(text_key, format)  # checks the name
-        self.texts, self.text_key, self.format = texts, text_key, format
-        self._path_texts = partial(_PathTexts, separator=separator, text_key=text_key, format=format, hub_bytes=hub_bytes)
+        self._parser: NewParser = partial(RowParser, text_key, format)
+        self._parser()  # checks the format's name
+        self.texts, self.text_key = texts, text_key
+        self._path_texts = partial(_PathTexts, parser=self._parser, separator=separator, hub_bytes=hub_bytes)
         self.read = self.source = 0
         self.files: list[Path] | None = None
         self.size: int | None = None
@@ -106,7 +108,7 @@ class Texts:
     def __iter__(self) -> Iterator[Document]:
         self.read = empty = 0
         owners: dict[tuple[int, int], _PathTexts] = {}
-        parse = RowParser(self.text_key, self.format, mixed=True)
+        parse = self._parser(mixed=True)
         for number, item in enumerate(self.texts):
             self.source = 0 if self.weights is None else number
             before, opened = self.read, self._opened(item)
@@ -140,14 +142,12 @@ def _checked_weights(texts: Mapping[Any, Any]) -> dict[str, float]:
 class _PathTexts:
     """Iterable of the documents of one path, with the bytes read so far."""
 
-    def __init__(
-        self, path: Path, separator: str | None, text_key: str | None, format: str | None, hub_bytes: int | None = None
-    ):
+    def __init__(self, path: Path, parser: NewParser, separator: str | None, hub_bytes: int | None):
         self.path, self.size, self.read = path, None, 0
         self.files, self.has_rows, self.is_remote = list[Path](), True, is_hub_id(path)
         self.readers: list[Callable[[], Read]]
         if self.is_remote:
-            self.readers = [partial(read_hub, str(path), text_key, format, hub_bytes)]
+            self.readers = [partial(read_hub, str(path), parser, hub_bytes)]
             return
         if not path.exists():
             brief = repr(str(path) if len(str(path)) < 80 else str(path)[:77] + "...")
@@ -161,11 +161,11 @@ class _PathTexts:
             raise ValueError(f"{path}: holds the splits {names}, wanted one of them; pass the folder of the split.")
         if (path / "dataset_info.json").exists() and (path / "state.json").exists():  # of Dataset.save_to_disk
             self.files = dataset_files(path)
-            self.readers = [partial(read_dataset, path, text_key, format)]
+            self.readers = [partial(read_dataset, path, parser)]
         else:
             self.files = text_files(path)
             self.has_rows = any(file.suffix in ROWS for file in self.files)
-            self.readers = [partial(read_file, file, separator, text_key, format) for file in self.files]
+            self.readers = [partial(read_file, file, parser, separator) for file in self.files]
         self.size = sum(file.stat().st_size for file in self.files)
 
     def __iter__(self) -> Iterator[Document]:
@@ -240,11 +240,11 @@ def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename}: cannot be read: {error.strerror}; check its permissions.") from error
 
 
-def read_file(path: Path, separator: str | None, text_key: str | None, format: str | None) -> Read:
+def read_file(path: Path, parser: NewParser, separator: str | None) -> Read:
     """Yield the documents of one file, read according to its suffix."""
     if not path.name.endswith(SUFFIXES):
         raise ValueError(f"{path}: cannot be read as texts, wanted {KINDS} or a folder; rename the file if it is one of them.")
-    parse = RowParser(text_key, format)
+    parse = parser()
     with reading(path):
         if path.suffix == ".jsonl":
             yield from _read_jsonl(path, parse)
@@ -319,7 +319,7 @@ def dataset_files(path: Path) -> list[Path]:
     return [regular(sibling(listing, entry.get("filename"))) for entry in names]
 
 
-def read_dataset(path: Path, text_key: str | None, format: str | None) -> Read:
+def read_dataset(path: Path, parser: NewParser) -> Read:
     read_json(path / "dataset_info.json")
     size = sum(file.stat().st_size for file in dataset_files(path))
     datasets = _library("datasets", path)
@@ -327,7 +327,7 @@ def read_dataset(path: Path, text_key: str | None, format: str | None) -> Read:
         rows = datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged table raises errors of pyarrow, datasets and others
         raise DataError(f"{path}: is not a dataset that datasets reads: {_line(error)}; save it anew.") from error
-    yield from _documents(rows, len(rows), path, size, RowParser(text_key, format))
+    yield from _documents(rows, len(rows), path, size, parser())
 
 
 def is_hub_id(name: str | Path) -> bool:
@@ -337,7 +337,7 @@ def is_hub_id(name: str | Path) -> bool:
     return not Path(name).exists() and not Path(name).parent.exists()
 
 
-def read_hub(name: str, text_key: str | None, format: str | None, limit: int | None = None) -> Read:
+def read_hub(name: str, parser: NewParser, limit: int | None) -> Read:
     """Yield the documents of a dataset that `datasets` downloads, or finds in its cache. The split is "train" by default.
 
     limit  bytes of text, read as a stream
@@ -357,7 +357,7 @@ def read_hub(name: str, text_key: str | None, format: str | None, limit: int | N
             ) from error
 
     size = 0
-    for document, _ in _documents(read(), 1, Path(name), 0, RowParser(text_key, format)):
+    for document, _ in _documents(read(), 1, Path(name), 0, parser()):
         size += len(serialized(document).encode("utf-8", "surrogatepass"))
         if limit is not None and size > limit:
             return
