@@ -1,12 +1,12 @@
 """Low-rank adapters that are whole on every rank, over a frozen model of which each has its rows: the steps of one process."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 import gpubound as gb
@@ -21,7 +21,7 @@ from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.muon import Muon
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import each_on_ranks, on_ranks
-from tests.distributed.test_fsdp import ADAMW, DTYPES, STEPS, WORDS, batch, distance, whole
+from tests.distributed.test_fsdp import ADAMW, DTYPES, STEPS, WORDS, batch, counted_sums, distance, whole
 from tests.messages import message
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
@@ -80,14 +80,7 @@ def trained(
     added  options of gb.lora.add, behind the sharding of a frozen model that is read from another one's tensors
     codes  the format that its blocks are put into before
     """
-    sums, original = [0], _fsdp_param_group.foreach_reduce
-
-    def reduced(*args):
-        sums[0] += 1
-        return original(*args)
-
-    _fsdp_param_group.foreach_reduce = reduced  # the process is a rank's, or puts it back
-    with join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
+    with counted_sums() as sums, join("cpu") if world > 1 else nullcontext(ALONE) as ranks:
         model, dtype = make(ranks.rank), DTYPES[precision]
         if world > 1 and added is not None:
             model = read(make(0).state_dict(), make, ranks, dtype, codes)
@@ -115,8 +108,7 @@ def trained(
         held = sum(p.to_local().nbytes for p in model.parameters() if hasattr(p, "to_local"))
         left = [seen(p).untyped_storage().nbytes() for p in model.parameters() if hasattr(p, "to_local")]
         weights = {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
-        _fsdp_param_group.foreach_reduce = original
-        return weights, reports, state, {"sums": sums[0], "frozen": held, "left": sum(left)}
+        return weights, reports, state, {"sums": sum(sums), "frozen": held, "left": sum(left)}
 
 
 def read(stored, make, ranks, dtype, codes):
@@ -207,11 +199,13 @@ def beginning(way):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What two ranks have of each way, and in 16 bits."""
-    works = {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()}
+    """What two ranks have of each way, in 16 bits, and in the other tests of two."""
+    works: dict[str, Callable] = {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()}
     for name, precision in IN_16_BITS:
         works[f"{name} in {precision}"] = partial(trained, 2, 1, **WAYS[name], precision=precision)
-    return each_on_ranks(2, works)
+    for own in (True, False):
+        works |= {f"stepped past {own}": partial(stepped_past, own), f"by hand {own}": partial(by_hand, own)}
+    return each_on_ranks(2, works | {"outside": outside, "refusals": refusals, "seeds": seeds})
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -265,11 +259,11 @@ def stepped_past(own):
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["shard", "fully_shard"])
-def test_a_placed_loop_gathers_its_blocks_itself(own):
+def test_a_placed_loop_gathers_its_blocks_itself(own, two_ranks):
     """As modules, with FSDP's hooks, they would be called by transformers' loop: each add apart from its norm, and a mask that
     reads the device in each micro-batch. Behind the step of a script's own fully_shard it is that loop again."""
     hooks = {} if own else {"hooks on a layer": 1}
-    assert on_ranks(2, stepped_past, own) == [[{}, {}, {}, hooks]] * 2
+    assert two_ranks[f"stepped past {own}"] == [[{}, {}, {}, hooks]] * 2
 
 
 def outside():
@@ -291,8 +285,8 @@ def outside():
         return [whole(t) for t in wanted], [whole(t) for t in found]
 
 
-def test_adapters_over_rows_add_wherever_the_model_runs():
-    for (on, off), found in on_ranks(2, outside):
+def test_adapters_over_rows_add_wherever_the_model_runs(two_ranks):
+    for (on, off), found in two_ranks["outside"]:
         assert abs(on - off).max() > 0.01
         for got, wanted in zip(found, (on, off, on, on), strict=True):
             torch.testing.assert_close(torch.from_numpy(got), torch.from_numpy(wanted), rtol=1e-5, atol=1e-5)
@@ -314,11 +308,11 @@ def by_hand(spare):
         return losses
 
 
-def test_a_users_own_fully_shard():
+def test_a_users_own_fully_shard(two_ranks):
     _, reports, _, _ = trained(1, 2)
-    for losses in on_ranks(2, by_hand, True):
+    for losses in two_ranks["by hand True"]:
         assert losses == pytest.approx([loss for loss, *_ in reports], rel=1e-5)
-    for said in on_ranks(2, by_hand, False):
+    for said in two_ranks["by hand False"]:
         assert said == message("parallel/frozen_rows:a_users_own_fully_shard")
 
 
@@ -354,8 +348,8 @@ def refusals():
     return said
 
 
-def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed():
-    for said in on_ranks(2, refusals):
+def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed(two_ranks):
+    for said in two_ranks["refusals"]:
         assert said == {
             "whole": f"shard: {FIRST} has a low-rank adapter or is in codes, and whole=False would shard all "
             "parameters alike; leave whole=False out.",
@@ -391,5 +385,5 @@ def seeds():
         return found
 
 
-def test_ranks_do_not_drop_out_the_same_elements():
-    assert on_ranks(2, seeds) == [[3, 3], [4, 4]]
+def test_ranks_do_not_drop_out_the_same_elements(two_ranks):
+    assert two_ranks["seeds"] == [[3, 3], [4, 4]]

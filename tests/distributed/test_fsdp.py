@@ -1,6 +1,6 @@
 """Ranks that each hold their rows of every parameter take the steps that one process takes with all of it."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -22,7 +22,7 @@ from gpubound.train.adamw8 import AdamW8bit
 from gpubound.train.ema import Ema
 from gpubound.train.muon import Muon
 from gpubound.train.recompute import blocks_of, recompute_from
-from tests.distributed.processes import on_ranks
+from tests.distributed.processes import each_on_ranks, on_ranks
 
 STEPS, WORDS = 3, 26
 ADAMW = gb.AdamW(lr=1e-2, weight_decay=0.1, eps=1e-4)  # with 1e-8 a gradient of nothing but noise moves by the rate
@@ -88,8 +88,7 @@ def trained(
 
     `full`: as a GPU with a hundredth of its memory left. `least`: bytes of a result that is computed again.
     """
-    sums = counted_sums(full) if world > 1 else [0]
-    with join(device) if world > 1 else nullcontext(ALONE) as ranks:
+    with counted_sums(full) as sums, join(device) if world > 1 else nullcontext(ALONE) as ranks:
         model = make(ranks.rank).to(device if world == 1 else ranks.device)  # the first rank's weights are everyone's
         if world > 1:
             shard(model, blocks_of(model), ranks, DTYPES[precision])
@@ -115,18 +114,20 @@ def trained(
         return weights, reports, state, step.memory | {"sums": sums}
 
 
-def counted_sums(full):
-    """How often gradients are summed, in the last number of a list. The process is a rank's, which ends with its test."""
-    if full:
-        sharding.memory_used = lambda device: (99, 100)
+@contextmanager
+def counted_sums(full=False):
+    """How often FSDP sums gradients, in the last number of a list."""
     counts, original = [0], _fsdp_param_group.foreach_reduce
 
     def reduced(*args):
         counts[-1] += 1
         return original(*args)
 
-    _fsdp_param_group.foreach_reduce = reduced
-    return counts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fsdp_param_group, "foreach_reduce", reduced)
+        if full:
+            patch.setattr(sharding, "memory_used", lambda device: (99, 100))
+        yield counts
 
 
 def whole(tensor):
@@ -157,31 +158,38 @@ def test_ranks_that_share_the_rows_are_one_process(world, each, full):
             assert their_memory[part] <= memory[part] / world + padding
 
 
-@pytest.mark.parametrize(
-    "precision, optimizer, recompute, off",
-    [
-        ("bf16", ADAMW, "cheap", 0.2),
-        ("fp16", ADAMW, "cheap", 0.2),
-        ("fp32", AdamW8bit(1e-2, eps=1e-4), "cheap", 0.2),
-        ("fp32", ADAMW, "blocks", 1e-4),
-    ],
-    ids=["bf16", "fp16", "8 bits", "recompute"],
-)
-def test_shards_in_other_numbers_are_one_process_in_those(precision, optimizer, recompute, off):
+WAYS: dict[str, dict] = {
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "8 bits": {"optimizer": AdamW8bit(1e-2, eps=1e-4)},
+    "recompute": {"recompute": "blocks"},
+    "computed again": {"least": 0},
+    "computed again, placed": {"make": hugging_face, "objective": "causal_lm", "least": 0},
+    "experts": {"make": mixture},
+    "diffusion": {"make": denoiser, "objective": SeededDiffusion(mask_token=WORDS - 1)},
+}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return each_on_ranks(2, {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()})
+
+
+@pytest.mark.parametrize("name, off", [("bf16", 0.2), ("fp16", 0.2), ("8 bits", 0.2), ("recompute", 1e-4)])
+def test_shards_in_other_numbers_are_one_process_in_those(name, off, two_ranks):
     """Held to how far the weights have moved. bf16: two gradients are rounded before they are added. 8 bits: blocks of 256
     numbers begin elsewhere."""
-    alone = trained(1, 2, optimizer, precision, recompute=recompute)
-    near(alone, on_ranks(2, partial(trained, recompute=recompute), 2, 1, optimizer, precision), llama(0), off)
+    near(trained(1, 2, **WAYS[name]), two_ranks[name], llama(0), off)
 
 
-@pytest.mark.parametrize("make, objective", [(llama, "next_token"), (hugging_face, "causal_lm")], ids=["ours", "placed"])
-def test_results_that_are_computed_again_in_shards_change_nothing(make, objective):
-    options = {"make": make, "objective": objective, "least": 0}
-    weights, reports, _, _ = trained(1, 2, **options)
-    for theirs, said, _, _ in on_ranks(2, partial(trained, **options), 2, 1):
+@pytest.mark.parametrize("name", ["computed again", "computed again, placed", "experts", "diffusion"])
+def test_other_losses_and_results_that_are_computed_again_are_those_of_one_process(name, two_ranks):
+    weights, reports, state, _ = trained(1, 2, **WAYS[name])
+    for theirs, said, their_state, _ in two_ranks[name]:
         for one, other in zip(reports, said):
             assert other == pytest.approx(one, rel=2e-6)
         equal(weights, theirs)
+        equal(state, their_state)
 
 
 @pytest.mark.gpu
@@ -207,21 +215,6 @@ def near(alone, ranks, began, off):
 
 def distance(one, other):
     return sum(((other[name] - one[name]) ** 2).sum() for name in one) ** 0.5
-
-
-@pytest.mark.parametrize(
-    "make, objective",
-    [(mixture, "next_token"), (denoiser, SeededDiffusion(mask_token=WORDS - 1))],
-    ids=["experts", "diffusion"],
-)
-def test_experts_and_diffusion_in_shards_are_one_process(make, objective):
-    options = {"make": make, "objective": objective}
-    weights, reports, state, _ = trained(1, 2, **options)
-    for theirs, said, their_state, _ in on_ranks(2, partial(trained, **options), 2, 1):
-        for one, other in zip(reports, said):
-            assert other == pytest.approx(one, rel=2e-6)
-        equal(weights, theirs)
-        equal(state, their_state)
 
 
 class Own(nn.Module):
@@ -280,22 +273,12 @@ def test_a_users_own_sharded_model_takes_the_steps_of_plain_torch():
         equal({name: whole(p) for name, p in model.named_parameters()}, weights, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "given, sentence",
-    [
-        ((Muon(),), "TrainStep: Muon makes whole matrices orthogonal, and this model is sharded: a rank has some rows"),
-        (
-            (torch.optim.Adafactor,),
-            "TrainStep: Adafactor looks at whole matrices, or at all of them, and this model is",
-        ),
-        (("adamw", True), "parameters: fully_shard of blocks.0.weight computes in torch.bfloat16, sums gradients in torch.bfl"),
-        (
-            ("adamw", False, "require"),
-            "TrainStep: the model is sharded, and its gathering of weights is not captured; take",
-        ),
-    ],
-    ids=["muon", "adafactor", "numbers", "graph"],
-)
-def test_what_cannot_train_in_shards_is_refused_with_the_way_out(given, sentence):
-    for _, _, said in on_ranks(2, own, *given):
-        assert said.startswith(sentence)
+def test_what_cannot_train_in_shards_is_refused_with_the_way_out():
+    refused = {
+        (Muon(),): "TrainStep: Muon makes whole matrices orthogonal, and this model is sharded: a rank has some rows",
+        (torch.optim.Adafactor,): "TrainStep: Adafactor looks at whole matrices, or at all of them, and this model is",
+        ("adamw", True): "parameters: fully_shard of blocks.0.weight computes in torch.bfloat16, sums gradients in torch.bfl",
+        ("adamw", False, "require"): "TrainStep: the model is sharded, and its gathering of weights is not captured; take",
+    }
+    ranks = each_on_ranks(2, {sentence: partial(own, *given) for given, sentence in refused.items()})
+    assert all(said.startswith(sentence) for sentence, found in ranks.items() for *_, said in found)
