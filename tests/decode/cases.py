@@ -7,7 +7,9 @@ import torch
 import transformers
 
 import gpubound as gb
+from gpubound.decode.runner import SamplingVariant
 from gpubound.models import Decoder, DecoderConfig
+from gpubound.watch import no_stall, watch
 
 VOCABULARY = 89
 ROOM = 96
@@ -160,6 +162,69 @@ def likeliest(model, prompt: list[int], tokens: list[int]) -> list[int]:
     They are `tokens` themselves exactly where those are what greedy decoding gives.
     """
     return logits(model, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def assert_greedy(fast, given: list[list[int]], new: int, model=None) -> list[list[int]]:
+    """Generate for the prompts, and compare with the likeliest tokens of the model's own forward. Return the tokens."""
+    found = fast.generate(given, max_new_tokens=new, stop=()).tokens
+    assert found == [likeliest(model or fast.model, prompt, row) for prompt, row in zip(given, found)]
+    return found
+
+
+def assert_alike(fast, plain) -> None:
+    """Compare drawn tokens, penalties, log-probabilities, stops and scores of two decoders of one model."""
+    given = prompts(3, 8, 1)
+    how = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2, "logprobs": True}
+    found, want = (one.generate(given, **how) for one in (fast, plain))
+    assert found.tokens == want.tokens
+    for mine, theirs in zip(found.sequences, want.sequences):
+        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
+    stop = want.tokens[1][9]
+    found, want = (one.generate(given, **how, stop=stop) for one in (fast, plain))
+    assert found.tokens == want.tokens and {s.finish for s in found.sequences} == {"stop token", "length"}
+    assert fast.score(given[1])[0] == pytest.approx(plain.score(given[1])[0], abs=1e-4)
+
+
+VARIANTS = (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True))
+
+
+def assert_never_waits(launch, rows: int, steps: int = 2) -> None:
+    """Run steps of `launch`(rows, steps, variant) of a decoder on the pretend device, which sees every wait and copy."""
+    with no_stall(), torch.no_grad(), watch() as ledger:
+        for variant in VARIANTS:
+            launch(rows, steps, variant)
+    ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+
+
+def assert_no_syncs(fast, given: list[list[int]], before: int = 2, **how):
+    """Generate on GPUs and count the host's waits, after `before` requests, which compile and capture."""
+    for _ in range(before):
+        fast.generate(given, max_new_tokens=64, **how)
+    for number in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(number)
+    with watch(gputrace=True) as ledger:
+        found = fast.generate(given, max_new_tokens=64, **how)
+    assert ledger.totals["syncs"] == 0, str(ledger)
+    return found
+
+
+def scaled(model: torch.nn.Module, factor: float = 0.2) -> torch.nn.Module:
+    """Scale the matrices of a wide model: with those of `build` one word would win everywhere."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    return model
+
+
+def interpreted_report(interpret, model, given: list[list[int]], new: int, rows: int = 2, **options) -> list[tuple]:
+    """Compare the tokens of kernels in Triton's interpreter with those of their references. Return the decoder's table."""
+    options = {"k": 1, "verify": False} | options
+    want = gb.decoder(model, rows, 16, **options).generate(given, max_new_tokens=new).tokens
+    interpret()
+    fast = gb.decoder(model, rows, 16, **options)
+    assert fast.generate(given, max_new_tokens=new).tokens == want
+    return fast.body.report()
 
 
 class Bytes:

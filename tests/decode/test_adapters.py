@@ -106,8 +106,7 @@ def test_many_rows_and_long_prompts(device):
     model = adapt(cases.build("Llama", device=device))
     fast = gb.decoder(model, 12, cases.ROOM, verify=False)
     given = cases.prompts(*range(3, 15))
-    found = fast.generate(given, max_new_tokens=NEW).tokens
-    assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+    cases.assert_greedy(fast, given, NEW)
 
 
 def test_two_adapters_of_other_ranks_on_other_layers(device):
@@ -208,12 +207,7 @@ def test_a_cpus_own_step_adds_them_too(monkeypatch):
 @pytest.mark.parametrize("kind, targets", [("Llama", "all-linear"), ("Qwen3", ["q_proj", "v_proj"]), ("Phi3", "all-linear")])
 def test_interpreted_kernels_give_the_same_tokens(kind, targets, interpret):
     model = adapt(cases.build(kind, num_hidden_layers=1), targets=targets)
-    given = cases.prompts(5, 3)
-    want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=3).tokens
-    interpret()
-    fast = gb.decoder(model, 2, 16, k=1, verify=False)
-    assert fast.body.report()[0][1] == "triton: norm_product"
-    assert fast.generate(given, max_new_tokens=3).tokens == want
+    assert cases.interpreted_report(interpret, model, cases.prompts(5, 3), 3)[0][1] == "triton: norm_product"
 
 
 def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, interpret):

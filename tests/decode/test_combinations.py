@@ -155,8 +155,5 @@ def test_a_step_reads_the_packed_bytes_of_the_chosen_experts(device):
 
 def test_interpreted_kernels_give_the_same_tokens(interpret):
     model = cases.build("Mixtral", num_hidden_layers=1)
-    want = gb.decoder(model, 1, 16, k=1, weights="int4", verify=False).generate([5], max_new_tokens=2).tokens
-    interpret()
-    fast = gb.decoder(model, 1, 16, k=1, weights="int4", verify=False)
-    assert ("1 x down of experts", "triton: quantized_add_routed", "") in fast.body.report()
-    assert fast.generate([5], max_new_tokens=2).tokens == want
+    report = cases.interpreted_report(interpret, model, [[5]], 2, rows=1, weights="int4")
+    assert ("1 x down of experts", "triton: quantized_add_routed", "") in report

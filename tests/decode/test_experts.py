@@ -9,13 +9,13 @@ import torch.nn.functional as F
 import gpubound as gb
 from gpubound.decode import moe
 from gpubound.decode.moe import each_expert, grouped, not_grouped
-from gpubound.decode.runner import SamplingVariant, Stepper
+from gpubound.decode.runner import Stepper
 from gpubound.kernels.experts import likeliest
-from gpubound.watch import no_stall, watch
 from tests.messages import message
 
 from . import cases
 from .cases import PROMPT, SPARSE_KINDS, of_decoder
+from .test_gpu import SERVED
 
 
 class TestTokens:
@@ -103,12 +103,9 @@ class TestTokens:
         assert of_decoder(gb.decoder(model, 1, cases.ROOM, verify=False)) == want
 
     def test_interpreted_kernels_give_the_same(self, interpret):
-        model, given = cases.build("Qwen3Moe", num_hidden_layers=1), cases.prompts(4, 2)
-        want = gb.decoder(model, 2, 16, k=1, verify=False).generate(given, max_new_tokens=2).tokens
-        interpret()
-        fast = gb.decoder(model, 2, 16, k=1, verify=False)
-        assert ("1 x norm, router, choice", "triton: route", "3 of 8 experts a row") in fast.body.report()
-        assert fast.generate(given, max_new_tokens=2).tokens == want
+        model = cases.build("Qwen3Moe", num_hidden_layers=1)
+        report = cases.interpreted_report(interpret, model, cases.prompts(4, 2), 2)
+        assert ("1 x norm, router, choice", "triton: route", "3 of 8 experts a row") in report
 
 
 class TestGroupedProducts:
@@ -160,11 +157,12 @@ class TestHost:
         given = cases.prompts(*range(3, 3 + rows))
         fast.generate(given, max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
         ids, lengths = torch.zeros(rows, 5, device=sim, dtype=torch.int64), torch.full((rows,), 5, device=sim)
-        with no_stall(), torch.no_grad(), watch() as ledger:
+
+        def launch(rows, steps, variant):
             fast.body.prefill(ids, lengths)
-            for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
-                Stepper(fast.body, fast.slots).run(rows, 2, way)
-        ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+            fast.graphs.run(rows, steps, variant)
+
+        cases.assert_never_waits(launch, rows)
         got = fast.generate(given, max_new_tokens=5).tokens
         assert got == gb.decoder(cases.build(kind), rows, 32, verify=False).generate(given, max_new_tokens=5).tokens
 
@@ -184,14 +182,6 @@ class TestHost:
         ]
 
 
-SERVED = {  # widths of a real model, few layers
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-}
 WIDTHS = {
     "Mixtral": {"intermediate_size": 2816, "num_local_experts": 8},
     "Qwen3Moe": {"moe_intermediate_size": 384, "intermediate_size": 1408, "num_experts": 64, "num_experts_per_tok": 8},
@@ -201,17 +191,12 @@ WIDTHS = {
 
 @functools.cache
 def served(kind: str, dtype: torch.dtype) -> gb.FastDecoder:
-    model = cases.build(kind, dtype, "cuda:0", **SERVED, **WIDTHS[kind])
-    with torch.no_grad():  # 0.2, as for 32 wide, would let one word win everywhere
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(0.2)
-    return gb.decoder(model, 16, 512)
+    return gb.decoder(cases.scaled(cases.build(kind, dtype, "cuda:0", **SERVED | WIDTHS[kind])), 16, 512)
 
 
 @pytest.mark.gpu
 class TestOnTheDevice:
-    @SPARSE_KINDS
+    @pytest.mark.parametrize("kind", WIDTHS)
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("rows", [1, 3, 8, 16])
     def test_graphs_give_what_single_launches_give(self, kind, dtype, rows, monkeypatch):
@@ -223,7 +208,7 @@ class TestOnTheDevice:
         assert found == again == want
         assert len({token for sequence in want for token in sequence.tokens}) > 20
 
-    @SPARSE_KINDS
+    @pytest.mark.parametrize("kind", WIDTHS)
     def test_rows_get_the_same_bits_beside_any_others(self, kind):
         """Texts of one token, for a prompt's own products are torch's, and round by its shape."""
         fast, given = served(kind, torch.bfloat16), [[token] for token in range(3, 11)]
@@ -231,16 +216,10 @@ class TestOnTheDevice:
         for rows in (1, 2, 5):
             assert fast.generate(given[:rows], max_new_tokens=60, logprobs=True).sequences == together[:rows]
 
-    @SPARSE_KINDS
+    @pytest.mark.parametrize("kind", WIDTHS)
     @pytest.mark.parametrize("rows", [1, 16])
     def test_a_request_waits_for_nothing(self, kind, rows):
-        fast, given = served(kind, torch.bfloat16), cases.prompts(*range(3, 3 + rows))
-        for _ in range(2):
-            fast.generate(given, max_new_tokens=64)
-        torch.cuda.synchronize()
-        with watch(gputrace=True) as ledger:
-            fast.generate(given, max_new_tokens=64)
-        assert ledger.totals["syncs"] == 0, str(ledger)
+        cases.assert_no_syncs(served(kind, torch.bfloat16), cases.prompts(*range(3, 3 + rows)))
 
     def test_a_graph_reads_the_live_experts(self):
         fast = gb.decoder(cases.build("Qwen3Moe", device="cuda:0"), 1, cases.ROOM)

@@ -24,12 +24,7 @@ DEVICE = "cuda:0"
 
 
 def served(kind: str = "Llama", max_batch: int = 16, **options) -> gb.FastDecoder:
-    model = cases.build(kind, torch.bfloat16, DEVICE, **SERVED)
-    with torch.no_grad():  # 0.2, as for 32 wide, would let one word win everywhere
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(0.2)
-    return gb.decoder(model, max_batch, 512, **options)
+    return gb.decoder(cases.scaled(cases.build(kind, torch.bfloat16, DEVICE, **SERVED)), max_batch, 512, **options)
 
 
 @pytest.fixture(scope="module")

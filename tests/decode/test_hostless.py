@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 import gpubound as gb
-from gpubound.decode.runner import SamplingVariant, Stepper
+from gpubound.decode.runner import SamplingVariant
 from gpubound.kernels import dispatch
 from gpubound.watch import no_stall, watch
 
@@ -24,10 +24,7 @@ def test_steps_never_wait_for_the_device(kind, sim):
     fast = gb.decoder(cases.build(kind, device=sim), 2, 32, verify=False)
     assert fast.path == ""
     fast.generate(cases.prompts(5, 3), max_new_tokens=1, temperature=1.0, repetition_penalty=1.1)
-    with no_stall(), torch.no_grad(), watch() as ledger:
-        for way in (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True)):
-            Stepper(fast.body, fast.slots).run(2, 3, way)
-    ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+    cases.assert_never_waits(fast.graphs.run, 2, 3)
 
 
 @pytest.mark.slow
@@ -97,12 +94,7 @@ def test_10000_tokens_leave_nothing_behind_on_the_device():
 def test_a_request_waits_for_nothing_on_the_device(how, rows):
     fast = gb.decoder(cases.build("Qwen3", torch.bfloat16, torch.device("cuda", 0)), rows, cases.ROOM)
     given = cases.prompts(*range(3, 3 + rows))
-    for _ in range(2):  # the first compiles and captures the steps, the second its prompts' size
-        fast.generate(given, max_new_tokens=64, seed=1, **HOW[how])
-    torch.cuda.synchronize()
-    with watch(gputrace=True) as ledger:
-        found = fast.generate(given, max_new_tokens=64, seed=1, **HOW[how])
-    assert ledger.totals["syncs"] == 0, str(ledger)
+    found = cases.assert_no_syncs(fast, given, seed=1, **HOW[how])
     assert found.launches == 12 and found.count == 64 * rows  # of 1, 8, 32, 8, 8 and seven of 1
 
 

@@ -47,9 +47,7 @@ def test_a_weight_format(monkeypatch, device):
         for weight in (model.lm_head.weight, *(w for w in model.model.layers.parameters() if w.dim() > 1)):
             weight.copy_(weight.bfloat16())
     for rows in (1, 9):
-        given = cases.prompts(*range(3, 3 + rows))
-        found = fast.generate(given, max_new_tokens=12).tokens
-        assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+        cases.assert_greedy(fast, cases.prompts(*range(3, 3 + rows)), 12)
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,7 @@ def test_an_mlp(monkeypatch, device):
     fast = gb.decoder(model, 9, cases.ROOM)
     assert ("2 x norm, MLP", "torch", "relu") in fast.body.report()
     for rows in (1, 9):
-        given = cases.prompts(*range(3, 3 + rows))
-        found = fast.generate(given, max_new_tokens=12).tokens
-        assert found == [cases.likeliest(model, prompt, row) for prompt, row in zip(given, found)]
+        cases.assert_greedy(fast, cases.prompts(*range(3, 3 + rows)), 12)
     assert gb.decoder(model, 1, cases.ROOM, weights="int8", cache="fp8").certificate is not None
 
 

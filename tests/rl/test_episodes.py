@@ -92,7 +92,7 @@ def test_a_policy_learns_to_say_in_a_turn_what_it_must_not_say_in_another(tmp_pa
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_run_of_conversations_resumes_with_the_same_answers(exact, tmp_path):
     """Replies come at other times, so other rows share a batch: log-probabilities have other bits, but not with exact."""
-    keys = TALK | {"environment": goes_on, "exact": exact}
+    keys = TALK | {"environment": goes_on, "exact": exact, "prompts_per_step": 2, "samples": 4}
     whole = train(tmp_path / "whole", steps=3, model=wide_policy(), **keys)
     train(tmp_path / "parts", steps=2, model=wide_policy(), **keys)
     parts = train(tmp_path / "parts", steps=3, model=wide_policy(), resume=True, **keys)

@@ -36,7 +36,7 @@ from ..models.registry import switch
 from .host_view import HostView, StreamedModel
 from .quantized import PackedLinear
 from .request import Choice, Request, pad
-from .runner import SamplingVariant, Stepper, config_value, own_forward
+from .runner import SamplingVariant, Stepper, config_value, own_forward, random_ids
 
 if TYPE_CHECKING:
     from .generate import FastDecoder
@@ -285,20 +285,16 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     if not quick and body.exact() is not None:
         errors = _compare_logits(decoder, body, length)
     body.poison()
-    count = _compare_tokens(decoder, _sequence(body, length)[:TOKENS].tolist())
+    count = _compare_tokens(decoder, random_ids(body.vocab, length, body.device)[:TOKENS].tolist())
     if body.device.type == "cuda":
         torch.cuda.synchronize(body.device)
     ours, own, cached = errors
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _sequence(body: Any, length: int, number: int = 0) -> Tensor:
-    return torch.randint(body.vocab, (length,), generator=torch.Generator("cpu").manual_seed(number), device="cpu")
-
-
 def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int = 0) -> tuple[float, float, float | None]:
     """Return the distances from fp32 of our logits, of the model's, and of fp32 with a cache in 8 bits."""
-    ids = _sequence(body, length, number).to(body.device)
+    ids = random_ids(body.vocab, length, body.device, number)
     exactly = switch((base, {"rounds_inputs": False}) for base in decoder.model.modules() if isinstance(base, Base))
     try:
         with record_routing(body.live.reader.routers()) as choices, own_forward(decoder.model):

@@ -22,7 +22,7 @@ from ..models.invariant import why_not_invariant
 from ..models.language_model import hidden_of
 from ..models.registry import mode
 from .kv_cache import PAGE, Cache, words
-from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body
+from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body, random_ids
 from .transformer import ViewRunner
 from .weight_view import WeightView, bind
 
@@ -146,9 +146,7 @@ class ExactRunner(ViewRunner):
     def _try(self) -> None:
         """Compare steps after a prefill with the forward of the whole sequence."""
         tokens = min(TRIED, self.max_length)
-        ids = torch.randint(self.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(
-            self.device
-        )
+        ids = random_ids(self.vocab, tokens, self.device)
         self.reserve(torch.full((1,), tokens, device=self.device, dtype=torch.int32))
         with torch.no_grad(), mode(self.model, training=False), BatchInvariant():
             full = hidden_of(self.model, {"input_ids": ids[None]})[0]

@@ -43,7 +43,7 @@ from .hf_cache import (
     windows,
 )
 from .model_watch import TensorWatch
-from .runner import ModelRunner, RunnerConfig, check_room, own_forward, summary
+from .runner import ModelRunner, RunnerConfig, check_room, own_forward, random_ids, summary
 
 CHUNK = 1024  # prompt tokens that one forward of a prefill takes: its mask is CHUNK x L bytes
 SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
@@ -210,7 +210,7 @@ class StaticCacheRunner(ModelRunner):
         """
         short = [window + 4 for window in self.windows.values() if window is not None and window <= 64]
         tokens = min(max([8, *short]), self.max_length)
-        ids_T = torch.randint(ids, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(self.device)
+        ids_T = random_ids(ids, tokens, self.device)
         own_TV = self._own_logits(ids_T)
         self.vocab = own_TV.shape[-1]
         self.logits = torch.zeros(self.max_batch * self.tokens, self.vocab, device=self.device, dtype=torch.float32)

@@ -6,7 +6,6 @@ decoded in 4 bits. As of any other model, weights that change are found at the n
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.decode_product import Norm
 from ..kernels.row_ops import LayerNorm
-from ..models.decoding import DenseWeights, LayerWeights, Linear
+from ..models.decoding import DenseWeights, LayerWeights
 from .weight_view import WeightView
 
 
@@ -42,20 +41,14 @@ class HostView:
     def _read(self) -> None:
         live = self.original
         self.reader, self.moved = live.reader, live.moved  # which is another one after a refresh
-        self.layers = [LayerWeights(self._part(attention), self._part(mlp)) for attention, mlp in live.layers]
+        self.layers = [LayerWeights(*(part.mapped(self._moved) for part in layer)) for layer in live.layers]
         self.embed, self.norm, self.head = self._copy(live.embed), self._moved(live.norm), live.head
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return [(cos.to(self.device), sin.to(self.device)) for cos, sin in self.original.tables(length)]
 
-    def _part(self, weights: Any) -> Any:
-        """Return the weights of a part whose norms and biases are on the device."""
-        values = ((field.name, getattr(weights, field.name)) for field in fields(weights))
-        return replace(
-            weights, **{name: self._moved(value) for name, value in values if isinstance(value, (Norm, LayerNorm, Linear))}
-        )
-
     def _moved(self, value: Any) -> Any:
+        """Return a norm, or a linear layer with its bias, on the device."""
         if isinstance(value, Norm | LayerNorm):
             value = value._replace(weight=self._copy(value.weight))
         if isinstance(value, Norm):
@@ -75,9 +68,7 @@ class StreamedModel:
 
     @property
     def layers(self) -> Iterator[LayerWeights]:
-        return (LayerWeights(self._on_device(attention), self._on_device(mlp)) for attention, mlp in self._view.layers)
+        return (LayerWeights(*(part.mapped(self._on_device) for part in layer)) for layer in self._view.layers)
 
-    def _on_device(self, weights: Any) -> Any:
-        values = ((field.name, getattr(weights, field.name)) for field in fields(weights))
-        linears = ((name, value) for name, value in values if isinstance(value, Linear))
-        return replace(weights, **{name: one._replace(weight=one.weight.to(self._view.device)) for name, one in linears})
+    def _on_device(self, value: Any) -> Any:
+        return value._replace(weight=value.weight.to(self._view.device))

@@ -239,6 +239,11 @@ def own_forward(model: nn.Module, how: str = "") -> Iterator[None]:
         ) from failure
 
 
+def random_ids(vocab: int, length: int, device: torch.device, seed: int = 0) -> Tensor:
+    """Return a sequence (T,) for trials, the same on every device."""
+    return torch.randint(vocab, (length,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu").to(device)
+
+
 def summary(failure: Exception) -> str:
     """Return the class of an exception and the first line of its message."""
     return f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"

@@ -7,7 +7,7 @@ Legend: T tokens, H query heads, K key and value heads, D width of a head, S exp
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -64,6 +64,11 @@ class PartWeights:
 
     def linears(self) -> list[Linear]:
         return [value for value in vars(self).values() if isinstance(value, Linear)]
+
+    def mapped(self, change: Callable[[Any], Any]) -> Any:
+        """Return the weights with `change` of each norm and linear layer."""
+        parts = {name: value for name, value in vars(self).items() if isinstance(value, Norm | LayerNorm | Linear)}
+        return replace(self, **{name: change(value) for name, value in parts.items()})  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)

@@ -34,26 +34,14 @@ def test_tokens_are_those_of_the_model(kind, stages):
     fast = staged(kind, stages)
     assert len(fast.body.spans) == stages and fast.path == "" and fast.certificate.logits_error is not None
     for lengths in ((5,), (1, 19, 6)):
-        given = cases.prompts(*lengths)
-        found = fast.generate(given, max_new_tokens=12).tokens
-        assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+        cases.assert_greedy(fast, cases.prompts(*lengths), 12)
 
 
 @pytest.mark.slow
 def test_settings_stops_and_figures_of_rows_in_lanes():
     """Drawn tokens, penalties, log-probabilities and stops are those of a decoder on one device; the cache's forms too."""
     kept = {"cache": "int8", "pages": 12, "verify": False}
-    fast, plain = staged(**kept), gb.decoder(model(), 4, cases.ROOM, **kept)
-    given = cases.prompts(3, 8, 1)
-    how = {"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 4, "repetition_penalty": 1.2, "logprobs": True}
-    found, want = (one.generate(given, **how) for one in (fast, plain))
-    assert found.tokens == want.tokens
-    for mine, theirs in zip(found.sequences, want.sequences):
-        torch.testing.assert_close(torch.tensor(mine.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-4)
-    stop = want.tokens[1][9]
-    found, want = (one.generate(given, **how, stop=stop) for one in (fast, plain))
-    assert found.tokens == want.tokens and {s.finish for s in found.sequences} == {"stop token", "length"}
-    assert fast.score(given[1])[0] == pytest.approx(plain.score(given[1])[0], abs=1e-4)
+    cases.assert_alike(staged(**kept), gb.decoder(model(), 4, cases.ROOM, **kept))
 
 
 @pytest.mark.parametrize("devices, rows, at_once", [(2, 1, 1), (2, 3, 2), (4, 3, 3), (4, 9, 4)])

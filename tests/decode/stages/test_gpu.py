@@ -6,7 +6,6 @@ import torch
 import gpubound as gb
 from gpubound.decode.placement.pipeline import Handover, StageGraphs
 from gpubound.decode.runner import Stepper
-from gpubound.watch import watch
 from tests.messages import message
 
 from ...models.deepseek_v4.decode import cases as compressed
@@ -24,12 +23,7 @@ SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 3, "logprobs": True}
 
 
 def served(dtype: torch.dtype = torch.bfloat16, **options) -> torch.nn.Module:
-    model = cases.build("Llama", dtype, "cuda:0", **SERVED | {"num_hidden_layers": 6} | options)
-    with torch.no_grad():  # 0.2, as for 32 wide, would let one word win everywhere
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(0.2)
-    return model
+    return cases.scaled(cases.build("Llama", dtype, "cuda:0", **SERVED | {"num_hidden_layers": 6} | options))
 
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -85,9 +79,7 @@ def test_a_lane_is_handed_over_while_both_devices_work_on_another():
 def test_families_from_the_cpu_to_two_gpus(kind):
     """In fp32, beside the model's own forward, which goes on working."""
     fast = gb.decoder(cases.build(kind, **({} if kind == "own" else {"num_hidden_layers": 2})), 3, cases.ROOM, devices=TWO)
-    given = cases.prompts()
-    found = fast.generate(given, max_new_tokens=40).tokens
-    assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+    cases.assert_greedy(fast, cases.prompts(), 40)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -131,15 +123,7 @@ def test_a_model_that_one_gpu_cannot_hold():
 @pytest.mark.parametrize("rows", [1, 16])
 def test_a_request_waits_for_nothing_on_either_gpu(rows):
     fast = gb.decoder(served(), 16, 512, devices=TWO)
-    given = cases.prompts(*range(5, 5 + rows))
-    for _ in range(2):
-        fast.generate(given, max_new_tokens=64)
-    for device in TWO:
-        torch.cuda.synchronize(device)
-    with watch(gputrace=True) as ledger:
-        found = fast.generate(given, max_new_tokens=64)
-    assert ledger.totals["syncs"] == 0, str(ledger)
-    assert found.count == 64 * rows
+    assert cases.assert_no_syncs(fast, cases.prompts(*range(5, 5 + rows))).count == 64 * rows
 
 
 def test_a_model_that_is_spread_trains_and_the_next_token_sees_it():

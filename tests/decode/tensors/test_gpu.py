@@ -7,7 +7,6 @@ import gpubound as gb
 from gpubound.decode.placement.peers import connected
 from gpubound.decode.runner import Stepper
 from gpubound.kernels import send_words
-from gpubound.watch import watch
 
 from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
@@ -24,9 +23,7 @@ def test_families_in_fp32(kind):
     """Beside the model's own forward, whose model stays on the CPU; rows of different lengths."""
     fast = gb.decoder(cases.build(kind), 3, cases.ROOM, devices=TWO, split="tensors")
     assert {p.device.type for p in fast.model.parameters()} == {"cpu"}
-    given = cases.prompts()
-    found = fast.generate(given, max_new_tokens=40).tokens
-    assert found == [cases.likeliest(fast.model, prompt, row) for prompt, row in zip(given, found)]
+    cases.assert_greedy(fast, cases.prompts(), 40)
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "seed": 3, "logprobs": True}], ids=["greedy", "sampled"])
@@ -59,14 +56,7 @@ def test_devices_at_once_give_what_they_give_in_turns(rows, how):
 
 def test_a_request_waits_for_nothing_on_either_gpu():
     fast = gb.decoder(served(), 4, 512, devices=TWO, split="tensors")
-    for _ in range(3):
-        fast.generate(cases.prompts(5), max_new_tokens=64)
-    for device in TWO:
-        torch.cuda.synchronize(device)
-    with watch(gputrace=True) as ledger:
-        found = fast.generate(cases.prompts(5), max_new_tokens=64)
-    assert ledger.totals["syncs"] == 0, str(ledger)
-    assert found.count == 64
+    assert cases.assert_no_syncs(fast, cases.prompts(5), before=3).count == 64
 
 
 def test_a_model_that_trains_and_the_next_token_sees_it():

@@ -12,7 +12,7 @@ Legend: B rows, T tokens of a prompt.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -89,14 +89,13 @@ class ModelSlice:
 
     def _part(self, weights: Any, last: Linear) -> Any:
         """Slice attention or MLP: columns of `last`, whose output is added to the stream, and rows of the other layers."""
-        slices: dict[str, Any] = {}
-        for field in fields(weights):
-            value = getattr(weights, field.name)
+
+        def sliced(value: Any) -> Any:
             if isinstance(value, Norm):
-                slices[field.name] = self._norm(value)
-            elif isinstance(value, Linear):
-                slices[field.name] = self._columns(value) if value is last else self._rows(value)
-        return replace(weights, **slices)
+                return self._norm(value)
+            return self._columns(value) if value is last else self._rows(value)
+
+        return weights.mapped(sliced)
 
     def _rows(self, layer: Linear) -> Linear:
         mine = self.plan.of(len(layer.weight))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...decode.model_watch import TensorWatch
-from ...decode.runner import ModelRunner, RunnerConfig, check_room
+from ...decode.runner import ModelRunner, RunnerConfig, check_room, random_ids
 from ...layers.attention import Rope
 from ...layers.fused_weights import Projecting
 from ...layers.moe import MoE
@@ -224,8 +224,8 @@ class ModuleRunner(ModelRunner):
     def _try(self) -> float:
         """Return the relative error of the logits after a prompt and a step, for the first two sequences."""
         tokens, rows = min(TRIED, self.max_length), min(2, self.max_batch)
-        ids = torch.randint(self.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        ids, last = ids.to(self.device), torch.tensor([tokens - 1, tokens - 2], device=self.device, dtype=torch.int32)[:rows]
+        ids = random_ids(self.vocab, tokens, self.device)
+        last = torch.tensor([tokens - 1, tokens - 2], device=self.device, dtype=torch.int32)[:rows]
         expected = self.model(ids[None])[0].float()
         self.prefill(ids[:-1].expand(rows, -1), last)
         error = ((self.step(ids[last], last) - expected[last]).norm() / expected[last].norm()).item()

@@ -28,7 +28,7 @@ from ....decode.certificate import MISSED_LIMIT, RoutingTrace
 from ....decode.kv_cache import PLAIN
 from ....decode.model_watch import TensorWatch, scalars_of
 from ....decode.placement.plan import LayerStage, described
-from ....decode.runner import ModelRunner, RunnerConfig, check_room
+from ....decode.runner import ModelRunner, RunnerConfig, check_room, random_ids
 from ....decode.transformer import PARTIAL_ROWS
 from ....decode.weight_view import DTYPES, closed_projection, unadded
 from ....errors import GenerateError
@@ -326,7 +326,7 @@ def try_body(body: CompressedBody) -> Trial:
     reaches = [layer.attention.reach + STEPS for layer in body.layers]
     tokens = min(max([STEPS, *(reach for reach in reaches if reach <= LONGEST)]), body.max_length)
     first = max(0, tokens - STEPS)
-    ids = torch.randint(body.vocab, (tokens,), generator=torch.Generator("cpu").manual_seed(0), device="cpu").to(body.device)
+    ids = random_ids(body.vocab, tokens, body.device)
     place = torch.arange(tokens, device=body.device)
     with _overheard(body) as (choices, entries):
         body.prefill(ids[None, :first], place[first : first + 1])
