@@ -76,6 +76,16 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def sim() -> torch.device:
+    """The pretend device, where no real one is: both in one process would contend for streams and pinned memory."""
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device needs CUDA_VISIBLE_DEVICES= (tests/watch/test_gpu.py runs these tests so)")
+    from gpubound.watch.pretend import simgpu
+
+    return simgpu()
+
+
+@pytest.fixture
 def said(monkeypatch, capsys):
     """What the library prints, each line again although this process may have printed it before."""
     from gpubound import trace

@@ -63,6 +63,7 @@ def test_several_times_a_work_is_what_as_much_more_of_it_takes(gain):
     assert prices.without_work(calls, 1000.0) == prices.step_ms
 
 
+@pytest.mark.slow
 @quick
 @given(st.sampled_from([2.0, 200.0]), st.integers(4, 12).map(float), st.integers(8, 60))
 def test_launches_cost_what_they_hold_up(run, host, extra):

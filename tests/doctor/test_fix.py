@@ -3,12 +3,10 @@
 import runpy
 
 import pytest
-import torch
 
 from gpubound.doctor.finding import Finding
 from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair, targets
 from gpubound.watch import watch
-from gpubound.watch.pretend import simgpu
 from gpubound.watch.source_line import Site
 from tests.messages import message
 
@@ -66,13 +64,6 @@ FOUND = (
     ("sync", "losses.append"),
     ("zero_grad", "zero_grad"),
 )
-
-
-@pytest.fixture
-def sim() -> torch.device:
-    if torch.cuda.is_available():
-        pytest.skip("the pretend device needs CUDA_VISIBLE_DEVICES=")
-    return simgpu()
 
 
 def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys, one_thread):

@@ -9,9 +9,7 @@ import pytest
 from gpubound.doctor.fix.repair import repair, targets
 
 from .proofs import patched
-from .test_fix import mended, sim
-
-__all__ = ["sim"]
+from .test_fix import mended
 
 WINDOWED = """\
 import numpy as np, torch

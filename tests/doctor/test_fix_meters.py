@@ -6,9 +6,7 @@ import pytest
 
 from gpubound.watch import watch
 
-from .test_fix import mended, sim
-
-__all__ = ["sim"]
+from .test_fix import mended
 
 METERED = """\
 import torch

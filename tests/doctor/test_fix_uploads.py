@@ -7,9 +7,7 @@ import pytest
 from gpubound.doctor.fix.repair import Target, repair
 from gpubound.watch import watch
 
-from .test_fix import mended, sim
-
-__all__ = ["sim"]
+from .test_fix import mended
 
 ROLLOUT = """\
 import numpy as np

@@ -49,6 +49,7 @@ def looked(folder: str, *options: str) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.slow
 def test_the_first_of_three_reports_for_all(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (code, said, _), second, (failed, _, why) = on_ranks(3, looked, str(tmp_path), "--json")

@@ -1,6 +1,4 @@
-"""One-line stalls, each on a line of its own marked `# here`, for any device: the ledger and the guard must name that
-very line.
-"""
+"""One-line stalls, for any device: the ledger and the guard must name that very line."""
 
 import inspect
 import threading
@@ -38,218 +36,67 @@ class Kit:
 
 @dataclass(frozen=True)
 class Plant:
+    name: str
     run: Callable[[Kit], object]
     line: int
 
-    @property
-    def name(self) -> str:
-        return self.run.__name__.strip("_")
 
+SIMPLE = {
+    "item": lambda kit: kit.scalar.item(),
+    "float": lambda kit: float(kit.scalar),
+    "int": lambda kit: int(kit.index),
+    "bool": lambda kit: bool(kit.scalar),
+    "python_range": lambda kit: list(range(kit.index)),
+    "tolist": lambda kit: kit.x.tolist(),
+    "cpu": lambda kit: kit.x.cpu(),
+    "to_cpu": lambda kit: kit.x.to("cpu"),
+    "numpy": lambda kit: kit.x.cpu().numpy(),
+    "copy_to_host": lambda kit: kit.host.copy_(kit.x),
+    "to_device": lambda kit: kit.host.to(kit.device),
+    "pinned_but_blocking": lambda kit: kit.pinned.to(kit.device),
+    "new_constant": lambda kit: torch.tensor([1.0, 2.0], device=kit.device),
+    "list_index": lambda kit: kit.x[[0, 2]],
+    "set_one_element": lambda kit: kit.x.__setitem__(0, 5.0),
+    "number_at_indices": lambda kit: kit.x.__setitem__(kit.counts[:2], 5.0),
+    "device_fill_value": lambda kit: kit.x.masked_fill(kit.mask, kit.scalar),
+    "drawn": lambda kit: torch.normal(kit.x, kit.y),
+    "host_choice": lambda kit: torch.where(kit.mask, kit.x, torch.tensor(0.0)),
+    "stacked_scalars": lambda kit: torch.tensor([kit.scalar]),
+    "f_string": lambda kit: f"{kit.scalar:.3f}",
+    "printed": lambda kit: print(kit.scalar),
+    "boolean_mask": lambda kit: kit.x[kit.mask],
+    "masked_assignment": lambda kit: kit.x.__setitem__(kit.mask, kit.scalar),
+    "nonzero": lambda kit: kit.mask.nonzero(),
+    "where": lambda kit: torch.where(kit.mask),
+    "masked_select": lambda kit: torch.masked_select(kit.x, kit.mask),
+    "unique": lambda kit: kit.counts.unique(),
+    "equal": lambda kit: torch.equal(kit.x, kit.y),
+    "allclose": lambda kit: torch.allclose(kit.x, kit.y),
+    "repeat_interleave": lambda kit: torch.repeat_interleave(kit.x, kit.counts),
+    "one_hot": lambda kit: F.one_hot(kit.counts, -1),
+    "device_index": lambda kit: kit.host[kit.index],
+    "inverse": lambda kit: torch.linalg.inv(kit.matrix),
+    "synchronize": lambda kit: kit.module.synchronize(),
+    "stream_synchronize": lambda kit: kit.stream.synchronize(),
+    "event_synchronize": lambda kit: kit.event.synchronize(),
+    "clip_nonfinite": lambda kit: torch.nn.utils.clip_grad_norm_([kit.weight], 1.0, error_if_nonfinite=True),
+}
 
-PLANTS: list[Plant] = []
+PLANTS = [Plant(name, run, run.__code__.co_firstlineno) for name, run in SIMPLE.items()]
 
 
 def plant(function):
+    """Register a function with its line marked `# here`."""
     lines, first = inspect.getsourcelines(function)
     (offset,) = [number for number, text in enumerate(lines) if "# here" in text]
-    PLANTS.append(Plant(function, first + offset))
+    PLANTS.append(Plant(function.__name__, function, first + offset))
     return function
-
-
-@plant
-def item(kit):
-    return kit.scalar.item()  # here
-
-
-@plant
-def float_(kit):
-    return float(kit.scalar)  # here
-
-
-@plant
-def int_(kit):
-    return int(kit.index)  # here
-
-
-@plant
-def bool_(kit):
-    return bool(kit.scalar)  # here
 
 
 @plant
 def branch(kit):
     if kit.scalar > 9:  # here
         return 1
-
-
-@plant
-def python_range(kit):
-    return list(range(kit.index))  # here
-
-
-@plant
-def tolist(kit):
-    return kit.x.tolist()  # here
-
-
-@plant
-def cpu(kit):
-    return kit.x.cpu()  # here
-
-
-@plant
-def to_cpu(kit):
-    return kit.x.to("cpu")  # here
-
-
-@plant
-def numpy(kit):
-    return kit.x.cpu().numpy()  # here
-
-
-@plant
-def copy_to_host(kit):
-    kit.host.copy_(kit.x)  # here
-
-
-@plant
-def to_device(kit):
-    return kit.host.to(kit.device)  # here
-
-
-@plant
-def pinned_but_blocking(kit):
-    return kit.pinned.to(kit.device)  # here
-
-
-@plant
-def new_constant(kit):
-    return torch.tensor([1.0, 2.0], device=kit.device)  # here
-
-
-@plant
-def list_index(kit):
-    return kit.x[[0, 2]]  # here
-
-
-@plant
-def set_one_element(kit):
-    kit.x[0] = 5.0  # here
-
-
-@plant
-def number_at_indices(kit):
-    kit.x[kit.counts[:2]] = 5.0  # here
-
-
-@plant
-def device_fill_value(kit):
-    return kit.x.masked_fill(kit.mask, kit.scalar)  # here
-
-
-@plant
-def drawn(kit):
-    return torch.normal(kit.x, kit.y)  # here
-
-
-@plant
-def host_choice(kit):
-    return torch.where(kit.mask, kit.x, torch.tensor(0.0))  # here
-
-
-@plant
-def stacked_scalars(kit):
-    return torch.tensor([kit.scalar])  # here
-
-
-@plant
-def f_string(kit):
-    return f"{kit.scalar:.3f}"  # here
-
-
-@plant
-def printed(kit):
-    print(kit.scalar)  # here
-
-
-@plant
-def boolean_mask(kit):
-    return kit.x[kit.mask]  # here
-
-
-@plant
-def masked_assignment(kit):
-    kit.x[kit.mask] = kit.scalar  # here
-
-
-@plant
-def nonzero(kit):
-    return kit.mask.nonzero()  # here
-
-
-@plant
-def where(kit):
-    return torch.where(kit.mask)  # here
-
-
-@plant
-def masked_select(kit):
-    return torch.masked_select(kit.x, kit.mask)  # here
-
-
-@plant
-def unique(kit):
-    return kit.counts.unique()  # here
-
-
-@plant
-def equal(kit):
-    return torch.equal(kit.x, kit.y)  # here
-
-
-@plant
-def allclose(kit):
-    return torch.allclose(kit.x, kit.y)  # here
-
-
-@plant
-def repeat_interleave(kit):
-    return torch.repeat_interleave(kit.x, kit.counts)  # here
-
-
-@plant
-def one_hot(kit):
-    return F.one_hot(kit.counts, -1)  # here
-
-
-@plant
-def device_index(kit):
-    return kit.host[kit.index]  # here
-
-
-@plant
-def inverse(kit):
-    return torch.linalg.inv(kit.matrix)  # here
-
-
-@plant
-def synchronize(kit):
-    kit.module.synchronize()  # here
-
-
-@plant
-def stream_synchronize(kit):
-    kit.stream.synchronize()  # here
-
-
-@plant
-def event_synchronize(kit):
-    kit.event.synchronize()  # here
-
-
-@plant
-def clip_nonfinite(kit):
-    torch.nn.utils.clip_grad_norm_([kit.weight], 1.0, error_if_nonfinite=True)  # here
 
 
 @plant

@@ -20,7 +20,7 @@ KEEP = events.READ.remedy
 @pytest.mark.parametrize("plant", [p for p in PLANTS if p.name != "another_thread"], ids=lambda plant: plant.name)
 def test_each_planted_stall_raises_at_its_line(plant, sim):
     kit = Kit(sim)
-    with pytest.raises(StallError, match=rf"planted\.py:{plant.line} in \w+: `"), no_stall():
+    with pytest.raises(StallError, match=rf"planted\.py:{plant.line} in \S+: `"), no_stall():
         plant.run(kit)
 
 

@@ -233,6 +233,7 @@ def test_recompiles():
     assert ledger.totals["recompiles"] == 2
 
 
+@pytest.mark.slow
 def test_a_ledger_does_not_keep_code_from_being_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: x.sin() + 1, backend="eager")
