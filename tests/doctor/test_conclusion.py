@@ -9,10 +9,9 @@ from gpubound.cli.doctor import command_line
 from gpubound.doctor.finding import KINDS, Finding, Verdict
 from gpubound.doctor.price.idle import idle_times
 from gpubound.doctor.price.prices import Measurements, Prices
-from gpubound.doctor.report.conclusion import conclusion
 from gpubound.doctor.report.files import page, sarif
 from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import adds_up, late_for, rounded, unnamed
+from gpubound.doctor.report.words import adds_up, conclusion, late_for, rounded, unnamed
 from gpubound.watch.source_line import Site
 
 from .verdicts import looped

@@ -44,7 +44,7 @@ def test_the_page_leaves_it_out_as_the_doctor_does():
     copied = [found for found in diagnose(evidence).findings if found.kind == "h2d"]
     (pick,) = picks(evidence.tape, copied, evidence.located)
     assert pick.spans == copy_preparation(evidence.tape, evidence.located) and len(pick.spans) == STEPS
-    assert any(1 in numbers and us > 800 for _, us, numbers in program(evidence.recording.replay, [pick])["stalls"])
+    assert any(1 in numbers and us > 800 for _, us, numbers in program(evidence.replay, [pick])["stalls"])
 
 
 def test_only_the_outermost_op_around_a_copy_that_is_long_beside_it():

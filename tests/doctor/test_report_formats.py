@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from gpubound.doctor.finding import KINDS, Finding, Verdict
-from gpubound.doctor.price.prices import Profile
 from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.files import fingerprint, sarif
 from gpubound.version import __version__
 from gpubound.watch.source_line import Site
 
-from .verdicts import ITEM, TORCH, judged, looped
+from .verdicts import ITEM, TORCH, judged, looped, measured
 
 SITE = Site("jobs/a b.py", 7, "step", "x =  loss.item()", 8)
 FINDING = Finding("sync", SITE, TORCH, "MulBackward0", ITEM, 2.0, 6.9, "replayed", "100 % idle", "keep it: there, on the GPU")
@@ -142,7 +141,7 @@ def test_the_files_of_a_run(tmp_path):
     home = replace(ITEM, file="/home/somebody/deep/project/train.py")
     located = {call: replace(place, site=home) for call, place in located.items()}
     verdict = verdict_of(replace(FINDING, site=home))
-    paths = write_reports(tmp_path / "new" / "out", verdict, Profile(tape, located))
+    paths = write_reports(tmp_path / "new" / "out", verdict, measured(tape, located))
     assert [path.name for path in paths] == ["doctor.json", "doctor.html", "doctor.sarif"]
     texts = [path.read_text(encoding="utf-8") for path in paths]
     assert Verdict.from_dict(json.loads(texts[0])) == Verdict.from_dict(verdict.as_dict())

@@ -13,7 +13,7 @@ import pytest
 
 from gpubound.doctor.fix.prove import Proof
 from gpubound.doctor.price.idle import idle_times
-from gpubound.doctor.price.prices import Profile, Replay
+from gpubound.doctor.price.prices import Replay
 from gpubound.doctor.record.tape import Tape
 from gpubound.doctor.report import files as page_module
 from gpubound.doctor.report.files import Pick, page, program, snippet
@@ -23,7 +23,7 @@ from gpubound.watch.source_line import Place, Site
 from tests.messages import message
 
 from .tapes import AUTOGRAD, MAIN, Synthetic
-from .verdicts import ITEM, judged, looped
+from .verdicts import ITEM, judged, looped, measured
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 TEMPLATES = Path(page_module.__file__).parent / "templates"
@@ -129,7 +129,7 @@ def test_the_page_in_a_browser(tmp_path):
     )
     proof = Proof((4.0, 4.2, 4.1), (2.0, 2.1, 2.2), Ratio(2.0, 1.9, 2.1), 60, 0.0, 0.0, 0.0)
     places = {"loader": Place(verdict.findings[0].site)}
-    written = page(verdict, Profile(tape, located, places), proof, "-old()\n+new()")
+    written = page(verdict, measured(tape, located, places), proof, "-old()\n+new()")
     text = html.escape(written.encode("utf-8", "replace").decode())
     frames = "".join(f'<iframe width="{width}" height="900" srcdoc="{text}"></iframe>' for width in WIDTHS)
     cases, wanted = zip(*(priced(one) for one in (tape, backward())))
@@ -158,13 +158,13 @@ def test_the_page_in_a_browser(tmp_path):
 def test_a_long_tape_is_cut_to_steps_and_a_long_step_has_no_timeline(monkeypatch):
     tape, located = looped(steps=12)
     verdict = judged(tape, located)
-    assert message("doctor/report_page:a_long_tape_is_cut_to_st").within(page(verdict, Profile(tape, located)))
+    assert message("doctor/report_page:a_long_tape_is_cut_to_st").within(page(verdict, measured(tape, located)))
     assert "<td>phase: timing</td><td>steps 20, seconds 1.5</td>" in page(verdict)
     monkeypatch.setattr(page_module, "MOST", 9000)
-    cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, Profile(tape, located)))
+    cut = re.search(r"this page holds (\d+) of 12 recorded steps", page(verdict, measured(tape, located)))
     assert cut and 1 <= int(cut[1]) < 12
     monkeypatch.setattr(page_module, "MOST", 1000)
-    none = page(verdict, Profile(tape, located))
+    none = page(verdict, measured(tape, located))
     assert "too many for a page" in none and 'id="doctor"' not in none and "train.py:88" in none
 
 
@@ -172,10 +172,10 @@ def test_a_tape_without_prices_says_why_there_is_no_what_if():
     tape, located = looped()
     verdict = judged(tape, located)
     lost = replace(tape, work=tuple(replace(work, correlation=0) for work in tape.work))
-    assert "No what-if: " in page(verdict, Profile(lost, located)) and 'id="time"' in page(verdict, Profile(lost, located))
+    assert "No what-if: " in page(verdict, measured(lost, located)) and 'id="time"' in page(verdict, measured(lost, located))
     verdict = replace(verdict, bar=verdict.bar | {"late": {"sync": 24.0}})  # a leaf may be called as a method of dict is: copy
     guessed = replace(verdict, findings=[replace(f, certainty="estimate") for f in verdict.findings])
-    boxes = [page(each, Profile(tape, located)).count("<input") for each in (verdict, guessed)]
+    boxes = [page(each, measured(tape, located)).count("<input") for each in (verdict, guessed)]
     assert boxes == [4, 0], "a box replays, so a price that is no replay's has none"
     assert 'type="checkbox"' not in page(verdict) and "train.py:88" in page(verdict)
 
@@ -184,7 +184,7 @@ def test_a_page_without_findings_plays_nothing_again_but_keeps_its_timeline():
     """Its script looked for the boxes, which are not there, and stopped before the timeline."""
     tape, located = looped()
     verdict = judged(tape, located)
-    packed = [page_module._content(one, Profile(tape, located))[0] for one in (verdict, replace(verdict, findings=[]))]
+    packed = [page_module._content(one, measured(tape, located))[0] for one in (verdict, replace(verdict, findings=[]))]
     assert ["program" in content for content in packed] == [True, False] and packed[1]["gaps"]
 
 

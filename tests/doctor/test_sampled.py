@@ -13,9 +13,8 @@ from gpubound.doctor.record import sampled as sampled_module
 from gpubound.doctor.record.period import Period
 from gpubound.doctor.record.phases import Phases
 from gpubound.doctor.record.sampled import MOST, SampledPhase, Samples
-from gpubound.doctor.report.conclusion import conclusion
 from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import adds_up, ceilings, parts
+from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.doctor.rules.host import in_the_way, loop_around, loop_of
 from gpubound.watch.source_line import Site, Stack, stack_of

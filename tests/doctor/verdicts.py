@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.price.idle import idle_times
-from gpubound.doctor.price.prices import Replay
+from gpubound.doctor.price.prices import Measurements, Replay
 from gpubound.doctor.record.tape import Tape
 from gpubound.watch.source_line import Place, Site
 
@@ -60,3 +60,7 @@ def judged(tape: Tape, located: dict[int, Place]) -> Verdict:
         absent={"gputrace": "not on this build"},
         distortion=1.4,
     )
+
+
+def measured(tape: Tape, located: dict[int, Place], named_lines: dict[str, Place] | None = None) -> Measurements:
+    return Measurements("train.py", "a GPU", tape=tape, located=located, named_lines=named_lines or {})

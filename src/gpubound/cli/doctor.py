@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
     files, write_error = [], None
     try:
         if folder is not None:
-            files = [str(path) for path in write_reports(folder, verdict, evidence.recording, result.proof, result.diff)]
+            files = [str(path) for path in write_reports(folder, verdict, evidence, result.proof, result.diff)]
     except OSError as error:  # raised after the verdict, which took a run
         write_error = DataError(f"out: the reports could not be written to {folder}: {error}; give another --out.")
     if options.json:

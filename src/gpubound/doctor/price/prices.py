@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import mean, median
 from typing import Any
@@ -177,10 +177,6 @@ class Measurements:
     once: frozenset[Line] = frozenset()  # lines that blocked in a single one of several steps under the sensors
     absent: Mapping[str, str] = field(default_factory=dict)
 
-    @cached_property
-    def recording(self) -> Profile | None:
-        return None if self.tape is None else Profile(self.tape, self.located, self.named_lines, self.ms, self.loading_ms)
-
     @property
     def ms(self) -> float | None:
         """Mean of the timed steps. An event in every fifth step, such as a checkpoint, counts with its share, as in a price."""
@@ -219,44 +215,31 @@ class Measurements:
     def taped_steps(self) -> int:
         return max(len(self.tape.steps), 1) if self.tape else 1
 
-
-@dataclass(frozen=True)
-class Profile:
-    """A tape with its lines. `bar` and `replay` raise MeasureError if the tape does not show what they need.
-
-    `step_ms` is a step that was not recorded, if one was timed, and `loading_ms` its time in a DataLoader. The replay runs at
-    its pace.
-    """
-
-    tape: Tape
-    located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
-    named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line
-    step_ms: float | None = None
-    loading_ms: float | None = None
-
     @cached_property
     def order(self) -> HostDependencies:
+        assert self.tape is not None
         return HostDependencies(self.tape)
 
     @cached_property
     def bar(self) -> Bar:
-        return idle_times(self.tape, self.order)
+        """The shares of a recorded step. MeasureError if the tape does not show them."""
+        return idle_times(self.order.tape, self.order)
 
     @cached_property
     def replay(self) -> Replay:
-        replay = Replay(self.tape, self.order)
-        if self.step_ms is None:
+        """The replay of the tape, at the pace of the timed steps. MeasureError if the tape cannot be replayed."""
+        replay = Replay(self.order.tape, self.order)
+        if self.ms is None:
             return replay
-        return (replay if self.loading_ms is None else replay.loaded(self.loading_ms)).paced(self.step_ms)
+        return (replay if self.loading_ms is None else replay.loaded(self.loading_ms)).paced(self.ms)
 
-    def cut(self, count: int) -> Profile:
-        """Return the profile of the first `count` steps."""
-        if count >= len(self.tape.steps):
+    def cut(self, count: int) -> Measurements:
+        """Return the measurements with the first `count` steps of the tape alone."""
+        if self.tape is None or count >= len(self.tape.steps):
             return self
         part = self.tape.cut(0, count)
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
-        located = {n: lines[id(call)] for n, call in enumerate(part.calls) if id(call) in lines}
-        return Profile(part, located, self.named_lines, self.step_ms, self.loading_ms)
+        return replace(self, tape=part, located={n: lines[id(c)] for n, c in enumerate(part.calls) if id(c) in lines})
 
 
 class Prices:
@@ -271,12 +254,12 @@ class Prices:
         self.bar: Bar | None = None
         self.replay: Replay | None = None
         self.refused = ""
-        if evidence.recording is None:
+        if evidence.tape is None:
             self.refused = "no tape was recorded"
         else:
             try:
-                self.bar = evidence.recording.bar
-                self.replay = evidence.recording.replay
+                self.bar = evidence.bar
+                self.replay = evidence.replay
             except MeasureError as error:
                 self.refused = str(error)
         # A host that is ahead ends its recorded steps too soon; the replay plays until it runs at the device's pace.

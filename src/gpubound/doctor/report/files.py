@@ -30,34 +30,12 @@ from ...watch.source_line import Place, Site
 from ..finding import KINDS, Finding, Verdict
 from ..fix.prove import Proof
 from ..price.idle import Gap, Stalls
-from ..price.prices import Profile, Replay
+from ..price.prices import Measurements, Replay
 from ..price.simulator import Simulator
 from ..record.tape import Call, Mark, Span, Tape, Work
 from ..rules.diagnose import HARMLESS
 from ..rules.waits import copy_preparation
-from .conclusion import conclusion
-from .words import (
-    LEAVES,
-    SHARES,
-    adds_up,
-    ceilings,
-    clean,
-    code_of,
-    kind_of,
-    late,
-    late_for,
-    machine,
-    milliseconds,
-    notes,
-    place_of,
-    price,
-    rounded,
-    shares,
-    summary,
-    through,
-    times,
-    together,
-)
+from . import words
 
 SPANS = {"data", "gc", "compile", "checkpoint"}  # kinds of findings that are a stall of the host without a call
 COPIES = {"h2d", "d2h", "pageable"}
@@ -138,20 +116,20 @@ AROUND = 2  # lines of source above and below
 ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
 
 
-def page(verdict: Verdict, recording: Profile | None = None, proof: Proof | None = None, patch: str = "") -> str:
+def page(verdict: Verdict, evidence: Measurements | None = None, proof: Proof | None = None, patch: str = "") -> str:
     """Return the page as HTML. `proof`, of this `patch`, gets a separate tab."""
-    packed = Payload() if recording is None else _packed(verdict, recording)
+    packed = Payload() if evidence is None or evidence.tape is None else _packed(verdict, evidence)
     return _template().render(
         verdict=verdict,
-        conclusion=conclusion(verdict),
-        notes=notes(verdict),
+        conclusion=words.conclusion(verdict),
+        notes=words.notes(verdict),
         tiles=_tiles(verdict),
-        shares=rounded(shares(verdict), 1),
+        shares=words.rounded(words.shares(verdict), 1),
         stacked=_stacked(verdict),
         patches=sum(bool(finding.patch) for finding in verdict.findings),
-        causes={name: words for name, words in SHARES.items() if name != "host_late" or not late(verdict)} | LEAVES,
-        host_late=late_for(verdict),
-        remarks=[*together(verdict), *adds_up(verdict), *verdict.unlocated],
+        causes={k: name for k, name in words.SHARES.items() if k != "host_late" or not words.late(verdict)} | words.LEAVES,
+        host_late=words.late_for(verdict),
+        remarks=[*words.together(verdict), *words.adds_up(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -175,8 +153,8 @@ class Payload:
 @cache
 def _template() -> Template:
     filters: dict[str, Callable[..., Any]] = {
-        "ms": milliseconds, "machine": machine, "price": price, "place": place_of, "times": times, "through": through,
-        "code": code_of, "kind": kind_of, "snippet": snippet,
+        "ms": words.milliseconds, "machine": words.machine, "price": words.price, "place": words.place_of,
+        "times": words.times, "through": words.through, "code": words.code_of, "kind": words.kind_of, "snippet": snippet,
     }  # fmt: skip
     return environment("gpubound.doctor.report", **filters).get_template("doctor.html.j2")
 
@@ -195,21 +173,21 @@ def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
 
 def _stacked(verdict: Verdict) -> dict[str, float]:
     """Return percentages of one bar: the GPU's shares, and what the host did instead of the share in which it is late."""
-    parts, leaves = dict(shares(verdict)), late(verdict)
+    parts, leaves = dict(words.shares(verdict)), words.late(verdict)
     if leaves:
         rest = parts.pop("host_late", 0.0) - sum(leaves.values())
         leaves["dispatch"] = leaves.get("dispatch", 0.0) + max(rest, 0.0)
-    return rounded(parts | leaves, 1)
+    return words.rounded(parts | leaves, 1)
 
 
 def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
-    tiles, parts = [], rounded(shares(verdict))
+    tiles, parts = [], words.rounded(words.shares(verdict))
     if verdict.step_ms is not None:
-        tiles.append(("a step", milliseconds(verdict.step_ms)))
-    tiles += [(SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
-    tiles += [(f"a step {assumption}", milliseconds(ms)) for ms, assumption in ceilings(verdict)]
+        tiles.append(("a step", words.milliseconds(verdict.step_ms)))
+    tiles += [(words.SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
+    tiles += [(f"a step {assumption}", words.milliseconds(ms)) for ms, assumption in words.ceilings(verdict)]
     if verdict.together_ms is not None:
-        tiles.append(("saved without all findings", milliseconds(verdict.together_ms)))
+        tiles.append(("saved without all findings", words.milliseconds(verdict.together_ms)))
     return tiles
 
 
@@ -232,23 +210,23 @@ def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:
 # What the page's script gets.
 
 
-def _packed(verdict: Verdict, recording: Profile) -> Payload:
-    steps = count = max(len(recording.tape.steps), 1)
+def _packed(verdict: Verdict, evidence: Measurements) -> Payload:
+    steps = count = evidence.taped_steps
     while True:
-        part = recording.cut(count)
+        part = evidence.cut(count)
         content, payload = _content(verdict, part)
         text = base64.b64encode(gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)).decode()
         if len(text) <= MOST:
             return replace(payload, text=text, extent=f"{count} of {steps} recorded steps")
         if count == 1:
-            events = len(part.tape.calls) + len(part.tape.work) + len(part.tape.spans)
+            events = sum(len(content["tape"][name]) for name in ("calls", "work", "spans"))
             return Payload(missing=(f"No timeline and no what-if: one step has {events:,} events, too many for a page.",))
         count = max(min(count * MOST // len(text), count - 1), 1)
 
 
-def _content(verdict: Verdict, recording: Profile) -> tuple[dict[str, Any], Payload]:
-    tape, named_lines = recording.tape, recording.named_lines
-    sites = {call: site for call, place in recording.located.items() if (site := place.site or place.built)}
+def _content(verdict: Verdict, evidence: Measurements) -> tuple[dict[str, Any], Payload]:
+    tape, named_lines = evidence.order.tape, evidence.named_lines
+    sites = {call: site for call, place in evidence.located.items() if (site := place.site or place.built)}
     named = {span.name: site for span in tape.spans if span.name in named_lines and (site := named_lines[span.name].site)}
     number = {site: n for n, site in enumerate(dict.fromkeys([*sites.values(), *named.values()]))}
     content: dict[str, Any] = {
@@ -256,18 +234,18 @@ def _content(verdict: Verdict, recording: Profile) -> tuple[dict[str, Any], Payl
         "fields": {name: [each.name for each in fields(kind)] for name, kind in ROWS.items()},
         "places": [{"at": site.at, "code": site.code} for site in number],
         "located": [number[sites[call]] if call in sites else None for call in range(len(tape.calls))],
-        "causes": SHARES | LEAVES,
+        "causes": words.SHARES | words.LEAVES,
         "named": {name: number[site] for name, site in named.items()},
         "gaps": [],
     }
     lines = {(site.file, site.line): n for site, n in number.items()}
     zoom = tuple(lines.get((s.file, s.line), f.kind) if (s := f.line) else f.kind for f in verdict.findings)
     try:
-        bar = recording.bar
+        bar = evidence.bar
         content["gaps"] = [_gap(gap, tape, content) for gap in bar.gaps]
-        chosen = picks(tape, verdict.findings, recording.located)
+        chosen = picks(tape, verdict.findings, evidence.located)
         if any(chosen):  # without a box the page replays nothing
-            replay = recording.replay
+            replay = evidence.replay
             content["program"] = program(replay, chosen)
             content["scale"] = (verdict.step_ms or replay.step_ms) / replay.step_ms  # what is left between them at one pace
     except MeasureError as error:
@@ -293,7 +271,7 @@ def sarif(verdict: Verdict) -> str:
     run = {
         "tool": {"driver": {"name": "gpubound doctor", "version": __version__, "rules": [_rule(kind) for kind in kinds]}},
         "results": [_result(finding, kinds, occurrences, script) for finding in verdict.findings],
-        "properties": {"script": clean(verdict.script), "step_ms": verdict.step_ms, "ceiling_ms": verdict.ceiling_ms},
+        "properties": {"script": words.clean(verdict.script), "step_ms": verdict.step_ms, "ceiling_ms": verdict.ceiling_ms},
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1)
 
@@ -320,25 +298,29 @@ def _result(finding: Finding, kinds: list[str], occurrences: Counter[str], scrip
         "ruleId": finding.kind,
         "ruleIndex": kinds.index(finding.kind),
         "level": "warning",
-        "message": {"text": clean(summary(finding))},
+        "message": {"text": words.clean(words.summary(finding))},
         "partialFingerprints": {"gpubound/v1": f"{print_}:{occurrences[print_]}"},
         "properties": {"ms_per_step": finding.ms, "count": finding.count, "certainty": finding.certainty},
         "locations": [_location(finding.line) if finding.line else {"physicalLocation": _physical(script, {"startLine": 1})}],
     }
     if finding.built and finding.site:
-        result["relatedLocations"] = [_location(finding.built) | {"message": {"text": clean(through(finding))}}]
+        result["relatedLocations"] = [_location(finding.built) | {"message": {"text": words.clean(words.through(finding))}}]
     return result
 
 
 def _location(site: Site) -> dict[str, Any]:
     """Return the location relative to the working directory: an absolute path would name the user's home."""
-    region = {"startLine": max(site.line, 1), "endLine": max(site.end, site.line, 1), "snippet": {"text": clean(site.code)}}
+    region = {
+        "startLine": max(site.line, 1),
+        "endLine": max(site.end, site.line, 1),
+        "snippet": {"text": words.clean(site.code)},
+    }
     place = _physical(site.portable.file, region)
-    return {"physicalLocation": place, "logicalLocations": [{"name": clean(site.function), "kind": "function"}]}
+    return {"physicalLocation": place, "logicalLocations": [{"name": words.clean(site.function), "kind": "function"}]}
 
 
 def _physical(file: str, region: dict[str, Any]) -> dict[str, Any]:
-    return {"artifactLocation": {"uri": quote(clean(file)), "uriBaseId": "%SRCROOT%"}, "region": region}
+    return {"artifactLocation": {"uri": quote(words.clean(file)), "uriBaseId": "%SRCROOT%"}, "region": region}
 
 
 JSON, PAGE, SARIF = "doctor.json", "doctor.html", "doctor.sarif"
@@ -354,12 +336,12 @@ def check_reports(folder: Path) -> None:
 
 
 def write_reports(
-    folder: Path, verdict: Verdict, recording: Profile | None = None, proof: Proof | None = None, patch: str = ""
+    folder: Path, verdict: Verdict, evidence: Measurements | None = None, proof: Proof | None = None, patch: str = ""
 ) -> list[Path]:
-    """Write doctor.json, doctor.html and doctor.sarif; return their paths. `recording`, `proof` and `patch` go to the page."""
+    """Write doctor.json, doctor.html and doctor.sarif; return their paths. `evidence`, `proof` and `patch` go to the page."""
     check_reports(folder)
     make_folder(folder)
     write_atomic(folder / JSON, json.dumps(verdict.as_dict(), indent=1) + "\n")
-    write_page(folder / PAGE, page(verdict, recording, proof, patch))
+    write_page(folder / PAGE, page(verdict, evidence, proof, patch))
     write_atomic(folder / SARIF, sarif(verdict) + "\n")
     return [folder / name for name in (JSON, PAGE, SARIF)]

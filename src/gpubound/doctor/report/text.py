@@ -11,28 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..finding import COUNTS, Finding, Verdict
-from .conclusion import conclusion
-from .words import (
-    SHARES,
-    adds_up,
-    ceilings,
-    clean,
-    code_of,
-    kind_of,
-    late_for,
-    machine,
-    milliseconds,
-    notes,
-    place_of,
-    price,
-    rounded,
-    shares,
-    summary,
-    through,
-    times,
-    together,
-    without,
-)
+from . import words
 
 NARROW = 100  # columns; a narrower screen shows a finding in several lines
 FINDINGS = 8  # shown; those after the eighth cost little
@@ -56,17 +35,17 @@ def screen(
 
 
 def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str]) -> Iterator[RenderableType]:
-    yield _text(conclusion(verdict), "bold")
+    yield _text(words.conclusion(verdict), "bold")
     yield Text()
     yield _text(f"doctor  {verdict.script}", "bold")
-    yield _text(machine(verdict), "dim")
-    yield from (_text(note, "dim") for note in notes(verdict))
+    yield _text(words.machine(verdict), "dim")
+    yield from (_text(note, "dim") for note in words.notes(verdict))
     if verdict.step_ms is not None:
         yield _step(verdict)
-    if verdict.step_ms and (limits := ceilings(verdict)):
-        texts = [f"{milliseconds(ms)} ({verdict.step_ms / ms:.2f}x) {assumption}" for ms, assumption in limits if ms]
+    if verdict.step_ms and (limits := words.ceilings(verdict)):
+        texts = [f"{words.milliseconds(ms)} ({verdict.step_ms / ms:.2f}x) {assumption}" for ms, assumption in limits if ms]
         yield _text(f"CEILING {'; '.join(texts)}", "bold")
-    yield from (_text(line) for line in late_for(verdict))
+    yield from (_text(line) for line in words.late_for(verdict))
     shown = verdict.findings if everything else verdict.findings[:FINDINGS]
     if shown:
         yield Text()
@@ -74,11 +53,11 @@ def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str])
     else:
         yield _text("no finding", "green")
     if rest := verdict.findings[len(shown) :]:
-        dearest = "" if rest[0].ms is None else f", the dearest of them {price(rest[0])}"
+        dearest = "" if rest[0].ms is None else f", the dearest of them {words.price(rest[0])}"
         yield _text(f"{len(rest)} more{dearest} (--all lists them)")
-    for line in (*together(verdict), *adds_up(verdict), *_harmless(verdict, everything), *verdict.unlocated):
+    for line in (*words.together(verdict), *words.adds_up(verdict), *_harmless(verdict, everything), *verdict.unlocated):
         yield _text(line)
-    yield from (_text(line, "dim") for line in without(verdict))
+    yield from (_text(line, "dim") for line in words.without(verdict))
     if files:
         yield _text(f"written: {', '.join(files)}", "dim")
 
@@ -90,30 +69,30 @@ def brief(verdict: Verdict) -> list[str]:
     if counted:
         lines.append(f"a step has {' and '.join(counted)}")
     for number, finding in enumerate(verdict.findings, 1):
-        lines.append(clean(f"{number}. {place_of(finding)}  {code_of(finding)}: {summary(finding)}"))
+        lines.append(words.clean(f"{number}. {words.place_of(finding)}  {words.code_of(finding)}: {words.summary(finding)}"))
     if counted and not verdict.findings:
         lines.append("no finding")
-    return [*lines, *without(verdict)]
+    return [*lines, *words.without(verdict)]
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text(clean(text), style)
+    return Text(words.clean(text), style)
 
 
 def _step(verdict: Verdict) -> Text:
     """Return one line: the step, and its shares in percent."""
-    line, percentages = Text(), rounded(shares(verdict))
-    line.append(f"STEP {milliseconds(verdict.step_ms or 0.0)}", "bold")
-    for share, name in SHARES.items():
+    line, percentages = Text(), words.rounded(words.shares(verdict))
+    line.append(f"STEP {words.milliseconds(verdict.step_ms or 0.0)}", "bold")
+    for share, name in words.SHARES.items():
         if share in percentages:
             line.append(f"   {name} ").append(f"{percentages[share]:.0f}%", COLOURS.get(share, ""))
     if verdict.lead_ms is not None:
-        line.append(f"   host ahead {milliseconds(verdict.lead_ms)}")
+        line.append(f"   host ahead {words.milliseconds(verdict.lead_ms)}")
     return line
 
 
 def _where(finding: Finding) -> Text:
-    lines = [(place_of(finding), "bold"), (code_of(finding), ""), (through(finding), "dim")]
+    lines = [(words.place_of(finding), "bold"), (words.code_of(finding), ""), (words.through(finding), "dim")]
     return Text("\n").join(_text(text, style) for text, style in lines if text)
 
 
@@ -125,15 +104,15 @@ def _table(findings: Sequence[Finding]) -> Table:
     table.add_column("where", ratio=5, overflow="fold")
     table.add_column("fix", ratio=4, overflow="fold")
     for number, finding in enumerate(findings, 1):
-        cost = "-" if finding.ms is None else milliseconds(finding.ms).removesuffix(" ms")
-        kind = _text(f"{kind_of(finding)}\n{times(finding)}").append(f"\n{finding.certainty}", "dim")
+        cost = "-" if finding.ms is None else words.milliseconds(finding.ms).removesuffix(" ms")
+        kind = _text(f"{words.kind_of(finding)}\n{words.times(finding)}").append(f"\n{finding.certainty}", "dim")
         table.add_row(str(number), Text(cost, "bold"), kind, _where(finding), _fix(finding))
     return table
 
 
 def _list(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     for number, finding in enumerate(findings, 1):
-        head = f"{number}. {price(finding)}  {kind_of(finding)}, {times(finding)}, {finding.certainty}"
+        head = f"{number}. {words.price(finding)}  {words.kind_of(finding)}, {words.times(finding)}, {finding.certainty}"
         yield _text(head, "bold")
         yield Padding(_where(finding), (0, 0, 0, 3))
         yield Padding(Text("fix: ").append_text(_fix(finding)), (0, 0, 0, 3))
@@ -147,7 +126,7 @@ def _fix(finding: Finding) -> Text:
 def _harmless(verdict: Verdict, everything: bool) -> Iterator[str]:
     shown = verdict.harmless if everything else verdict.harmless[:HARMLESS]
     for finding in shown:
-        code = code_of(finding)
-        yield f"harmless: {place_of(finding)}  {code}{', ' if code else ''}{times(finding)}, {price(finding)}"
+        code = words.code_of(finding)
+        yield f"harmless: {words.place_of(finding)}  {code}{', ' if code else ''}{words.times(finding)}, {words.price(finding)}"
     if rest := len(verdict.harmless) - len(shown):
         yield f"harmless: {rest} more (--all lists them)"
