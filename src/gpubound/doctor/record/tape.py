@@ -18,10 +18,8 @@ from difflib import SequenceMatcher
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from ...errors import DataError
 from ...watch.source_line import Place
 
-VERSION = 1
 MARK, SPAN = "stall|", "span|"
 
 CALLS = ("launch", "copy", "sync", "alloc", "free", "pin", "graph", "event", "other")
@@ -139,19 +137,7 @@ class Tape:
         names: dict[str, int] = {}
         rows = {name: [_row(event, names) for event in getattr(self, name)] for name in _ROWS}
         steps = [[round(start, 3), round(end, 3)] for start, end in self.steps]
-        return {"version": VERSION, "about": self.about, "names": list(names), **rows, "steps": steps}
-
-    @classmethod
-    def from_dict(cls, content: Any) -> Tape:
-        version = content.get("version") if isinstance(content, dict) else None
-        if version != VERSION:
-            raise DataError(f"a tape has version {VERSION}, got {version!r}; record it again with this gpubound.")
-        try:
-            names = content["names"]
-            rows = {name: [event(names[row[0]], *row[1:]) for row in content[name]] for name, event in _ROWS.items()}
-            return cls(**rows, steps=content["steps"], about=content["about"])
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"the tape is damaged ({type(error).__name__}: {error}); record it again.") from error
+        return {"about": self.about, "names": list(names), **rows, "steps": steps}
 
 
 _ROWS: dict[str, type] = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
