@@ -20,7 +20,7 @@ from typing import Any
 from ..errors import DataError
 from ..formatting import hint
 from ..watch.events import KINDS as EVENTS, Cause
-from ..watch.source_line import Place, Site
+from ..watch.source_line import Site
 
 VERSION = 1
 CERTAINTIES = ("measured", "replayed", "estimate", "counted")  # the surest first; a counted finding has no price
@@ -100,11 +100,6 @@ class Finding:
     def line(self) -> Site | None:
         """The user's line, or the forward line that built the node."""
         return self.site or self.built
-
-    @property
-    def place(self) -> Place:
-        """The location as the ledger has it."""
-        return Place(self.site, self.via, "", self.node, self.built)
 
     def as_dict(self) -> dict[str, Any]:
         line = self.line

@@ -43,14 +43,8 @@ def propose(source: SourceText, line: int) -> list[Edit]:
 
 def _class_of(source: SourceText, name: str, statement: ast.stmt) -> ast.ClassDef:
     """Return the class of this file of which the object of this name is made."""
-    callees: set[str] = set()
-    for node in ast.walk(source.scope(statement)):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                pairs = [(target, node.value)]
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = list(zip(target.elts, node.value.elts))
-                callees |= {name_of(v.func) for t, v in pairs if name and name_of(t) == name and isinstance(v, ast.Call)}
+    values = source.assigned(statement, name) if name else []
+    callees = {name_of(value.func) for value in values if isinstance(value, ast.Call)}
     classes = [node for node in source.tree.body if isinstance(node, ast.ClassDef) and node.name in callees]
     if len(callees) != 1 or len(classes) != 1:
         raise Refused(f"{name or 'the object'} is not made here of a class of this file")

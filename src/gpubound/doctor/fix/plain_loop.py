@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .source import Edit, Refused, SourceText, last_name, name_of
+from .source import Edit, Refused, SourceText, called_on, last_name, name_of, stored
 
 STEP = "train_step"  # the name that an optimizer given to a function gets
 
@@ -39,9 +39,9 @@ class PlainLoop:
 def plain_loop(source: SourceText, line: int) -> PlainLoop:
     """Return the statements of a step whose `optimizer.step()` is in this line, or in the loop that begins there."""
     loops = [node for node in ast.walk(source.tree) if isinstance(node, (ast.For, ast.While)) and node.lineno == line]
-    steps = [statement for loop in loops for statement in loop.body if _called_on(statement, "step")]
+    steps = [statement for loop in loops for statement in loop.body if called_on(statement, "step")]
     step = source.statement_at(steps[0].lineno if len(steps) == 1 else line, "step")
-    optimizer = _called_on(step, "step")
+    optimizer = called_on(step, "step")
     if not optimizer:
         raise Refused("the line is no plain optimizer.step()")
     loop = source.parents[step]
@@ -49,13 +49,13 @@ def plain_loop(source: SourceText, line: int) -> PlainLoop:
         raise Refused("optimizer.step() does not stand in the body of a loop by itself")
     body = loop.body
     at = body.index(step)
-    backward = next((n for n in reversed(body[:at]) if _called_on(n, "backward")), None)
-    zero = [n for n in body if _called_on(n, "zero_grad")]
+    backward = next((n for n in reversed(body[:at]) if called_on(n, "backward")), None)
+    zero = [n for n in body if called_on(n, "zero_grad")]
     if backward is None or len(zero) != 1:
         raise Refused("the loop has no single zero_grad(), loss.backward(), optimizer.step()")
-    loss = _called_on(backward, "backward")
+    loss = called_on(backward, "backward")
     creation, model = _creation(source, step, zero[0], optimizer)
-    if _called_on(zero[0], "zero_grad") not in (optimizer, model):
+    if called_on(zero[0], "zero_grad") not in (optimizer, model):
         raise Refused(f"zero_grad() is called on neither {optimizer} nor {model}")
     between = [n for n in body[body.index(backward) + 1 : at] if n is not zero[0]]
     clips = [n for n in between if _norm(n, model)]
@@ -128,14 +128,6 @@ def _root(node: ast.expr) -> str:
             return ""
         node = inner
     return node.id
-
-
-def _called_on(statement: ast.stmt, method: str) -> str:
-    """Return "optimizer" of the statement `optimizer.step()`; empty for any other. zero_grad may have arguments."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or last_name(call) != method:
-        return ""
-    return name_of(call.func.value) if method == "zero_grad" or not (call.args or call.keywords) else ""
 
 
 def _creation(source: SourceText, step: ast.stmt, zero: ast.stmt, optimizer: str) -> tuple[Creation, str]:
@@ -275,10 +267,6 @@ def _loop_names(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
 
 def names_in(node: ast.AST) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-
-
-def stored(node: ast.AST) -> set[str]:
-    return set(_ordered(node))
 
 
 def _ordered(node: ast.AST) -> dict[str, None]:

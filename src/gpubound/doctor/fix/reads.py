@@ -58,7 +58,7 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
         case ast.UnaryOp(operand=inner) | ast.Subscript(value=inner) | ast.BinOp(op=ast.BitAnd() | ast.BitOr(), left=inner):
             return _number(source, inner, met)
         case ast.Name(id=name) if name not in met:
-            values = _assigned(source, read, name)
+            values = source.assigned(read, name)
             types = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
             return types.pop() if len(types) == 1 else "float"
         case ast.Call(func=ast.Attribute(value=owner, attr=name), args=arguments):
@@ -76,7 +76,7 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
 def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) -> str:
     """Return the type of a sum: an integer only if it begins as one and only integers are added."""
     assert isinstance(statement, ast.AugAssign) and isinstance(read.func, ast.Attribute)
-    begun, inner = {type(constant(value)) for value in _assigned(source, statement, name)}, read.func.value
+    begun, inner = {type(constant(value)) for value in source.assigned(statement, name)}, read.func.value
     if _number(source, read) == "float":
         if begun == {int} and isinstance(inner, ast.Call) and last_name(inner) == "sum":
             raise Refused(f"what is added to {name} may be whole numbers; begin it as 0.0 if it is not")
@@ -86,23 +86,6 @@ def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) 
     if begun == {int} and statement.value is read:
         return "int"
     raise Refused(f"{name} may be a whole number or not")
-
-
-def _assigned(source: SourceText, node: ast.AST, name: str) -> list[ast.expr]:
-    """Return the values that are assigned to `name` around a node, except by the statement that the node is."""
-    values: list[ast.expr] = []
-    for statement in ast.walk(source.tree if "." in name else source.scope(node)):
-        pairs: list[tuple[ast.expr, ast.expr]] = []
-        if isinstance(statement, ast.Assign) and statement is not node:
-            pairs = [(target, statement.value) for target in statement.targets]
-        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            pairs = [(statement.target, statement.value)]
-        for target, value in pairs:
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-                pairs += zip(target.elts, value.elts)  # which this loop then visits
-            elif name_of(target) == name:
-                values.append(value)
-    return values
 
 
 def _item_call(statement: ast.stmt) -> ast.Call:
@@ -155,7 +138,7 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
 def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: str, kind: str) -> list[Edit]:
     """Return edits that convert a kept scalar to a number wherever it is used."""
     edits = []
-    for value in _assigned(source, statement, name):
+    for value in source.assigned(statement, name):
         if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
             raise Refused(f"{name} is no number at first, in line {value.lineno}")
     for use in _uses(source, statement, name):
@@ -223,7 +206,7 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
         appended = isinstance(parent, ast.Attribute) and parent.attr == "append"
         if loop in source.above(use) and not counted and not appended:
             raise Refused(f"{name} is used inside the loop, in line {use.lineno}")
-    values = _assigned(source, statement, name)
+    values = source.assigned(statement, name)
     lists = [v for v in values if isinstance(v, (ast.List, ast.ListComp)) or name_of(getattr(v, "func", v)) == "list"]
     if not values or len(lists) < len(values):
         raise Refused(f"{name} is not made as a list in this function")

@@ -127,6 +127,22 @@ class SourceText:
         """Return the function that a node is in, or the module."""
         return next((n for n in self.above(node) if isinstance(n, FUNCTIONS)), self.tree)
 
+    def assigned(self, node: ast.AST, name: str) -> list[ast.expr]:
+        """Return the values that are assigned to `name` around a node, except by the statement that the node is."""
+        values: list[ast.expr] = []
+        for statement in ast.walk(self.tree if "." in name else self.scope(node)):
+            pairs: list[tuple[ast.expr, ast.expr]] = []
+            if isinstance(statement, ast.Assign) and statement is not node:
+                pairs = [(target, statement.value) for target in statement.targets]
+            if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                pairs = [(statement.target, statement.value)]
+            for target, value in pairs:
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+                    pairs += zip(target.elts, value.elts)  # which this loop then visits
+                elif name_of(target) == name:
+                    values.append(value)
+        return values
+
     def loop(self, node: ast.AST) -> ast.stmt | None:
         """Return the innermost loop around a node in the same function."""
         for parent in self.above(node):
@@ -180,6 +196,19 @@ class SourceText:
 def _lines(data: bytes) -> list[bytes]:
     """Split into lines as Python does: at \\r\\n, \\n and \\r."""
     return io.StringIO(data.decode(), newline="").read().encode().splitlines(keepends=True)
+
+
+def stored(node: ast.AST) -> set[str]:
+    """Return the names that are assigned in a node."""
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def called_on(statement: ast.stmt, method: str) -> str:
+    """Return "optimizer" of the statement `optimizer.step()`; empty for any other. zero_grad may have arguments."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or last_name(call) != method:
+        return ""
+    return name_of(call.func.value) if method == "zero_grad" or not (call.args or call.keywords) else ""
 
 
 def name_of(node: ast.AST) -> str:

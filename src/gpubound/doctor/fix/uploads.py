@@ -8,7 +8,18 @@ y = a[order] + b[order]                    order_on_device = torch.as_tensor(ord
 import ast
 from collections.abc import Sequence
 
-from .source import Edit, Patch, Refused, SourceText, check_moves_tensors, imported_lines, last_name, name_of, with_keywords
+from .source import (
+    Edit,
+    Patch,
+    Refused,
+    SourceText,
+    check_moves_tensors,
+    imported_lines,
+    last_name,
+    name_of,
+    stored,
+    with_keywords,
+)
 
 PINNED = "pinned"
 MAKING = ("tensor", "as_tensor", "Tensor")
@@ -79,7 +90,7 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     block = source.block(first)
     if not all(any(outer in block for outer in (statement, *source.above(statement))) for statement in statements):
         raise Refused(f"the lines that index by {name} are not in one block")
-    if any(name in _stored(statement) for statement in statements):
+    if any(name in stored(statement) for statement in statements):
         raise Refused(f"{name} is assigned between them")
     named = [node for node in uses if name_of(node.value)]
     if not named:
@@ -96,10 +107,6 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
 
 def _indexed(node: ast.Subscript) -> bool:
     return isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Name)
-
-
-def _stored(statement: ast.stmt) -> set[str]:
-    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
 UNCHECKED = "torch.distributions.Distribution.set_default_validate_args(False)"

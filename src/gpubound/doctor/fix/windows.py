@@ -83,12 +83,7 @@ def _terms(source: SourceText, bound: ast.expr | None) -> list[str]:
 
 def _is_drawn(source: SourceText, starts: ast.Name) -> bool:
     """Return whether the starts are a vector on the host of numbers from 0 up: a slice from a negative start is another one."""
-    assigned = [
-        node.value
-        for node in ast.walk(source.scope(starts))
-        if isinstance(node, ast.Assign) and any(name_of(target) == starts.id for target in node.targets)
-    ]
-    match assigned:
+    match source.assigned(starts, starts.id):
         case [ast.Call(func=function, args=[*lowest, _, ast.Tuple(elts=[_])], keywords=[])] if len(lowest) <= 1:
             low = constant(lowest[0]) if lowest else 0
             return name_of(function) == "torch.randint" and isinstance(low, int) and low >= 0
