@@ -330,19 +330,7 @@ class Prices:
     def inside(self, wanted: Callable[[Span], bool]) -> frozenset[int]:
         """Return the calls that a thread made within its spans of this kind."""
         tape = self.evidence.tape
-        if tape is None:
-            return frozenset()
-        times: dict[int, list[tuple[float, float]]] = {}
-        for span in tape.spans:
-            if wanted(span):
-                times.setdefault(span.thread, []).append((span.start, span.end))
-        calls = set()
-        for index, call in enumerate(tape.calls):
-            mine = times.get(call.thread, [])
-            before = bisect_right(mine, (call.start, float("inf"))) - 1
-            if before >= 0 and call.start < mine[before][1]:
-                calls.add(index)
-        return frozenset(calls)
+        return frozenset() if tape is None else frozenset(tape.spans_around(range(len(tape.calls)), wanted))
 
     @cached_property
     def pace(self) -> float | None:

@@ -12,7 +12,8 @@ Both show the same steps, so the blocking calls of a step are matched by their o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from operator import attrgetter
@@ -130,6 +131,25 @@ class Tape:
             steps,
             self.about,
         )
+
+    def spans_around(self, calls: Iterable[int], wanted: Callable[[Span], bool]) -> dict[int, int]:
+        """Return the outermost span of this kind around each of these calls on its thread, as indices, where there is one."""
+        outermost: dict[int, list[int]] = {}
+        for index, span in enumerate(self.spans):
+            if wanted(span):
+                mine = outermost.setdefault(span.thread, [])
+                last = self.spans[mine[-1]] if mine else None
+                if last is None or span.start >= last.end:
+                    mine.append(index)
+                elif span.start == last.start and span.end > last.end:
+                    mine[-1] = index
+        around = {}
+        for index in calls:
+            call, spans = self.calls[index], outermost.get(self.calls[index].thread, [])
+            before = bisect_right(spans, call.start, key=lambda n: self.spans[n].start) - 1
+            if before >= 0 and call.start < self.spans[spans[before]].end:
+                around[index] = spans[before]
+        return around
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON. An event is the list of its fields, its name an index into `names`, its times rounded to the

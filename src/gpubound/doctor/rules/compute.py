@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -182,23 +182,30 @@ SOFTMAX = frozenset({"_safe_softmax"})
 MATH_GAIN = 1.9  # of its forward, for both ways: 1.85 to 2.05 on an H200, 512 to 2048 tokens, heads of 64 and 128
 
 
-def busiest(evidence: Measurements, ops: frozenset[str]) -> Place:
-    """Return the line that runs most of these ops, not counting backward."""
-    lines = [[row for row in rows if row.what in ops and not row.place.node] for rows in evidence.by_line("launch")]
-    rows = max(lines, key=lambda rows: evidence.count_per_step(rows), default=[])
+def busiest(evidence: Measurements, wanted: Callable[[LedgerRow], object]) -> Place:
+    """Return the line with most of these launches."""
+    lines = [[row for row in rows if wanted(row)] for rows in evidence.by_line("launch")]
+    rows = max(lines, key=evidence.count_per_step, default=[])
     return rows[0].place if rows else Place()
+
+
+def _forward_of(ops: frozenset[str]) -> Callable[[LedgerRow], bool]:
+    """Return a predicate for launches by these ops outside of backward."""
+    return lambda row: row.what in ops and not row.place.node
 
 
 def products(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     tape = evidence.tape
     if tape is None:
         return
-    own = line_of(busiest(evidence, SOFTMAX)) if any(MATH in span.name for span in tape.spans) else None  # attention's own line
+    own = (
+        line_of(busiest(evidence, _forward_of(SOFTMAX))) if any(MATH in span.name for span in tape.spans) else None
+    )  # attention's own line
     for names, gain, sort, fix in SORTS:
         works = [work for work in tape.work if work.kind == "kernel" and names.search(work.name)]
         numbers = {work.correlation for work in works} - {0}
         ms = prices.without_work([n for n, call in enumerate(tape.calls) if call.correlation in numbers], gain)
-        place = busiest(evidence, OPS)
+        place = busiest(evidence, _forward_of(OPS))
         if (prices.share(ms) or 0.0) >= SHARE and (line_of(place) is None or line_of(place) != own):
             count = len(works) / evidence.taped_steps
             spent = sum(work.end - work.start for work in works) / evidence.taped_steps / 1e3
@@ -210,7 +217,7 @@ def attention(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
     spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name] if evidence.tape else []
     if count := len(spans) / evidence.taped_steps:
         ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN, spans)
-        place = busiest(evidence, SOFTMAX)
+        place = busiest(evidence, _forward_of(SOFTMAX))
         yield estimate("attention", place, count, f"{count:.3g} calls a step write all scores to memory", ms)
 
 

@@ -17,11 +17,11 @@ from ...watch.events import MASKING
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import LIBRARY, Place, Site, Stack, owner
 from ..price.prices import Line, Measurements, Prices, line_of
-from .compute import computing
+from .compute import EVERY, busiest, computing
+from .remedies import parsed
 from .waits import StallCandidate, estimate, spans_of, writes_checkpoint
 
 BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
-EVERY = 0.9  # a step: recorded steps may begin in the middle of one
 WORK = 0.02  # of a step: sampled times of lines differ by about as much from run to run
 PER_LAUNCH = 4.0  # times the mean of the step: a line that takes less for each of its launches does little but launch
 SHOWN = 4  # lines of a loop, or reasons, that are listed
@@ -39,10 +39,7 @@ class Loop:
 @lru_cache(maxsize=256)
 def _blocks(file: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Return the first and last lines of a file's loops, and of its functions; nothing for a file that cannot be parsed."""
-    try:
-        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
-    except (SyntaxError, ValueError):
-        return [], []
+    nodes = list(ast.walk(parsed(file)))
     loops = [(n.lineno, n.end_lineno or n.lineno) for n in nodes if isinstance(n, (ast.For, ast.While, ast.AsyncFor))]
     functions = [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
     return loops, [(n.lineno, n.end_lineno or n.lineno) for n in functions]
@@ -135,7 +132,7 @@ def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
         return
     launches = sum(call.kind == "launch" for call in evidence.tape.calls) / evidence.taped_steps
     text = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
-    loop, place = loop_of(evidence), updating(evidence)
+    loop, place = loop_of(evidence), busiest(evidence, lambda row: row.place.via and OPTIMIZERS in row.place.via.file)
     site = loop.site if loop is not None else loop_around(place.site) if place.site is not None else None
     if loop is not None and loop.late:
         parts = [f"line {each.line} {ms:.3g} ms ({each.code})" for each, ms in list(loop.late.items())[:SHOWN]]
@@ -161,7 +158,7 @@ def in_the_way(evidence: Measurements, loop: Site) -> list[str]:
     reasons: dict[int, str] = {}
     for row in evidence.rows:
         site = row.place.site
-        often = row.count >= 0.9 * evidence.steps  # what is printed rarely stands outside of the captured step
+        often = row.count >= EVERY * evidence.steps  # what is printed rarely stands outside of the captured step
         if (
             site is None
             or site.file != loop.file
@@ -181,11 +178,3 @@ def _reason(row: LedgerRow) -> str:
     if row.kind in ("sync", "d2h"):
         return "reads the GPU"
     return "computes on the CPU" if row.kind == "cpu_op" else ""
-
-
-def updating(evidence: Measurements) -> Place:
-    """Return the line that ends a step: the line from which an optimizer launches most."""
-    every = evidence.by_line("launch")
-    lines = [[row for row in rows if row.place.via and OPTIMIZERS in row.place.via.file] for rows in every]
-    rows = max(lines, key=lambda rows: evidence.count_per_step(rows), default=[])
-    return rows[0].place if rows else Place()

@@ -104,7 +104,7 @@ def _is_simple(node: ast.AST) -> bool:
 
 def _statement(site: Site) -> tuple[ast.stmt | None, ast.AST | None]:
     """Return the plain statement around a line, which may begin before it, and the function or module that it is in."""
-    tree = _parsed(site.file)
+    tree = parsed(site.file)
     covering = [n for n in ast.walk(tree) if getattr(n, "lineno", 0) <= site.line <= (getattr(n, "end_lineno", 0) or 0)]
     statements = [n for n in covering if _is_simple(n)]
     functions = [n for n in covering if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
@@ -112,7 +112,7 @@ def _statement(site: Site) -> tuple[ast.stmt | None, ast.AST | None]:
 
 
 @lru_cache(maxsize=64)
-def _parsed(file: str) -> ast.Module:
+def parsed(file: str) -> ast.Module:
     """Return a file's syntax tree; an empty one if it cannot be parsed."""
     try:
         return ast.parse("".join(linecache.getlines(file)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -158,29 +158,12 @@ MUCH = 100.0  # µs; an op that only copies kept its host for 45 to 56 besides t
 
 def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
     """Return the outermost ops around these copies in which the host was busy for more than MUCH µs besides the copy."""
-    outermost = _outermost_ops(tape)
     busy: dict[int, float] = {}
-    for index in calls:
-        call = tape.calls[index]
-        spans = outermost.get(call.thread, [])
-        before = bisect_right(spans, call.start, key=lambda pair: pair[1].start) - 1
-        if call.kind == "copy" and before >= 0 and call.end <= spans[before][1].end:
-            number, span = spans[before]
-            busy[number] = busy.get(number, span.end - span.start) - (call.end - call.start)
+    copies = [index for index in calls if tape.calls[index].kind == "copy"]
+    for index, number in tape.spans_around(copies, lambda span: span.kind == "op").items():
+        call, span = tape.calls[index], tape.spans[number]
+        busy[number] = busy.get(number, span.end - span.start) - (call.end - call.start)
     return frozenset(number for number, us in busy.items() if us > MUCH)
-
-
-def _outermost_ops(tape: Tape) -> dict[int, list[tuple[int, Span]]]:
-    """Return each thread's ops that are inside no other op, with their indices on the tape."""
-    by_thread: dict[int, list[tuple[int, Span]]] = {}
-    for index, span in enumerate(tape.spans):
-        if span.kind == "op":
-            mine = by_thread.setdefault(span.thread, [])
-            if not mine or span.start >= mine[-1][1].end:
-                mine.append((index, span))
-            elif span.start == mine[-1][1].start and span.end > mine[-1][1].end:
-                mine[-1] = (index, span)
-    return by_thread
 
 
 FREE = "pinned, non_blocking"
