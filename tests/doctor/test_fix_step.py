@@ -37,29 +37,7 @@ def proposed(tmp_path, text: str):
     return path, repair([Target("launch_bound", str(path), line)])
 
 
-def test_the_patched_copy_computes_the_same_losses(tmp_path):
-    path, made = proposed(tmp_path, SCRIPT)
-    assert not made.refused and not made.equal
-    before = runpy.run_path(str(path))["losses"]
-    made.apply()
-    text = path.read_text()
-    assert message("doctor/fix_step:the_patched_copy_compute").within(text) and "backward()" not in text
-    assert message("doctor/fix_step:the_patched_copy_compute.2").within(text)
-    after = runpy.run_path(str(path))["losses"]
-    assert len(set(before)) == 15 and after == pytest.approx(before, rel=1e-5)
-
-
-def test_a_finding_names_the_loop_or_the_line_that_updates(tmp_path):
-    path, made = proposed(tmp_path, SCRIPT)
-    loop = next(n for n, words in enumerate(SCRIPT.splitlines(), 1) if "enumerate(data)" in words)
-    again = repair([Target("launch_bound", str(path), loop)])
-    assert not again.refused and again.diff() == made.diff()
-    assert repair([Target("launch_bound", str(path), loop - 1)]).refused, "the loop over epochs has no step of its own"
-
-
-def test_a_function_and_a_single_batch(tmp_path):
-    """The names of a function's own, a batch of one name, zero_grad at the end."""
-    text = """\
+FUNCTION = """\
 import torch
 def train(model, data):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,18 +50,9 @@ def train(model, data):
         kept.append(loss.item())
     return kept
 torch.manual_seed(0)
-kept = train(torch.nn.Linear(3, 1), [torch.rand(4, 3) for _ in range(4)])
+losses = train(torch.nn.Linear(3, 1), [torch.rand(4, 3) for _ in range(4)])
 """
-    path, made = proposed(tmp_path, text)
-    before = runpy.run_path(str(path))["kept"]
-    made.apply()
-    assert message("doctor/fix_step:a_function_and_a_single").within(path.read_text())
-    assert runpy.run_path(str(path))["kept"] == pytest.approx(before, rel=1e-5)
-
-
-def test_a_batch_that_a_counter_picks(tmp_path):
-    """Its parts keep their order, though the forward reads the second one first."""
-    text = """\
+PICKED = """\
 import torch
 torch.manual_seed(0)
 data = [(torch.rand(4, 3), torch.rand(4, 1)) for _ in range(3)]
@@ -98,13 +67,6 @@ for step in range(6):
     optimizer.step()
     losses.append(loss.item())
 """
-    path, made = proposed(tmp_path, text)
-    before = runpy.run_path(str(path))["losses"]
-    made.apply()
-    assert "loss = train_step([(x, y)]).loss" in path.read_text()
-    assert runpy.run_path(str(path))["losses"] == pytest.approx(before, rel=1e-5) and len(set(before)) == 6
-
-
 GLOBAL = """\
 import torch
 from torch.nn import functional
@@ -156,16 +118,45 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("text", [GLOBAL, GIVEN], ids=["global", "given"])
-def test_a_loop_in_a_function_whose_optimizer_is_made_outside(tmp_path, text):
-    """Autocast and clipping belong to the step; what reads the loss alone stands after it."""
+COPIES = {
+    "a loop of a module": (
+        SCRIPT,
+        15,
+        ("doctor/fix_step:the_patched_copy_compute", "doctor/fix_step:the_patched_copy_compute.2"),
+    ),
+    "a function's own names, a batch of one name, zero_grad at the end": (
+        FUNCTION,
+        4,
+        ("doctor/fix_step:a_function_and_a_single",),
+    ),
+    "a batch that a counter picks, whose second part is read first": (PICKED, 6, ()),
+    "a global optimizer, autocast and clipping": (GLOBAL, 3, ()),
+    "an optimizer that a function is given": (GIVEN, 3, ()),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_the_patched_copy_computes_the_same_losses(tmp_path, name):
+    """What reads the loss alone stands after the step."""
+    text, count, written = COPIES[name]
     path, made = proposed(tmp_path, text)
-    assert not made.refused, made
+    assert not made.refused and not made.equal, made
     before = runpy.run_path(str(path), run_name="__main__")["losses"]
     made.apply()
-    assert "backward()" not in path.read_text() and path.read_text().count("gb.TrainStep(") == 1
-    after = runpy.run_path(str(path), run_name="__main__")["losses"]
-    assert len(set(before)) == 3 and after == pytest.approx(before, rel=1e-5)
+    after = path.read_text()
+    assert all(message(words).within(after) for words in written)
+    assert "backward()" not in after and after.count("gb.TrainStep(") == 1
+    losses = runpy.run_path(str(path), run_name="__main__")["losses"]
+    assert len(set(before)) == count and losses == pytest.approx(before, rel=1e-5)
+
+
+def test_a_finding_names_the_loop_or_the_line_that_updates(tmp_path):
+    path, made = proposed(tmp_path, SCRIPT)
+    loop = next(n for n, words in enumerate(SCRIPT.splitlines(), 1) if "enumerate(data)" in words)
+    again = repair([Target("launch_bound", str(path), loop)])
+    assert not again.refused and again.diff() == made.diff()
+    assert repair([Target("launch_bound", str(path), loop - 1)]).refused, "the loop over epochs has no step of its own"
+    assert "+    loss = train_step([(x, y)]).loss" in proposed(tmp_path, PICKED)[1].diff(), "parts of a batch keep their order"
 
 
 def test_an_optimizer_that_is_not_ours_and_one_of_another_library_are_kept(tmp_path):

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from html.parser import HTMLParser
-from io import StringIO
 
 import pytest
-from rich.console import Console
 
-from gpubound.monitor import LiveLine, RunTape, write_report
+from gpubound.monitor import RunTape, write_report
+
+from .test_live import shown
 
 NASTY = "</pre><script>alert(1)</script><img src=x onerror='alert(2)'>\"'><svg onload=alert(3)> {{7*7}} & \ud800"
 
@@ -55,17 +55,12 @@ def test_nothing_that_a_tape_says_is_markup(tmp_path, count):
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("name", ["[/b]", "[red]x", ":smile:", "{task}"])
 def test_a_name_is_shown_as_it_is(name, terminal):
-    out = StringIO()
-    with LiveLine(1, name, Console(file=out, width=120, force_terminal=terminal, color_system=None)) as live:
-        live.show({"step": 1, "loss": 2.0, "phase": name})
-    assert out.getvalue().count(name) >= 2
+    text = shown(1, [{"step": 1, "loss": 2.0, "phase": name}], name, force_terminal=terminal, color_system=None)
+    assert text.count(name) >= 2
 
 
-def test_a_name_does_not_steer_the_terminal(capsys):
-    out = StringIO()
-    with LiveLine(1, "a\x1b[2J", Console(file=out, width=120)) as live:
-        live.show({"step": 1, "phase": "b\x1b]0;c\x07"})
-    assert out.getvalue() == "a\\x1b[2J 1/1  b\\x1b]0;c\\x07\n"
+def test_a_name_does_not_steer_the_terminal():
+    assert shown(1, [{"step": 1, "phase": "b\x1b]0;c\x07"}], "a\x1b[2J") == "a\\x1b[2J 1/1  b\\x1b]0;c\\x07\n"
 
 
 def test_a_series_without_a_finite_point_beside_one_that_has_some(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from gpubound import trace
 from gpubound.monitor import LiveLine
 from gpubound.monitor.live import Gauges, _Chip, check_log, open_log
 from tests.messages import message, refusal
@@ -67,12 +66,11 @@ def test_a_gpu_without_the_counters_gives_power_alone():
     assert _Chip(FakeNvml(supported=False), "handle").read() == {"power_w": 312.5}
 
 
-def test_what_the_gpu_refuses_is_left_out_aloud_and_not_asked_again(capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_what_the_gpu_refuses_is_left_out_aloud_and_not_asked_again(said):
     nvml = FakeNvml(power=None)
     chip = _Chip(nvml, "handle")
     assert chip.read() == {"sm_active": 0.4}
-    assert capsys.readouterr().err == message("monitor/live:what_the_gpu_refuses_is")
+    assert said() == message("monitor/live:what_the_gpu_refuses_is")
     nvml.power = 100_000
     assert chip.read() == {"sm_active": 0.4}
 
@@ -100,21 +98,22 @@ def test_a_real_gpu(device):
     assert "sm_active" not in found or 0 < found["sm_active"] <= 1
 
 
-def test_what_is_measured_seldom_stays_in_the_line():
+def shown(steps: int, records, title="demo", **console) -> str:
     out = StringIO()
-    with LiveLine(10, "demo", Console(file=out, width=200)) as live:
-        live.show({"step": 1, "loss": 3.0, "memory_bytes": 5e8, "held_out": 3.25})
-        live.show({"step": 2, "loss": 2.0})
-    assert out.getvalue().splitlines()[-1] == message("monitor/live:what_is_measured_seldom")
+    with LiveLine(steps, title, Console(file=out, **{"width": 200} | console)) as live:
+        for record in records:
+            live.show(record)
+    return out.getvalue()
+
+
+def test_what_is_measured_seldom_stays_in_the_line():
+    text = shown(10, [{"step": 1, "loss": 3.0, "memory_bytes": 5e8, "held_out": 3.25}, {"step": 2, "loss": 2.0}])
+    assert text.splitlines()[-1] == message("monitor/live:what_is_measured_seldom")
 
 
 def test_another_phase_has_another_held_out_loss():
-    out = StringIO()
-    with LiveLine(10, "demo", Console(file=out, width=200)) as live:
-        live.show({"step": 4, "loss": 3.0, "held_out": 3.25, "phase": "books"})
-        live.show({"step": 5, "loss": 2.0, "phase": "books"})
-        live.show({"step": 6, "loss": 1.0, "phase": "chats"})
-    assert out.getvalue().splitlines() == [
+    books = [{"step": 4, "loss": 3.0, "held_out": 3.25, "phase": "books"}, {"step": 5, "loss": 2.0, "phase": "books"}]
+    assert shown(10, [*books, {"step": 6, "loss": 1.0, "phase": "chats"}]).splitlines() == [
         message("monitor/live:another_phase_has_anothe"),
         message("monitor/live:another_phase_has_anothe.2"),
         message("monitor/live:another_phase_has_anothe.3"),
@@ -122,29 +121,22 @@ def test_another_phase_has_another_held_out_loss():
 
 
 def test_the_first_step_of_a_resumed_run_is_shown():
-    out = StringIO()
-    with LiveLine(100, "demo", Console(file=out, width=200)) as live:
-        for step in range(57, 63):
-            live.show({"step": step, "loss": 2.0})
-    assert out.getvalue().splitlines() == ["demo 57/100  loss 2.000", "demo 60/100  loss 2.000"]
+    lines = shown(100, [{"step": step, "loss": 2.0} for step in range(57, 63)]).splitlines()
+    assert lines == ["demo 57/100  loss 2.000", "demo 60/100  loss 2.000"]
 
 
 def test_on_a_terminal_of_80_columns_the_bar_and_all_figures_are_seen():
-    out = StringIO()
     figures = {"loss": 3.21, "held_out": 3.5, "tokens_per_s": 192_000, "mfu": 0.494, "gpu_busy": 0.97, "power_w": 690}
-    with LiveLine(2000, "first", Console(file=out, force_terminal=True, width=80)) as live:
-        live.show({"step": 1200, "phase": "pretrain", **figures, "memory_bytes": 2.37e10, "skipped": 1})
-    bar, *below = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue().split("\x1b[2K")[-1]).splitlines()
+    record = {"step": 1200, "phase": "pretrain", **figures, "memory_bytes": 2.37e10, "skipped": 1}
+    text = shown(2000, [record], "first", force_terminal=True, width=80)
+    bar, *below = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.split("\x1b[2K")[-1]).splitlines()
     assert bar.startswith("first ━") and "1200/2000" in bar
     assert " ".join(" ".join(below).split()) == message("monitor/live:on_a_terminal_of_80_colu")
 
 
 def test_live_without_a_terminal_prints_ten_lines():
-    out = StringIO()
-    with LiveLine(100, "demo", Console(file=out, width=200)) as live:
-        for step in range(1, 101):
-            live.show({"step": step, "loss": 2.0, "tokens_per_s": 192_400, "syncs": 0})
-    lines = out.getvalue().splitlines()
+    records = [{"step": step, "loss": 2.0, "tokens_per_s": 192_400, "syncs": 0} for step in range(1, 101)]
+    lines = shown(100, records).splitlines()
     assert len(lines) == 11 and lines[-1] == message("monitor/live:live_without_a_terminal")
 
 

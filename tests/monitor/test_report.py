@@ -12,14 +12,7 @@ from gpubound.monitor import RunTape, changed, report, write_report
 from gpubound.monitor.figures import Figures, warnings
 from tests.messages import message, refusal
 
-from .tapes import PLACEMENT, diverged_run, gpu_run
-
-
-def a_run(path, name="first", steps=30, slope=1.0):
-    tape = RunTape.create(path, name=name, verdict="ran on the CPU")
-    for step in range(1, steps + 1):
-        tape.append({"step": step, "loss": 5.0 - slope * step / steps, "tokens_per_s": 1000.0 + step, "mfu": None})
-    return tape
+from .tapes import PLACEMENT, a_run, diverged_run, gpu_run
 
 
 def test_a_nan_loss_is_kept(tmp_path):

@@ -4,18 +4,12 @@ import os
 
 import pytest
 
-from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.monitor import RunTape
 from gpubound.monitor.figures import Figures
 from tests.messages import message, refusal
 
-
-def a_run(path, name="first", steps=30, slope=1.0):
-    tape = RunTape.create(path, name=name, verdict="ran on the CPU")
-    for step in range(1, steps + 1):
-        tape.append({"step": step, "loss": 5.0 - slope * step / steps, "tokens_per_s": 1000.0 + step, "mfu": None})
-    return tape
+from .tapes import a_run
 
 
 def test_a_tape_reads_back_what_was_written(tmp_path):
@@ -36,13 +30,12 @@ def test_a_resumed_run_overwrites_the_steps_it_repeats(tmp_path):
     assert tape.about["name"] == "first" and tape.about["resumed"] is True
 
 
-def test_half_a_line_is_left_out_aloud(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_half_a_line_is_left_out_aloud(tmp_path, said):
     a_run(tmp_path, steps=3)
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     assert len(RunTape.open(tmp_path).steps()) == 3
-    assert capsys.readouterr().err == message("monitor/tape:half_a_line_is_left_out", tmp_path)
+    assert said() == message("monitor/tape:half_a_line_is_left_out", tmp_path)
 
 
 def test_a_line_that_was_cut_off_does_not_swallow_the_next(tmp_path):
@@ -53,15 +46,14 @@ def test_a_line_that_was_cut_off_does_not_swallow_the_next(tmp_path):
     assert [r["step"] for r in RunTape.open(tmp_path).steps()] == [1, 2, 3, 4]
 
 
-def test_rewinding_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_rewinding_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path, said):
     tape = a_run(tmp_path, steps=9)
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"step": 10, "lo')
     tape.rewind(6)
     tape.append({"step": 7, "loss": 0.5})
     assert [r["step"] for r in tape.steps()] == list(range(1, 8)) and tape.steps()[-1]["loss"] == 0.5
-    assert "line 10 is cut off" in capsys.readouterr().err
+    assert "line 10 is cut off" in said()
 
 
 def test_a_resumed_run_counts_its_time_and_its_starts_together(tmp_path, monkeypatch):
