@@ -10,7 +10,7 @@ import gzip
 import json
 import linecache
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from hashlib import sha256
@@ -121,15 +121,11 @@ def page(verdict: Verdict, evidence: Measurements | None = None, proof: Proof | 
     packed = Payload() if evidence is None or evidence.tape is None else _packed(verdict, evidence)
     return _template().render(
         verdict=verdict,
-        conclusion=words.conclusion(verdict),
-        notes=words.notes(verdict),
+        words=words,
         tiles=_tiles(verdict),
-        shares=words.rounded(words.shares(verdict), 1),
         stacked=_stacked(verdict),
         patches=sum(bool(finding.patch) for finding in verdict.findings),
         causes={k: name for k, name in words.SHARES.items() if k != "host_late" or not words.late(verdict)} | words.LEAVES,
-        host_late=words.late_for(verdict),
-        remarks=[*words.together(verdict), *words.adds_up(verdict), *verdict.unlocated],
         measured=_measured(verdict),
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
@@ -152,11 +148,7 @@ class Payload:
 
 @cache
 def _template() -> Template:
-    filters: dict[str, Callable[..., Any]] = {
-        "ms": words.milliseconds, "machine": words.machine, "price": words.price, "place": words.place_of,
-        "times": words.times, "through": words.through, "code": words.code_of, "kind": words.kind_of, "snippet": snippet,
-    }  # fmt: skip
-    return environment("gpubound.doctor.report", **filters).get_template("doctor.html.j2")
+    return environment("gpubound.doctor.report", snippet=snippet).get_template("doctor.html.j2")
 
 
 def snippet(finding: Finding) -> list[tuple[int, str, bool]]:
