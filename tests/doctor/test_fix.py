@@ -252,6 +252,10 @@ REFUSED = {
         "o = {'num_workers': 1}\nl = DataLoader(d, **o); f(o['x'])  # here\n",
     ),
     "optimizer: line 2 writes foreach in an unusual way": ("optimizer", "o = {'foreach': True}\nAdam(ps, **o)  # here\n"),
+    "loader: num_workers is set outside of a dictionary's brackets": (
+        "data",
+        "o = {}\nif gpu:\n    o['num_workers'] = 1\nl = DataLoader(d, **o)  # here\n",
+    ),
     "loader: line 1 passes **options": ("data", "l = DataLoader(d, **options)  # here\n"),
     "loader: there are 2 DataLoaders in this file": ("data", "a = DataLoader(d)\nb = DataLoader(e)\nf()  # here\n"),
     "loader: each worker would go over the whole IterableDataset": (

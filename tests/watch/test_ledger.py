@@ -2,10 +2,12 @@
 
 import gc
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils import _device
 
 from gpubound import trace
 from gpubound.errors import BudgetError
@@ -253,6 +255,16 @@ def test_nothing_is_left_behind(sim):
     assert gputrace.StreamSynchronizationCallbacks.callback_list == []
     assert torch._C._len_torch_dispatch_stack() == 0
     assert not any("gpubound" in getattr(callback, "__module__", "") for callback in gc.callbacks)
+
+
+def test_a_default_device_that_is_first_set_within_a_ledger_remains_one(sim):
+    """Torch caches its functions then, torch.tensor among them, which a ledger replaces."""
+    _device._device_constructors.cache_clear()
+    places = []
+    for ledger in (watch(), nullcontext()):
+        with ledger, torch.device("meta"):
+            places.append(torch.tensor([1.0]).device.type)
+    assert places == ["meta", "meta"]
 
 
 def test_a_sensor_that_cannot_start_leaves_nothing_behind(sim, monkeypatch):

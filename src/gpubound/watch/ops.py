@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import accelerator
@@ -368,6 +369,7 @@ def leave(listener: Listener) -> None:
 
 
 def _install() -> None:
+    _device._device_constructors()  # torch caches the functions that `with torch.device(...)` knows: not those put here
     calls = (
         (torch.cuda, "synchronize", lambda *_: announce("torch.cuda.synchronize", "cuda")),
         (torch.cuda.Stream, "synchronize", lambda *_: announce("stream.synchronize", "cuda")),

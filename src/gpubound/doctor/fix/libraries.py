@@ -4,7 +4,7 @@ accelerator = Accelerator()        accelerator = Accelerator(dataloader_config=D
 trainer = Trainer(args=args)       args.accelerator_config.non_blocking = True
                                    trainer = Trainer(args=args)
 
-accelerate and Lightning do not pin the memory of a DataLoader that the script makes; Trainer pins that of its own.
+accelerate and Lightning do not pin the memory of a DataLoader that the script makes; Trainer makes and pins its loader.
 """
 
 from .source import Edit, Patch, Refused, SourceText, imported, keywords_of, last_name, name_of, with_keywords
@@ -42,14 +42,14 @@ def _pinned(source: SourceText) -> list[Edit]:
 
 
 def propose_unfiltered(source: SourceText, line: int) -> list[Edit]:
-    """Propose that Trainer logs the loss as it is, instead of reading each to see whether it is finite."""
+    """Propose that Trainer logs every loss, instead of reading each to see whether it is finite."""
     return _before_trainer(source, "logging_nan_inf_filter = False")
 
 
 def _before_trainer(source: SourceText, setting: str) -> list[Edit]:
     """Return an edit that changes the arguments of the file's one Trainer before it is made."""
-    made = [call for call in source.calls() if last_name(call).endswith("Trainer") and not call.args[1:]]
-    arguments = [(call, name_of(keyword.value)) for call in made for keyword in call.keywords if keyword.arg == "args"]
+    trainers = [call for call in source.calls() if last_name(call).endswith("Trainer") and not call.args[1:]]
+    arguments = [(call, name_of(keyword.value)) for call in trainers for keyword in call.keywords if keyword.arg == "args"]
     if len(arguments) != 1 or not arguments[0][1]:
         raise Refused("there is no single Trainer(args=...) in this file that is given its arguments by a name")
     ((call, name),) = arguments
@@ -68,6 +68,6 @@ PIN_LOADERS = Patch(
     via="fabric/utilities/apply_func.py",
 )  # fmt: skip
 UNFILTERED = Patch(
-    "unfiltered", frozenset({"sync"}), "a loss that is not finite is logged as it is", propose_unfiltered, asked=True,
+    "unfiltered", frozenset({"sync"}), "a loss that is not finite is logged, too", propose_unfiltered, asked=True,
     via="transformers/trainer.py",
 )  # fmt: skip

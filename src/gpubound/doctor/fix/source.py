@@ -230,12 +230,12 @@ def check_moves_tensors(source: SourceText, call: ast.Call) -> None:
     assigned = [
         n.value for n in ast.walk(source.tree) if isinstance(n, ast.Assign) and name_of(value) in map(name_of, n.targets)
     ]
-    for made in [value, *(assigned if name_of(value) else ())]:
-        while isinstance(made, ast.Call):
-            name = last_name(made)
+    for maker in [value, *(assigned if name_of(value) else ())]:
+        while isinstance(maker, ast.Call):
+            name = last_name(maker)
             if name[:1].isupper() and not name.endswith("Tensor"):
                 raise Refused(f"it moves what {name}() makes; move a module once, before the loop")
-            made = made.func.value if isinstance(made.func, ast.Attribute) else made.func
+            maker = maker.func.value if isinstance(maker.func, ast.Attribute) else maker.func
 
 
 def constant(node: ast.AST | None) -> object:
@@ -244,20 +244,22 @@ def constant(node: ast.AST | None) -> object:
 
 def keywords_of(source: SourceText, call: ast.Call) -> dict[str, ast.expr]:
     """Return the values of a call's keywords by name, also of those in the dictionaries that it is given as `**options`."""
-    held = {str(constant(key)): value for each in _dictionaries(source, call) for key, value in zip(each.keys, each.values)}
-    return held | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    options = {str(constant(key)): value for each in _dictionaries(source, call) for key, value in zip(each.keys, each.values)}
+    return options | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
 
 
-def with_keywords(source: SourceText, call: ast.Call, beside: str = "", **wanted: str) -> list[Edit]:
+def with_keywords(source: SourceText, call: ast.Call, needed: str = "", **wanted: str) -> list[Edit]:
     """Return edits after which `call` has these keywords. Existing ones are replaced.
 
-    New ones go into its brackets, or into the dictionary that has the keyword `beside`, as they may make sense with it alone.
+    New ones go into its brackets, or into the dictionary with the keyword `needed`, without which they are refused by the call.
     """
     have = keywords_of(source, call)
     edits = [Edit(source.start(have[name]), source.end(have[name]), text) for name, text in wanted.items() if name in have]
     new = {name: text for name, text in wanted.items() if name not in have}
-    shared = [each for each in _dictionaries(source, call) if beside in map(constant, each.keys)]
+    shared = [each for each in _dictionaries(source, call) if needed in map(constant, each.keys)]
     if new and shared:
+        if not hasattr(shared[-1], "lineno"):  # options["num_workers"] = 1
+            raise Refused(f"{needed} is set outside of a dictionary's brackets, perhaps on a condition")
         end = source.end(shared[-1].values[-1])
         edits.append(Edit(end, end, "".join(f', "{name}": {text}' for name, text in new.items())))
     elif new:
@@ -267,30 +269,30 @@ def with_keywords(source: SourceText, call: ast.Call, beside: str = "", **wanted
 
 def _dictionaries(source: SourceText, call: ast.Call) -> list[ast.Dict]:
     """Return the literals that the `**options` of a call are made of. Refused if they may hold anything else."""
-    found: list[ast.Dict] = []
+    dictionaries: list[ast.Dict] = []
     for keyword in call.keywords:
         if keyword.arg is None:
             literals = _literals(source, name_of(keyword.value), frozenset())
             if literals is None:
                 raise Refused(f"line {call.lineno} passes **{source.text(keyword.value)}, which may hold the same names")
-            found += literals
-    return found
+            dictionaries += literals
+    return dictionaries
 
 
 def _literals(source: SourceText, name: str, met: frozenset[str]) -> list[ast.Dict] | None:
     """Return the literals that a dictionary of this name is made of: by assignments, and by `update` with others."""
     if not name or name in met:
         return None
-    found: list[ast.Dict] = []
+    literals: list[ast.Dict] = []
     for value in _values(source, name):
         if isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
-            found.append(value)
+            literals.append(value)
             continue
         other = _literals(source, name_of(value), met | {name})
         if other is None:
             return None
-        found += other
-    return found or None
+        literals += other
+    return literals or None
 
 
 def _values(source: SourceText, name: str) -> Iterator[ast.expr]:

@@ -32,16 +32,16 @@ def _by_index(source: SourceText, call: ast.Call) -> list[Edit]:
             uses = []
     if len(uses) != 3:  # the target, and both bounds of a slice
         raise Refused("wanted torch.stack([data[i : i + n] for i in starts])")
-    is_array, taken = _slice(window)
-    if not _is_drawn(source, starts):
+    is_array, piece = _slice(window)
+    if not _are_random(source, starts):
         raise Refused(f"{starts.id} is not known to be drawn by torch.randint(high, (size,)) in this function")
-    offset, length = _offset_and_length(source, taken, i)
+    offset, length = _offset_and_length(source, piece, i)
     index = f"{starts.id}[:, None]{offset} + torch.arange({length})"
     index = f"({index}).numpy()" if is_array else index
-    assert isinstance(taken.slice, ast.Slice) and taken.slice.lower is not None and taken.slice.upper is not None
+    assert isinstance(piece.slice, ast.Slice) and piece.slice.lower is not None and piece.slice.upper is not None
     return [
         Edit(source.start(call), source.start(window), ""),
-        Edit(source.start(taken.slice.lower), source.end(taken.slice.upper), index),
+        Edit(source.start(piece.slice.lower), source.end(piece.slice.upper), index),
         Edit(source.end(window), source.end(call), ""),
     ]
 
@@ -61,27 +61,27 @@ def _slice(window: ast.expr) -> tuple[bool, ast.Subscript]:
     return is_array, inner
 
 
-def _offset_and_length(source: SourceText, taken: ast.Subscript, i: str) -> tuple[str, str]:
+def _offset_and_length(source: SourceText, piece: ast.Subscript, i: str) -> tuple[str, str]:
     """Return " + 1" and "n" of the slice `i + 1 : i + 1 + n`."""
-    assert isinstance(taken.slice, ast.Slice)
-    begin, end = (Counter(_terms(source, bound)) for bound in (taken.slice.lower, taken.slice.upper))
+    assert isinstance(piece.slice, ast.Slice)
+    begin, end = (Counter(_terms(source, limit)) for limit in (piece.slice.lower, piece.slice.upper))
     length, offset = end - begin, begin - Counter([i])
-    if taken.slice.step is not None or begin[i] != 1 or end[i] != 1 or begin - end or not length:
+    if piece.slice.step is not None or begin[i] != 1 or end[i] != 1 or begin - end or not length:
         raise Refused(f"the slice does not go from {i} to {i} + a length")
     return "".join(f" + {term}" for term in offset.elements()), " + ".join(length.elements())
 
 
-def _terms(source: SourceText, bound: ast.expr | None) -> list[str]:
+def _terms(source: SourceText, limit: ast.expr | None) -> list[str]:
     """Return the terms of a sum of names and numbers."""
-    match bound:
+    match limit:
         case ast.BinOp(op=ast.Add(), left=left, right=right):
             return _terms(source, left) + _terms(source, right)
         case ast.Name() | ast.Attribute() | ast.Constant():
-            return [source.text(bound)]
-    raise Refused("a bound of the slice is no sum of names and numbers")
+            return [source.text(limit)]
+    raise Refused("a limit of the slice is no sum of names and numbers")
 
 
-def _is_drawn(source: SourceText, starts: ast.Name) -> bool:
+def _are_random(source: SourceText, starts: ast.Name) -> bool:
     """Return whether the starts are a vector on the host of numbers from 0 up: a slice from a negative start is another one."""
     match source.assigned(starts, starts.id):
         case [ast.Call(func=function, args=[*lowest, _, ast.Tuple(elts=[_])], keywords=[])] if len(lowest) <= 1:
