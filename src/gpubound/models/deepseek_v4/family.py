@@ -1,18 +1,17 @@
 """DeepSeek-V4's weights."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ...kernels.decode_product import Norm
 from ...kernels.packed_weights import Packed
 from ...layers.fused_weights import hooked
 from ..reader import FIXED, Reader, activation_name, linear_of, rope_types
 from ..registry import Maker, role_of
-from .kernels.products import Fp8Blocks
 from .modules import Fp8Linear
 
 
@@ -27,30 +26,12 @@ class LinearWeights(NamedTuple):
         return self.weight.shape[0]
 
 
-class CompressedWeights:
-    """Base class of dataclasses that hold tensors or nested dataclasses of tensors."""
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors in field order."""
-        return [t for field in fields(self) for t in _tensors(getattr(self, field.name))]  # type: ignore[arg-type]
+def tensors_of(weights: Any) -> list[Tensor]:
+    """Return all tensors of a record of weights, in field order."""
+    return [t for t in tree_leaves(weights) if isinstance(t, Tensor)]
 
 
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Norm):
-        return [value.weight]
-    if isinstance(value, CompressedWeights):
-        return value.tensors()
-    if isinstance(value, LinearWeights):
-        return [t for part in value for t in _tensors(part)]
-    if isinstance(value, Fp8Blocks):
-        return [value.codes, value.scale]
-    if isinstance(value, Packed):
-        return [value.words, value.scale]
-    return [value] if isinstance(value, Tensor) else []
-
-
-@dataclass(frozen=True)
-class HyperWeights(CompressedWeights):
+class HyperWeights(NamedTuple):
     """Hyper-connection by which attention or MLP reads n streams and writes to them."""
 
     product: Tensor  # ((2 + n) n, n · hidden): the scores of reading, of writing, and of mixing streams
@@ -61,8 +42,7 @@ class HyperWeights(CompressedWeights):
     norm_eps: float
 
 
-@dataclass(frozen=True)
-class CollapseWeights(CompressedWeights):
+class CollapseWeights(NamedTuple):
     """Hyper-connection by which the head reads n streams."""
 
     product: Tensor  # (n, n · hidden)
@@ -72,8 +52,7 @@ class CollapseWeights(CompressedWeights):
     norm_eps: float
 
 
-@dataclass(frozen=True)
-class EntryWeights(CompressedWeights):
+class EntryWeights(NamedTuple):
     """Compressor of `rate` tokens to an entry. `overlapping`: an entry also pools the preceding `rate` tokens, with separate
     products."""
 
@@ -90,8 +69,7 @@ class EntryWeights(CompressedWeights):
         return self.rate * (1 + self.overlapping)
 
 
-@dataclass(frozen=True)
-class IndexWeights(CompressedWeights):
+class IndexWeights(NamedTuple):
     entries: EntryWeights
     q: LinearWeights
     share: LinearWeights  # (heads, hidden): weight of each head in a token's scores
@@ -99,8 +77,7 @@ class IndexWeights(CompressedWeights):
     top: int
 
 
-@dataclass(frozen=True)
-class LatentWeights(CompressedWeights):
+class LatentWeights(NamedTuple):
     """Attention over one key and value head."""
 
     norm: Norm
@@ -119,11 +96,10 @@ class LatentWeights(CompressedWeights):
     scale: float  # of the scores
     eps: float  # of the norm of a query's heads, which has no gain
     entries: EntryWeights | None
-    index: IndexWeights | None
+    indexer: IndexWeights | None
 
 
-@dataclass(frozen=True)
-class MixtureWeights(CompressedWeights):
+class MixtureWeights(NamedTuple):
     """Routed experts and one shared expert."""
 
     norm: Norm
@@ -146,9 +122,6 @@ class StreamedLayerWeights(NamedTuple):
     attention: LatentWeights
     mixture_streams: HyperWeights
     mixture: MixtureWeights
-
-    def tensors(self) -> list[Tensor]:
-        return [t for part in self for t in part.tensors()]
 
 
 SWAPS: dict[str, Maker] = {}
@@ -243,7 +216,7 @@ class CompressedReader(Reader):
             scale=attention.scaling,
             eps=attention.q_b_norm.eps,
             entries=None if compressor is None else self.entries(compressor),
-            index=None if indexer is None else self.index(indexer),
+            indexer=None if indexer is None else self.index(indexer),
         )
 
     def entries(self, module: Any) -> EntryWeights:

@@ -71,6 +71,7 @@ class FourBits(Scheme):
 
 class Int8(Scheme):
     name = "bitsandbytes, int8"
+    PARTS = ("weight", "SCB", "weight_format")
 
     def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
         super().__init__(folder, stored, options)
@@ -79,9 +80,6 @@ class Int8(Scheme):
                 layer = name.removesuffix(".SCB")
                 rows, columns = self.shape(f"{layer}.weight")
                 self.layers[layer] = rows, columns
-
-    def tensors(self, layer: str) -> list[str]:
-        return [name for part in ("weight", "SCB", "weight_format") if (name := f"{layer}.{part}") in self.stored]
 
     def read(self, layer: str, take: Take) -> Weight:
         levels = (take(f"{layer}.weight").to(torch.int16) + 128).to(torch.uint8)

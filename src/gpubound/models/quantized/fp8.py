@@ -22,6 +22,7 @@ SCALES = ("weight_scale_inv", "weight_scale")
 
 class Fp8Scheme(Scheme):
     name = "FP8"
+    PARTS = ("weight", *SCALES, "input_scale", "activation_scale", "weight_zero_point")
 
     def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
         super().__init__(folder, stored, options)
@@ -34,10 +35,6 @@ class Fp8Scheme(Scheme):
 
     def _scale(self, layer: str) -> str | None:
         return next((name for part in SCALES if (name := f"{layer}.{part}") in self.stored), None)
-
-    def tensors(self, layer: str) -> list[str]:
-        parts = ("weight", *SCALES, "input_scale", "activation_scale", "weight_zero_point")
-        return [name for part in parts if (name := f"{layer}.{part}") in self.stored]
 
     def read(self, layer: str, take: Take) -> Weight:
         codes, scale = take(f"{layer}.weight"), wide(take(str(self._scale(layer))))

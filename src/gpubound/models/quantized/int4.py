@@ -21,7 +21,19 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 ACT_ORDER = "its groups are not adjacent columns (act-order)"
 
 
+def _hold(levels: Tensor, scale: Tensor, zeros: Tensor | None, bits: int, index: Tensor | None = None) -> Weight:
+    """Return the weight of levels (O, K), with scales and levels of zero (O, G). index: the group (K,) of each column"""
+    middle, columns = 1 << (bits - 1), levels.shape[1]
+    offset = None if zeros is None or (zeros == middle).all() else zeros.float() * scale.float()
+    in_order = torch.arange(columns, device=levels.device) // -(-columns // scale.shape[1])
+    if index is not None and not torch.equal(index.long(), in_order):
+        return Values(by_group(levels, scale, middle, offset, index.long()), ACT_ORDER)
+    return hold_levels(levels, scale, bits, middle, offset)
+
+
 class Gptq(Scheme):
+    PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
     def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
         super().__init__(folder, stored, options)
         self.bits: Any = options.get("bits")
@@ -34,24 +46,16 @@ class Gptq(Scheme):
                 words, outputs = self.shape(name)
                 self.layers[name.removesuffix(".qweight")] = outputs, words * 32 // self.bits
 
-    def tensors(self, layer: str) -> list[str]:
-        return [name for part in ("qweight", "qzeros", "scales", "g_idx") if (name := f"{layer}.{part}") in self.stored]
-
     def read(self, layer: str, take: Take) -> Weight:
         levels = fields(take(f"{layer}.qweight").t(), self.bits)
         scale = take(f"{layer}.scales").t()  # (O, G)
         zeros = fields(take(f"{layer}.qzeros"), self.bits).t()[: len(scale)].to(torch.int32) + self.less_one
-        groups, columns = scale.shape[1], levels.shape[1]
-        middle = 1 << (self.bits - 1)
-        offset = None if (zeros == middle).all() else zeros.float() * scale.float()
-        index = take(f"{layer}.g_idx").long() if f"{layer}.g_idx" in self.stored else None
-        if index is not None and not torch.equal(index, torch.arange(columns, device=index.device) // -(-columns // groups)):
-            return Values(by_group(levels, scale, middle, offset, index), ACT_ORDER)
-        return hold_levels(levels, scale, self.bits, middle, offset)
+        return _hold(levels, scale, zeros, self.bits, take(f"{layer}.g_idx") if f"{layer}.g_idx" in self.stored else None)
 
 
 class Awq(Scheme):
     name = "AWQ, 4 bits"
+    PARTS = ("qweight", "qzeros", "scales")
 
     def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
         super().__init__(folder, stored, options)
@@ -63,15 +67,10 @@ class Awq(Scheme):
                 inputs, words = self.shape(name)
                 self.layers[name.removesuffix(".qweight")] = 8 * words, inputs
 
-    def tensors(self, layer: str) -> list[str]:
-        return [f"{layer}.{part}" for part in ("qweight", "qzeros", "scales")]
-
     def read(self, layer: str, take: Take) -> Weight:
         words, zeros, scale = (take(name) for name in self.tensors(layer))
         levels, zeros = (_in_order(fields(t, 4)) for t in (words, zeros))
-        scale = scale.t()
-        offset = None if (zeros == 8).all() else zeros.t().float() * scale.float()
-        return hold_levels(levels.t().contiguous(), scale, 4, 8, offset)
+        return _hold(levels.t().contiguous(), scale.t(), zeros.t(), 4)
 
 
 def _in_order(levels: Tensor) -> Tensor:
@@ -82,6 +81,8 @@ def _in_order(levels: Tensor) -> Tensor:
 
 class Integers(Scheme):
     """compressed-tensors: pack-quantized and int-quantized."""
+
+    PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
     def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
         super().__init__(folder, stored, options)
@@ -96,10 +97,6 @@ class Integers(Scheme):
             if name.endswith(".weight") and about.dtype == "I8":
                 self.layers[name.removesuffix(".weight")] = about.shape[0], about.shape[1]
 
-    def tensors(self, layer: str) -> list[str]:
-        parts = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
-        return [name for part in parts if (name := f"{layer}.{part}") in self.stored]
-
     def read(self, layer: str, take: Take) -> Weight:
         scale, zero_name = take(f"{layer}.weight_scale"), f"{layer}.weight_zero_point"
         zeros = take(zero_name) if zero_name in self.stored else None
@@ -112,10 +109,5 @@ class Integers(Scheme):
         else:
             bits, levels = 8, (take(f"{layer}.weight").to(torch.int16) + 128).to(torch.uint8)
             zeros = None if zeros is None else zeros.to(torch.int32).view(scale.shape) + 128
-        middle = 1 << (bits - 1)
-        offset = None if zeros is None or (zeros == middle).all() else zeros.float() * scale.float()
-        index = take(f"{layer}.weight_g_idx").long() if f"{layer}.weight_g_idx" in self.stored else None
-        groups, columns = scale.shape[1], levels.shape[1]
-        if index is not None and not torch.equal(index, torch.arange(columns, device=index.device) // -(-columns // groups)):
-            return Values(by_group(levels, scale, middle, offset, index), ACT_ORDER)
-        return hold_levels(levels, scale, bits, middle, offset)
+        index_name = f"{layer}.weight_g_idx"
+        return _hold(levels, scale, zeros, bits, take(index_name) if index_name in self.stored else None)

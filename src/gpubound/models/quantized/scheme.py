@@ -5,7 +5,7 @@ Legend: O outputs (a weight's rows), K inputs (its columns), G groups of columns
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Scheme:
     """The quantised layers of a folder."""
 
     name: str  # for the user
+    PARTS: ClassVar[tuple[str, ...]] = ()  # last parts of the names of a weight's tensors, the codes first
 
     def __init__(self, folder: Path, stored: dict[str, Stored], options: dict[str, Any]) -> None:
         """options: the folder's quantization_config"""
@@ -49,7 +50,7 @@ class Scheme:
 
     def tensors(self, layer: str) -> list[str]:
         """Return the names of the stored tensors of a layer's weight."""
-        raise NotImplementedError
+        return [name for part in self.PARTS if (name := f"{layer}.{part}") in self.stored]
 
     def read(self, layer: str, take: Take) -> Weight:
         """Read the weight of a layer."""

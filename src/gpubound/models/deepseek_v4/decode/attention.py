@@ -243,7 +243,7 @@ class LatentAttention:
         self.weights, self.dtype = weights, dtype
         self.window = TokenRing(weights.window, weights.kv.rows, build, dtype, device)
         self.entries = None if weights.entries is None else Entries(weights.entries, build, dtype, device)
-        self.index = None if weights.index is None else Index(weights.index, build, dtype, device)
+        self.index = None if weights.indexer is None else Index(weights.indexer, build, dtype, device)
 
     def tensors(self) -> list[Tensor]:
         """Return the state: ring buffers and stores of entries."""
@@ -322,15 +322,15 @@ class LatentAttention:
     def _read(self, u: Tensor, now: Moment | Stretch) -> Read:
         w, (B, T), angles = self.weights, u.shape[:2], now.tables[self.weights.table]
         entry = () if w.entries is None else (w.entries.kv, w.entries.gate)
-        index = () if w.index is None else (w.index.entries.kv, w.index.entries.gate, w.index.share)
+        index = () if w.indexer is None else (w.indexer.entries.kv, w.indexer.entries.gate, w.indexer.share)
         low, kv, *others = (t.contiguous() for t in products(u.flatten(0, 1), w.norm, w.q_a, w.kv, *entry, *index))
-        q, *index_q = products(low, w.q_a_norm, w.q_b, *(() if w.index is None else (w.index.q,)))
+        q, *index_q = products(low, w.q_a_norm, w.q_b, *(() if w.indexer is None else (w.indexer.q,)))
 
         pairs = [EntryProducts(*(t.unflatten(0, (B, T)) for t in pair)) for pair in (others[:2], others[2:4]) if pair]
         asking, key = self._heads(q, w.heads, None, w.eps), self._heads(kv, 1, w.kv_norm.weight, w.kv_norm.eps)
         if isinstance(now, Moment):
             key = key._replace(out=self.window.data[:B].flatten(0, 1)[:, None], slot=now.slot(self.window.size))
-        index_heads = [] if w.index is None else [self._heads(index_q[0], w.index.heads)]
+        index_heads = [] if w.indexer is None else [self._heads(index_q[0], w.indexer.heads)]
         turned, keys, *index_turned = turn_heads([asking, key, *index_heads], now.positions, *angles)
         asked = Asked(pairs[1], index_turned[0], others[4]) if index_turned else None
         return Read(turned, keys.view(B, -1, kv.shape[-1]), pairs[0] if pairs else None, asked)
@@ -350,9 +350,9 @@ class LatentAttention:
         read = [min(length, w.window) * w.kv.rows for length in live]
         if w.entries is not None:
             closed = [length // w.entries.rate for length in live]
-            if w.index is not None:
-                read += [count * len(w.index.entries.norm.weight) for count in closed]
-                closed = [min(count, w.index.top) for count in closed]
+            if w.indexer is not None:
+                read += [count * len(w.indexer.entries.norm.weight) for count in closed]
+                closed = [min(count, w.indexer.top) for count in closed]
             read += [count * w.kv.rows for count in closed]
         return size * sum(read)
 
@@ -361,7 +361,7 @@ class LatentAttention:
         w = self.weights
         if w.entries is None:
             return "attention", f"a window of {w.window}", ""
-        chosen = "all" if w.index is None else f"{w.index.top} by index"
+        chosen = "all" if w.indexer is None else f"{w.indexer.top} by index"
         return "attention", f"a window of {w.window}, entries of {w.entries.rate} tokens: {chosen}", ""
 
 

@@ -36,7 +36,7 @@ from ....kernels.decode_product import chained
 from ....layers.block import visiting
 from ...reader import weight_of
 from ...registry import reader_of
-from ..family import CompressedReader, StreamedLayerWeights
+from ..family import CompressedReader, StreamedLayerWeights, tensors_of
 from ..modules import rounded
 from .attention import LatentAttention
 from .mixture import GEMV_ROWS
@@ -208,7 +208,7 @@ class CompressedBody(ModelRunner):
             for name, x in self._stages(token, when, LatentAttention.prompt):
                 if not x.isfinite().all():
                     return name
-        ends = {"model.hc_head": self.ends.collapse.tensors(), "model.norm": [self.ends.norm.weight]}
+        ends = {"model.hc_head": tensors_of(self.ends.collapse), "model.norm": [self.ends.norm.weight]}
         return next((name for name, some in ends.items() if not all(t.isfinite().all() for t in some)), "lm_head")
 
     def poison(self) -> None:
@@ -252,7 +252,7 @@ def bytes_read(ends: Ends, layers: Sequence[StreamedLayer], live: list[int], tok
     for layer in layers:
         w, own = layer.mixture.weights, layer.mixture.experts
         unread = {t.data_ptr() for t in (*own.tensors(), w.table) if t is not None}
-        read |= {t.data_ptr(): t.nbytes for part in weights_of(layer) for t in part.tensors() if t.data_ptr() not in unread}
+        read |= {t.data_ptr(): t.nbytes for t in tensors_of(weights_of(layer)) if t.data_ptr() not in unread}
         experts += own.count * (1 - (1 - w.slots / own.count) ** (len(live) * tokens)) * own.nbytes
     return sum(read.values()) + round(experts) + sum(layer.attention.bytes_seen(live) for layer in layers)
 

@@ -9,11 +9,11 @@ Legend: B sequences, T tokens, n streams.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ....decode.model_watch import WeightVersions
 from ....decode.placement.peers import connected
@@ -26,7 +26,7 @@ from ....kernels.decode_product import chained
 from ....kernels.packed_weights import GROUP, Packed
 from ....trace import notice
 from ...reader import weight_of
-from ..family import CompressedReader, CompressedWeights, LatentWeights, LinearWeights, MixtureWeights, StreamedLayerWeights
+from ..family import CompressedReader, LatentWeights, LinearWeights, MixtureWeights, StreamedLayerWeights, tensors_of
 from ..kernels.products import Fp8Blocks
 from .attention import LatentAttention
 from .body import SCORED, CompressedBody, Place, bytes_read, reader_for
@@ -73,8 +73,7 @@ def ends_slice(ends: Ends, plan: SlicePlan) -> Ends:
 
 
 def _latent(w: LatentWeights, plan: SlicePlan) -> LatentWeights:
-    return replace(
-        w,
+    return w._replace(
         q_b=rows(w.q_b, plan),
         o_a=rows(w.o_a, plan),
         o_b=columns(w.o_b, plan),
@@ -86,8 +85,7 @@ def _latent(w: LatentWeights, plan: SlicePlan) -> LatentWeights:
 
 def _mixture(w: MixtureWeights, plan: SlicePlan) -> MixtureWeights:
     width = _width(w)
-    return replace(
-        w,
+    return w._replace(
         gate_up=_of_stack(w.gate_up, lambda t: _halves(t, width, plan.of(width))),
         down=_of_stack(w.down, lambda t: t[..., plan.of(t.shape[-1])]),
         gate=rows(w.gate, plan),
@@ -131,14 +129,7 @@ def _part(layer: LinearWeights, axis: int, plan: SlicePlan) -> LinearWeights:
 
 def move_to(value: Any, device: torch.device) -> Any:
     """Return a copy of a nested record with all tensors contiguous on the device."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device).contiguous()
-    if isinstance(value, CompressedWeights):
-        moved = {one.name: move_to(getattr(value, one.name), device) for one in fields(value)}  # type: ignore[arg-type]
-        return replace(value, **moved)  # type: ignore[type-var]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move_to(one, device) for one in value))
-    return value
+    return tree_map_only(Tensor, lambda t: t.detach().to(device).contiguous(), value)
 
 
 def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torch.device]) -> "SlicedStreams":
@@ -149,7 +140,7 @@ def compressed_slices(model: object, build: RunnerConfig, devices: Sequence[torc
     sizes = [move_to(layer, META) for layer in layers]  # on meta: slicing some stacks copies them
     for plan, free in zip(plans, free_bytes(devices)):
         on_meta = SlicePlan(META, plan.number, plan.count, plan.words)
-        weights = sum(t.nbytes for layer in sizes for t in slice_of(layer, on_meta).tensors())
+        weights = sum(t.nbytes for layer in sizes for t in tensors_of(slice_of(layer, on_meta)))
         ends = ends_slice(ends_of(reader), on_meta).nbytes
         state = sum(bytes_kept(reader, build, weight_of(reader.model.lm_head).dtype))
         needed = weights + ends + state + build.max_batch * 4 * (3 * words if plan.number == 0 else len(plan.words))

@@ -17,7 +17,7 @@ from ....device import entered
 from ....kernels import norm_product, send_words
 from ....kernels.decode_product import Norm
 from ...reader import weight_of
-from ..family import CollapseWeights, CompressedReader, HyperWeights, LinearWeights
+from ..family import CollapseWeights, CompressedReader, HyperWeights, LinearWeights, tensors_of
 from ..kernels import hc_head, hc_post, hc_pre, hc_read, hc_sums, hc_write, send_products
 from .attention import LatentAttention, Moment, PlaceTable, Stretch
 from .mixture import GEMV_ROWS, Mixture, normed, product, products
@@ -147,7 +147,7 @@ class Ends(NamedTuple):
 
     def read(self) -> list[Tensor]:
         """Return the tensors that a step reads in full: all except the embedding."""
-        return [*self.collapse.tensors(), self.norm.weight, self.head]
+        return [*tensors_of(self.collapse), self.norm.weight, self.head]
 
     @property
     def nbytes(self) -> int:
@@ -226,7 +226,7 @@ class StreamedSpan:
 
     def nbytes(self) -> tuple[int, int]:
         """Return the bytes of the weights and of the state."""
-        weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in weights_of(layer) for t in part.tensors()}
+        weights = {t.data_ptr(): t.nbytes for layer in self.layers for t in tensors_of(weights_of(layer))}
         return sum(weights.values()), sum(t.nbytes for layer in self.layers for t in layer.attention.tensors())
 
 

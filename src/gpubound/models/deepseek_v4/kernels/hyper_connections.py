@@ -205,7 +205,7 @@ def hc_sums(x: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
     _check_step("hc_sums", x)
     require("hc_sums", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
     sums = _room("hc_sums", "sums", sums, x, sums_shape(len(x), x.shape[2], len(weight)))
-    return implementation("hc_sums", x, _step_unable(x), (x.shape[1],))(x, weight, sums)
+    return implementation("hc_sums", x, _unable(x), (x.shape[1],))(x, weight, sums)
 
 
 @definition(lambda g, streams=4: _step_example(g, streams)[:3])
@@ -225,7 +225,7 @@ def hc_read(
     """Compute u (N, D) fp32, as `hc_pre` does. scale (3,), base (P,)."""
     _check_sums("hc_read", x, sums, scale, base)
     u = _room("hc_read", "u", u, x, (len(x), x.shape[2]))
-    return implementation("hc_read", x, _step_unable(x), (x.shape[1],))(x, sums, scale, base, eps, norm_eps, u)
+    return implementation("hc_read", x, _unable(x), (x.shape[1],))(x, sums, scale, base, eps, norm_eps, u)
 
 
 @definition(lambda g, streams=4: _read(g, streams))
@@ -262,7 +262,7 @@ def hc_write(
         require("hc_write", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
         following = _room("hc_write", "following", following, x, sums_shape(len(x), x.shape[2], len(weight)))
     form = x.shape[1], weight is not None, 0 if more is None else more.shape[1], isinstance(y, Mail)
-    kernel = implementation("hc_write", x, _step_unable(x), form)
+    kernel = implementation("hc_write", x, _unable(x), form)
     return kernel(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
 
 
@@ -308,10 +308,6 @@ def _check_sums(op: str, x: Tensor, sums: Tensor, scale: Tensor, base: Tensor) -
     )
     require(op, "scale", scale, None, (3,), x.device, "of pre, post and comb")
     require(op, "base", base, None, (products,), x.device, "one for each product")
-
-
-def _step_unable(x: Tensor) -> str | None:
-    return None if x.shape[1] in STREAMS else f"its kernel mixes 1, 2, 4 or 8 streams, not {x.shape[1]}"
 
 
 def _step_example(g: torch.Generator, streams: int) -> tuple:
