@@ -2,6 +2,7 @@
 
 import resource
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from gpubound.distributed import join
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
 from gpubound.train.checkpoint.resume import convert_tensors
-from tests.distributed.processes import on_ranks
+from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.messages import message
 
 ROWS = 8  # of a step, whatever the number of ranks
@@ -106,16 +107,17 @@ def two(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("rank, damage", [(1, "flipped"), (0, "cut off"), (1, "lost")])
-def test_damage_to_one_ranks_file_is_found_by_all_and_named(two, tmp_path, rank, damage):
-    shutil.copytree(two, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / "step-00000002" / f"__{rank}_0.distcp"
-    payload = bytearray(file.read_bytes())
-    payload[len(payload) // 2] ^= 1
-    file.unlink() if damage == "lost" else file.write_bytes(payload if damage == "flipped" else payload[:-9])
-    with pytest.raises(DataError, match=rf"step-00000002 is .*__{rank}_0\.distcp"):
-        open_checkpoint(file.parent)
-    assert on_ranks(2, found, tmp_path) == [1, 1]
+def test_damage_to_one_ranks_file_is_found_by_all_and_named(two, tmp_path):
+    for rank, damage in ((1, "flipped"), (0, "cut off"), (1, "lost")):
+        shutil.copytree(two, tmp_path / damage)
+        file = tmp_path / damage / "step-00000002" / f"__{rank}_0.distcp"
+        payload = bytearray(file.read_bytes())
+        payload[len(payload) // 2] ^= 1
+        file.unlink() if damage == "lost" else file.write_bytes(payload if damage == "flipped" else payload[:-9])
+        with pytest.raises(DataError, match=rf"step-00000002 is .*__{rank}_0\.distcp"):
+            open_checkpoint(file.parent)
+    ranks = each_on_ranks(2, {folder.name: partial(found, folder) for folder in tmp_path.iterdir()})
+    assert ranks == {"flipped": [1, 1], "cut off": [1, 1], "lost": [1, 1]}
 
 
 def test_a_table_that_names_a_program_is_not_run(tmp_path):
@@ -161,13 +163,14 @@ def fails_on_one(folder, stage):
         return str(error.value)
 
 
-@pytest.mark.parametrize("stage", ["staging", "write", "sync"])
-def test_a_full_disk_of_one_rank_is_said_by_its_name_and_costs_nothing(tmp_path, stage):
-    assert set(on_ranks(2, fails_on_one, tmp_path, stage)) == {
-        f"the checkpoint could not be written: rank 1: [Errno 28] No space left on device; earlier checkpoints in {tmp_path} "
-        f"are intact. Free space or choose another folder."
-    }
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+def test_a_full_disk_of_one_rank_is_said_by_its_name_and_costs_nothing(tmp_path):
+    works = {stage: partial(fails_on_one, tmp_path / stage, stage) for stage in ("staging", "write", "sync")}
+    for stage, ranks in each_on_ranks(2, works).items():
+        assert set(ranks) == {
+            f"the checkpoint could not be written: rank 1: [Errno 28] No space left on device; earlier checkpoints in "
+            f"{tmp_path / stage} are intact. Free space or choose another folder."
+        }
+        assert sorted(p.name for p in (tmp_path / stage).iterdir()) == ["step-00000001", "step-00000003"]
 
 
 def limited(folder, owner, sharded):
