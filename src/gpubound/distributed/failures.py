@@ -137,10 +137,10 @@ def first_of(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda f: (f.kind == BEREFT, f.when, f.rank))
 
 
-def reports(timeout: timedelta = timedelta(seconds=5)) -> bool:
+def reports() -> bool:
     """Return whether this rank is the first to call: under an external torchrun that rank reports why all ranks end."""
     try:
-        return connect(timeout).add(f"gpubound/said/{attempt()}", 1) == 1
+        return connect(timedelta(seconds=5)).add(f"gpubound/said/{attempt()}", 1) == 1
     except (dist.DistError, RuntimeError):  # the store's process has exited; a second report is better than none
         return True
 

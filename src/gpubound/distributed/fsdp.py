@@ -40,13 +40,11 @@ def shard(
     blocks: Sequence[nn.Module],
     ranks: Ranks,
     dtype: torch.dtype = torch.bfloat16,
-    keep: bool = False,
     whole: bool | None = None,
 ) -> None:
     """Shard every parameter in place, with the values of the first rank. One of `blocks` at a time is gathered.
 
     dtype  dtype of the computation; the shards are fp32
-    keep   keep a gathered block until backward has used it: less traffic, and more memory
     whole  keep trained parameters whole on every rank, and shard only the frozen ones, in `dtype`. None: if the model has
            low-rank adapters, the library's or PEFT's
     """
@@ -70,7 +68,7 @@ def shard(
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             ranks.broadcast(tensor)
-    _shard(model, blocks, ranks, dtype, keep, dtype if whole else torch.float32, whole=trained)
+    _shard(model, blocks, ranks, dtype, dtype if whole else torch.float32, whole=trained)
     if whole:
         share_tensor_state(model)
 
@@ -80,7 +78,6 @@ def shard_deferred(
     blocks: Callable[[Model], Sequence[nn.Module]],
     ranks: Ranks,
     dtype: torch.dtype = torch.bfloat16,
-    keep: bool = False,
     fill: Callable[[Mapping[str, LocalShard]], object] | None = None,
     frozen: bool = False,
     encode: Callable[[nn.Module], object] | None = None,
@@ -112,7 +109,7 @@ def shard_deferred(
             fill(shards_of(t for _, t in _tensors(block)))
             encode(block)
 
-    _shard(model, parts, ranks, dtype, keep, dtype if frozen else torch.float32, fill_and_encode)
+    _shard(model, parts, ranks, dtype, dtype if frozen else torch.float32, fill_and_encode)
     if fill is None:
         _scatter(initial, shards_of(t for _, t in _tensors(model)), ranks)
     else:
@@ -167,7 +164,6 @@ def _shard(
     blocks: Sequence[nn.Module],
     ranks: Ranks,
     dtype: torch.dtype,
-    keep: bool,
     stored: torch.dtype,
     ready: Callable[[nn.Module], object] = lambda block: None,
     whole: Set[Parameter] = frozenset(),
@@ -188,7 +184,7 @@ def _shard(
         allocate(block, ranks.device, stored)
         ready(block)
         _view_as_fp32(block)
-        apply(block, reshard_after_forward=not keep)
+        apply(block, reshard_after_forward=True)
     allocate(model, ranks.device, stored)
     _view_as_fp32(model)
     apply(model, reshard_after_forward=False)  # the head is used at once

@@ -200,8 +200,8 @@ class ExitMessages:
             self._store.set(str(self.rank), text)
 
 
-def gather_texts(text: str, timeout: timedelta = SILENT) -> dict[int, str]:
-    """Return all ranks' texts by rank on the first rank, without those that did not arrive within `timeout`; {} on others.
+def gather_texts(text: str) -> dict[int, str]:
+    """Return all ranks' texts by rank on the first rank, without those that did not arrive in time; {} on others.
 
     This needs no process group: a script may have destroyed its own.
     """
@@ -211,9 +211,9 @@ def gather_texts(text: str, timeout: timedelta = SILENT) -> dict[int, str]:
         return texts
     keys = [f"gpubound/told/{attempt()}/{other}" for other in range(world)]
     try:
-        store = connect(timeout)
+        store = connect(SILENT)
         store.set(keys[rank], text)
-        until = time.monotonic() + timeout.total_seconds()
+        until = time.monotonic() + SILENT.total_seconds()
         for other in range(1, world) if rank == 0 else ():
             with suppress(dist.DistStoreError):
                 store.wait([keys[other]], timedelta(seconds=max(until - time.monotonic(), 0.1)))
@@ -223,13 +223,13 @@ def gather_texts(text: str, timeout: timedelta = SILENT) -> dict[int, str]:
     return texts
 
 
-def wait_for_ranks(timeout: timedelta = SILENT) -> None:
-    """Wait until all ranks are here, or `timeout` is over: the store ends with its process, and others may still read it."""
+def wait_for_ranks() -> None:
+    """Wait until all ranks are here, a minute at most: the store ends with its process, and others may still read it."""
     rank, world = rank_and_world()
     if world == 1:
         return
     keys = [f"gpubound/met/{other}" for other in range(world)]
     with suppress(dist.DistStoreError, dist.DistNetworkError, RuntimeError):
-        store = connect(timeout)
+        store = connect(SILENT)
         store.set(keys[rank], "")
-        store.wait(keys, timeout)
+        store.wait(keys, SILENT)

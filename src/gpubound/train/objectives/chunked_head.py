@@ -88,7 +88,7 @@ class _HeadLoss(torch.autograd.Function):
                 add_product(dweight, z, x[first:last], (weight,) if in_forward else ())
             if dbias is not None:
                 dbias += z.sum(0, dtype=dbias.dtype)
-        ctx.owners, ctx.in_forward, ctx.scaled = owners, in_forward, scale is not None
+        ctx.owners, ctx.scaled = owners, scale is not None
         ctx.save_for_backward(dx, None if in_forward else dweight, dbias)
         total = total.to(torch.promote_types(x.dtype, torch.float32))
         return total if scale is None else total * scale
