@@ -7,9 +7,12 @@ import torch
 
 import gpubound as gb
 from gpubound.distributed import join
+from gpubound.distributed.fsdp import shard
 from gpubound.errors import GraphError, RankError
 from gpubound.train.objectives.pooled import Contrastive
+from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import each_on_ranks
+from tests.distributed.test_fsdp import whole
 from tests.distributed.test_replicas import nothing
 from tests.messages import refusal
 from tests.train.objectives.test_pooled import decoder, matches
@@ -18,6 +21,7 @@ CASES = {
     "positives": {"negatives": 0},
     "negatives of all": {"negatives": 2},
     "symmetric, by mean, in chunks": {"negatives": 1, "symmetric": True, "pooling": "mean", "chunk": 4},
+    "of a sharded model": {"negatives": 1},
 }
 
 
@@ -25,10 +29,12 @@ def joined(*batches: dict) -> dict:
     return {name: torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels")}
 
 
-def trained(world: int, accumulate: int, options: dict):
+def trained(world: int, accumulate: int, options: dict, sharded: bool = False):
     """Losses of three steps and the weights after them; of one process with the micro-batches of two ranks in one."""
     with join("cpu") if world > 1 else nothing() as ranks:
         model, losses = decoder(classes=0), []
+        if sharded:
+            shard(model, blocks_of(model), ranks, torch.float32)
         objective = Contrastive(0.1, gather_across_ranks=world > 1, **options)
         step = gb.TrainStep(model, objective, gb.AdamW(lr=1e-2), accumulate=accumulate, precision="fp32", ranks=ranks)
         for number in range(3):
@@ -37,7 +43,7 @@ def trained(world: int, accumulate: int, options: dict):
             given = [joined(*both) if world == 1 else joined(both[ranks.rank]) for both in of_ranks]
             losses.append(step(given).read().loss)
         step.assert_alike()
-        return losses, {name: t.detach().numpy().copy() for name, t in model.state_dict().items()}
+        return losses, {name: whole(t) for name, t in model.state_dict().items()}
 
 
 def refused():
@@ -58,7 +64,10 @@ def refused():
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    works = {name: partial(trained, 2, 1 + number % 2, options) for number, (name, options) in enumerate(CASES.items())}
+    works = {
+        name: partial(trained, 2, 1 + number % 2, options, sharded="sharded" in name)
+        for number, (name, options) in enumerate(CASES.items())
+    }
     return each_on_ranks(2, works | {"refused": refused})
 
 
