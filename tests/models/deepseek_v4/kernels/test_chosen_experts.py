@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4.kernels.products import Gated
-from tests.kernels.cases import assert_inside, banded, draw
-from tests.kernels.test_experts import SOURCES, run
+from tests.kernels.cases import SOURCES, assert_inside, banded, draw
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -21,7 +21,7 @@ def test_the_choice_by_softplus_scores(source, hashed, device):
     token = torch.tensor([2, 0, 5, 6, 4], device=device) if hashed else None
     ids = torch.zeros(5, 3, device=device, dtype=torch.int32)
     whole, shares = banded((5, 3), device)
-    run(source, "choose_experts", logits, correction, table, token, 1.5, ids, shares)
+    load(source, "choose_experts")(logits, correction, table, token, 1.5, ids, shares)
     scores = logits.double().exp().log1p().sqrt()
     for b in range(5):
         if table is not None:
@@ -49,7 +49,7 @@ def test_the_shared_expert_is_made_beside_the_choice(source, width, device):
 
     def chosen(*gated: Gated) -> tuple:
         ids, shares = torch.zeros(3, 4, device=device, dtype=torch.int32), torch.zeros(3, 4, device=device)
-        return run(source, "choose_experts", logits, correction, None, None, 1.5, ids, shares, *gated)
+        return load(source, "choose_experts")(logits, correction, None, None, 1.5, ids, shares, *gated)
 
     *found, made = chosen(Gated(gate, up, 2.0, out))
     for one, other in zip(found, chosen()):

@@ -5,10 +5,10 @@ import torch
 
 from gpubound.kernels import send_words
 from gpubound.kernels.peer_exchange import POLLS
+from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference, stretch, sums_shape
-from tests.kernels.cases import draw
-from tests.kernels.test_experts import SOURCES, run
+from tests.kernels.cases import SOURCES, draw
 from tests.kernels.test_peer_exchange import mails
 
 EPS, NORM_EPS, ROUNDS = 1e-6, 1e-5, 20
@@ -24,7 +24,7 @@ def given(device, tokens, streams, width):
 
 
 def sums_of(source, x, weight):
-    return run(source, "hc_sums", x, weight, torch.empty(sums_shape(len(x), x.shape[2], len(weight)), device=x.device))
+    return load(source, "hc_sums")(x, weight, torch.empty(sums_shape(len(x), x.shape[2], len(weight)), device=x.device))
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -34,13 +34,13 @@ def test_a_step_is_what_hc_pre_and_hc_post_are(source, tokens, streams, width, d
     wide = [t.double() for t in (x, weight, scale, base)]
     u, post, comb = hc_pre_reference(*wide, EPS, NORM_EPS, ROUNDS)
     sums = sums_of(source, x, weight)
-    read = run(source, "hc_read", x, sums, scale, base, EPS, NORM_EPS, torch.empty(tokens, width, device=device))
+    read = load(source, "hc_read")(x, sums, scale, base, EPS, NORM_EPS, torch.empty(tokens, width, device=device))
     torch.testing.assert_close(read.double(), u, rtol=1e-4, atol=1e-5)
     y, other = draw(device, torch.float32, tokens, width, seed=4), draw(device, torch.float32, 7, streams * width, seed=5)
     following = torch.empty(sums_shape(tokens, width, 7), device=device)
     more = draw(device, torch.float32, tokens, 2, width, seed=6)
     all_of_it = x, y, sums, scale, base, EPS, NORM_EPS, ROUNDS, more, other
-    out, following = run(source, "hc_write", *all_of_it, torch.empty_like(x), following)
+    out, following = load(source, "hc_write")(*all_of_it, torch.empty_like(x), following)
     want = hc_post_reference(wide[0], y.double() + more.double().sum(1), post, comb)
     torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
     flat = out.double().flatten(1)
@@ -55,7 +55,7 @@ def test_a_token_has_the_same_bits_alone(device):
         part = x[some].contiguous()
         sums = sums_of("triton", part, weight)
         rest = scale, base, EPS, NORM_EPS, ROUNDS, None, None, torch.empty_like(part), None
-        out = run("triton", "hc_write", part, y[some], sums, *rest)
+        out = load("triton", "hc_write")(part, y[some], sums, *rest)
         found.append((sums, out[0]))
     assert found[0][0][:, 1:2].equal(found[1][0]) and found[0][1][1:2].equal(found[1][1])
 
@@ -70,13 +70,13 @@ def test_what_comes_by_mail_is_as_if_it_had_been_there(source, device):
         send_words(part, mail)
     rest = sums, scale, base, EPS, NORM_EPS, ROUNDS, None, weight
     here, there = (
-        run(source, "hc_write", x, y, *rest, torch.empty_like(x), torch.empty_like(sums))
+        load(source, "hc_write")(x, y, *rest, torch.empty_like(x), torch.empty_like(sums))
         for y in (parts[0] + parts[1] + parts[2], devices[1])
     )
     for one, other in zip(here, there):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5 * one.abs().max().item())
     devices[1].box[2, 0, 7] = 0
-    late = run(source, "hc_write", x, devices[1], *rest, torch.empty_like(x), torch.empty_like(sums))[0]
+    late = load(source, "hc_write")(x, devices[1], *rest, torch.empty_like(x), torch.empty_like(sums))[0]
     assert late[0, :, 7].isnan().all() and late.isnan().sum() == 4
 
 
@@ -93,10 +93,10 @@ def test_words_that_come_while_they_are_asked_for(senders, width, device):
 
     def send(now: list) -> None:
         for mail in now:
-            run("triton", "send_words", part, mail)
+            load("triton", "send_words")(part, mail)
 
     def write(now: list) -> torch.Tensor:
-        return run("triton", "hc_write", x, now[0], sums, scale, base, EPS, NORM_EPS, *rest)[0]
+        return load("triton", "hc_write")(x, now[0], sums, scale, base, EPS, NORM_EPS, *rest)[0]
 
     send(sent)  # both compile
     write(sent)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.products import Fp8Blocks, numbers, scales_shape
-from tests.kernels.cases import assert_inside, banded, draw
-from tests.kernels.test_experts import SOURCES, run
+from tests.kernels.cases import SOURCES, assert_inside, banded, draw
 from tests.kernels.test_peer_exchange import mails
 from tests.messages import message
 
@@ -19,7 +19,7 @@ def test_products_stand_side_by_side(source, dtype, rows, offset, device):
     x, weights = draw(device, torch.float32, 2, 40), [draw(device, dtype, n, 40, seed=n) for n in rows]
     norm = None if offset is None else Norm(draw(device, torch.float32, 40, seed=1), 1e-2, offset)
     whole, out = banded((2, sum(rows)), device)
-    run(source, "norm_products", x, norm, weights, out)
+    load(source, "norm_products")(x, norm, weights, out)
     assert_inside(whole, out)
     h = x.double()
     if norm is not None:
@@ -29,8 +29,8 @@ def test_products_stand_side_by_side(source, dtype, rows, offset, device):
 
 def test_a_row_has_the_same_bits_alone(device):
     x, weights = draw(device, torch.float32, 3, 40), [draw(device, torch.float32, n, 40, seed=n) for n in (16, 8)]
-    together = run("triton", "norm_products", x, None, weights, torch.zeros(3, 24, device=device))
-    alone = run("triton", "norm_products", x[1:2], None, weights, torch.zeros(1, 24, device=device))
+    together = load("triton", "norm_products")(x, None, weights, torch.zeros(3, 24, device=device))
+    alone = load("triton", "norm_products")(x[1:2], None, weights, torch.zeros(1, 24, device=device))
     assert together[1:2].equal(alone)
 
 
@@ -54,7 +54,7 @@ def test_a_product_that_devices_share(source, in_fp8, device):
     ]
     devices, want = mails(device, 2, 40), 0.0
     for mail, cut, part in zip(devices, cuts, parts):
-        run(source, "send_products", x[:, cut].contiguous(), part, mail)
+        load(source, "send_products")(x[:, cut].contiguous(), part, mail)
         wide = numbers(part, torch.float64) if in_fp8 else part.double()
         want = want + x[:, cut].double() @ wide.t()
     found = [mail.summed(2) for mail in devices]
@@ -76,7 +76,7 @@ def test_weights_in_fp8_stand_in_front(source, columns, in_fp8, plain, block, de
     weights = [coded(device, rows, columns, block, seed=rows) for rows in in_fp8]
     weights += [draw(device, torch.bfloat16, rows, columns, seed=rows) for rows in plain]
     whole, out = banded((2, sum(in_fp8) + sum(plain)), device)
-    run(source, "norm_products", x, norm, weights, out)
+    load(source, "norm_products")(x, norm, weights, out)
     assert_inside(whole, out)
     wide = [w.double() if isinstance(w, torch.Tensor) else numbers(w, torch.float64) for w in weights]
     h = torch.nn.functional.rms_norm(x.double(), (columns,), norm.weight.double(), 1e-2)
@@ -88,7 +88,7 @@ def test_weights_in_fp8_stand_in_front(source, columns, in_fp8, plain, block, de
 def test_each_group_of_rows_reads_its_own(source, in_fp8, device):
     x, weight = draw(device, torch.float32, 2, 3, 40), draw(device, torch.float32, 24, 40, seed=1)
     given = coded(device, 24, 40, (4, 16), seed=1) if in_fp8 else weight
-    out = run(source, "norm_products", x, None, [given], torch.zeros(2, 24, device=device))
+    out = load(source, "norm_products")(x, None, [given], torch.zeros(2, 24, device=device))
     wide = numbers(given, torch.float64) if in_fp8 else weight.double()
     want = torch.stack([x[:, g].double() @ wide[8 * g : 8 * g + 8].t() for g in range(3)], 1).flatten(1)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from gpubound.kernels.registry import load
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.attention import TurnedHeads
-from tests.kernels.cases import assert_inside, banded, draw
-from tests.kernels.test_experts import SOURCES, run
+from tests.kernels.cases import SOURCES, assert_inside, banded, draw
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -20,7 +20,7 @@ def test_heads_are_normed_and_turned(source, dtype, width, pairs, normed, gained
     position = torch.tensor([4, 0, 7], device=device, dtype=torch.int32)
     angle = draw(device, torch.float32, 8, pairs, seed=2)
     whole, out = banded((3, 2, width), device, dtype)
-    run(source, "turn_heads", [TurnedHeads(x, out, weight, 0.1 if normed else None)], position, angle.cos(), angle.sin(), back)
+    load(source, "turn_heads")([TurnedHeads(x, out, weight, 0.1 if normed else None)], position, angle.cos(), angle.sin(), back)
     assert_inside(whole, out)
     y = x.double()
     if normed:
@@ -41,11 +41,11 @@ def test_heads_go_to_slots_of_a_ring(source, device):
     x, position = draw(device, torch.float32, 4, 2, 16), torch.tensor([4, 0, 7, 1], device=device, dtype=torch.int32)
     angle = draw(device, torch.float32, 8, 3, seed=2)
     given = position, angle.cos(), angle.sin()
-    (plain,) = run(source, "turn_heads", [TurnedHeads(x, torch.empty_like(x), None, 0.1)], *given)
+    (plain,) = load(source, "turn_heads")([TurnedHeads(x, torch.empty_like(x), None, 0.1)], *given)
     whole, ring = banded((6, 2, 16), device, torch.bfloat16)
     ring.fill_(5.0)
     slot = torch.tensor([5, -1, 0, 6], device=device, dtype=torch.int32)
-    run(source, "turn_heads", [TurnedHeads(x, ring, None, 0.1, slot)], *given)
+    load(source, "turn_heads")([TurnedHeads(x, ring, None, 0.1, slot)], *given)
     assert_inside(whole, ring)
     torch.testing.assert_close(ring[[5, 0]], plain[[0, 2]].bfloat16(), rtol=0, atol=2e-2)
     assert (ring[1:5] == 5.0).all()
@@ -66,8 +66,8 @@ def test_parts_of_a_launch_have_the_numbers_of_their_own(source, count, device):
         made = [TurnedHeads(x[0], torch.empty_like(x[0]), None, 0.1), TurnedHeads(x[1], ring, weight, 1e-5, slot)]
         return [*made, TurnedHeads(x[2], torch.empty_like(x[2]))][:count]
 
-    together = run(source, "turn_heads", parts(), *given)
-    alone = [run(source, "turn_heads", [part], *given)[0] for part in parts()]
+    together = load(source, "turn_heads")(parts(), *given)
+    alone = [load(source, "turn_heads")([part], *given)[0] for part in parts()]
     assert len(together) == count
     for one, other in zip(together, alone):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
