@@ -5,6 +5,7 @@ import logging
 import subprocess
 
 import pytest
+from _pytest.logging import LogCaptureHandler, catching_logs
 
 from gpubound import trace
 from tests import forked
@@ -80,10 +81,11 @@ def test_a_null_handler_and_a_general_disable_silence(handler, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_pytest_sees_it(caplog, capsys):
-    with caplog.at_level(logging.INFO, "gpubound"):
+def test_pytest_sees_it(capsys):
+    """With its own handler on the root logger, as the plugin that this suite runs without attaches it."""
+    with catching_logs(LogCaptureHandler(), logging.INFO) as handler:
         say()
-    found = [(record.levelname, record.getMessage(), record.filename) for record in caplog.records]
+    found = [(record.levelname, record.getMessage(), record.filename) for record in handler.records]
     assert [row[:2] for row in found] == [("INFO", "100 % resident"), ("WARNING", "fallback: rms_norm: no Triton")]
     assert found[0][2] == "test_trace.py" and "gpubound: 100 % resident\n" in capsys.readouterr().err
 
