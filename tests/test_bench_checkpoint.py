@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 from benchmarks.bench_checkpoint import SavesJob, batches, one_round
 from benchmarks.saves_worker import training
 from gpubound.distributed import join
@@ -19,6 +21,7 @@ def saves(folder):
         return rounds, {name: shapes(path) for name, way in ways.items() for path in way.wait()}
 
 
+@pytest.mark.slow
 def test_ours_and_torchs_own_save_the_same_tensors(tmp_path):
     for rounds, found in on_ranks(2, saves, str(tmp_path)):
         assert all(seconds["written"] > 0 and seconds["triggers"] > 0 for seconds in rounds.values())

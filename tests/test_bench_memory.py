@@ -9,6 +9,7 @@ from benchmarks.serving import MARK
 from gpubound.device import CONTEXT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(bench_memory.RECIPES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_a_recipe_runs_and_holds_what_is_predicted(recipe, capsys):
     memory_worker.main({"recipe": str(recipe), "device": "cpu", "dry": True})

@@ -148,6 +148,7 @@ def test_a_conversation_at_a_terminal(ckpt):
         assert re.search(LINE, terminal.until("(no GPU)\n")) and terminal.end() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_reply_and_the_conversation_goes_on(ckpt):
     with Terminal(ckpt, "--chat", "--ignore-eos", "--max-length", "100000", "--verify", "none", ignored=True) as terminal:
         terminal.until("> ")

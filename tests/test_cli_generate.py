@@ -81,6 +81,7 @@ def test_a_byte_order_mark_is_no_text(ckpt, run, tmp_path, name, line):
     assert run(ckpt, "--file", tmp_path / name)[:2] == (0, message("cli_generate:a_byte_order_mark_is_no"))
 
 
+@pytest.mark.slow
 def test_a_whole_file_and_stdin(ckpt, run, tmp_path):
     (tmp_path / "prompt.txt").write_text("the cat sat\n")
     assert run(ckpt, "--file", tmp_path / "prompt.txt", "--whole")[1] == message("cli_generate:a_whole_file_and_stdin")

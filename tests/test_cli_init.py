@@ -46,6 +46,7 @@ def base(tmp_path_factory):
         return str(run.export(folder / "hf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind != "rl"])  # tests/rl has that
 def test_a_config_trains(kind, base, tmp_path, monkeypatch, capsys):
     path = written(kind, tmp_path, capsys)

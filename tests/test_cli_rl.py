@@ -41,6 +41,7 @@ def config(base, tmp_path, monkeypatch, capsys):
 SMALL = ["--steps", "2", "--prompts-per-step", "2", "--samples", "2", "--max-new-tokens", "4", "--device", "cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
 def test_a_config_trains_is_resumed_and_exported(lora, config, base, tmp_path, capsys):
     (tmp_path / "rewards.py").write_text("def brevity(completions, **columns):\n    return [-len(c) for c in completions]\n")
@@ -107,6 +108,7 @@ def test_several_gpus_are_refused(capsys):
     assert "--device cuda:<index>" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_example(base, tmp_path, monkeypatch, capsys):
     """examples/rl_arithmetic as it stands, on another base, and shorter."""
     runpy.run_path(str(EXAMPLE / "prompts.py"))["main"](tmp_path / "runs" / "sums")

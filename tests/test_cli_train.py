@@ -68,6 +68,7 @@ def test_options_override_the_file_and_a_run_is_not_begun_twice(config, tmp_path
     assert capsys.readouterr().err == message("cli_train:options_override_the_fil", tmp_path / "run" / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_run_that_lies_beside_its_config_is_not_begun_anew_elsewhere(config, tmp_path, monkeypatch, capsys):
     config.write_text(config.read_text().replace(f"out: {tmp_path / 'run'}", "out: run"))
     monkeypatch.chdir(tmp_path)
@@ -407,6 +408,7 @@ def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "owner, name, error, said",
     [

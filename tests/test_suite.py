@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from . import forked
 
 TESTS = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_a_plugin_that_warns_does_not_end_the_suite(tmp_path):
     """pytest-benchmark does so beside xdist: once it was an internal error before the first test."""
     (tmp_path / "noisy.py").write_text("import warnings\ndef pytest_configure():\n    warnings.warn('not ours')\n")
@@ -33,6 +36,7 @@ def test_every_cell_of_the_hard_suite_runs_every_file():
     assert any(cell.busy for cell in CELLS)
 
 
+@pytest.mark.slow
 def test_a_cell_says_when_it_failed(capfd, monkeypatch):
     from tests.hard import main
 

@@ -64,6 +64,7 @@ def with_codes(kinds: dict[str, str], device: torch.device, layers: int = CONFIG
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HELD)
 def test_tokens_are_those_of_transformers_over_the_dequantised_folder(tmp_path, name):
     write(tmp_path, name)
@@ -87,6 +88,7 @@ def test_layers_of_several_formats_are_a_product_each(device, rows):
     assert gb.decoder(model, rows, 64).generate(texts, max_new_tokens=8).tokens == greedy(model, texts, 8)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_quantised_for_training_is_decoded_by_its_codes(device):
     for kind in ("nf4", "int8", "fp8"):
         torch.manual_seed(0)
@@ -95,6 +97,7 @@ def test_a_base_that_is_quantised_for_training_is_decoded_by_its_codes(device):
         assert_greedy(model, verify=kind == "nf4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["Phi3", "Glm4", "Gemma3", "Qwen2"])
 def test_families_are_decoded_by_their_codes(device, family):
     """Also projections that are slices of one weight, biases, norms with an offset and other activations."""

@@ -87,6 +87,7 @@ def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, said):
         torch.testing.assert_close(torch.tensor(a.logprobs), torch.tensor(b.logprobs), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_where_a_cpu_keeps_to_the_kernels_references():
     """Speculation, pages and a cache in 8 bits. The decoder says so: no kernel is fused there."""
     for options in ({"speculate": 2}, {"pages": 8}, {"cache": "int8"}):

@@ -17,6 +17,7 @@ from . import cases
 HOW = {"greedy": {}, "all settings": {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen3", "SmolLM3"])
 def test_steps_never_wait_for_the_device(kind, sim):
     """The kernels' references, but the same calls around them; every op is seen by the pretend device. Windows, normed heads, a

@@ -37,6 +37,7 @@ def test_behind_many_steps_the_last_launch_may_overshoot():
     assert (one.launches, one.steps, one.bytes_read) == (256, 256, found.bytes_read) and one.tokens == found.tokens
 
 
+@pytest.mark.slow
 def test_where_a_step_reads_much_no_step_is_too_many(monkeypatch):
     monkeypatch.setattr("gpubound.decode.running.HEAVY", 0)
     model = cases.build("Llama", num_hidden_layers=1, max_position_embeddings=300)

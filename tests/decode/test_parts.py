@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass
 from inspect import signature
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -36,6 +37,7 @@ class SixteenBits(LiveFormat):
         return self.stacked(layer)
 
 
+@pytest.mark.slow
 def test_a_weight_format(monkeypatch, device):
     monkeypatch.setitem(FORMATS, "sixteen", SixteenBits)
     model = cases.build("Qwen2", device=device, tie_word_embeddings=False)
@@ -85,6 +87,7 @@ class ReluReader(Reader):
         return ReluWeights(**vars(super().mlp(block)))
 
 
+@pytest.mark.slow
 def test_an_mlp(monkeypatch, device):
     """Over rounded weights too, which know nothing of it."""
     model = cases.build("Llama", device=device, hidden_act="relu")

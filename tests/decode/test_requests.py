@@ -302,6 +302,7 @@ def test_prompts_in_every_form():
     assert fast.generate(["\x05\x06\x07", [5, 6, 7]], max_new_tokens=8).tokens == want * 2
 
 
+@pytest.mark.slow
 def test_stops_in_every_form():
     """None too, which is what a generation config without an end token holds."""
     fast = cases.shared("Mistral")

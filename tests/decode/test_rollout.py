@@ -27,6 +27,7 @@ def assert_as_generated(fast, found):
         assert one.finish == want.finish.partition(" ")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -59,6 +60,7 @@ def test_on_a_cpus_own_path(kind, monkeypatch):
     assert_as_generated(fast, fast.rollout(PROMPTS, n=2, max_new_tokens=LENGTHS, seed=5).sequences)
 
 
+@pytest.mark.slow
 def test_neither_the_batch_nor_the_order_of_the_queue_changes_a_sequence(device):
     want = by_name(cases.shared("Mistral", str(device)).rollout(PROMPTS, n=3, max_new_tokens=LENGTHS).sequences)
     for rows in (1, 11):
@@ -91,6 +93,7 @@ def test_the_samples_of_a_prompt_share_its_prefill():
     assert len(found.sequences) == 32 and found.prefills == 2  # rows that are taken later copy from those that go on
 
 
+@pytest.mark.slow
 def test_the_last_sequences_move_to_fewer_rows():
     fast = cases.shared("Qwen3", max_batch=8)
     for decoder in (fast, cases.shared("Qwen3", max_batch=8, pages=16), cases.shared("Qwen3", max_batch=8, cache="int8")):
@@ -103,6 +106,7 @@ def test_the_last_sequences_move_to_fewer_rows():
         assert decoder.generate(given[6], **how).tokens[0] == last.tokens
 
 
+@pytest.mark.slow
 def test_stop_tokens_and_strings():
     fast = cases.shared("Llama")
     ends = [3, 4, 5, 6, 7, 8]
@@ -132,6 +136,7 @@ def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(temperature, 
             assert one.tokens == logits.argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_settings_of_each_prompt():
     fast = cases.shared("Llama")
     settings = {"temperature": [0.0, 1.0, 0.5, 2.0, 1.0], "top_k": [0, 5, 0, 3, 1], "top_p": [1.0, 0.9, 1.0, 1.0, 0.5]}
@@ -143,6 +148,7 @@ def test_settings_of_each_prompt():
     assert found[0].tokens == found[1].tokens and found[2].tokens != found[3].tokens
 
 
+@pytest.mark.slow
 def test_adapters_of_each_prompt():
     model = cases.build("own")
     for name in ("x", "y"):
@@ -155,6 +161,7 @@ def test_adapters_of_each_prompt():
         assert one.tokens == fast.generate(PROMPTS[one.prompt], **how).tokens[0]
 
 
+@pytest.mark.slow
 def test_the_next_rollout_has_the_weights_as_they_are_then():
     model = cases.build("Llama")
     fast = gb.decoder(model, 3, cases.ROOM, verify=False)
@@ -167,6 +174,7 @@ def test_the_next_rollout_has_the_weights_as_they_are_then():
     assert by_name(fresh.sequences) == after != before
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_the_device(sim):
     fast = gb.decoder(cases.build("Llama", device=sim), 4, cases.ROOM, verify=False)
     given = {"n": 2, "max_new_tokens": [1, 5, 2], "temperature": 0.7, "seed": 1}
@@ -175,6 +183,7 @@ def test_nothing_waits_for_the_device(sim):
         assert len(fast.rollout(PROMPTS[:3], **given).sequences) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "kept"), [({}, 1), ({}, 99), ({"pages": 7, "cache": "int8"}, 1), ({"fused": False}, 1)])
 def test_conversations_go_on_turn_by_turn(options, kept, monkeypatch, device):
     """As `generate` goes on after the whole conversation, whether the row still has its keys and values or not."""

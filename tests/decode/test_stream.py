@@ -78,6 +78,7 @@ def test_a_stop_string_ends_a_row_and_is_never_shown(k):
     assert shown == ended.text
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_work_early():
     fast = writer(1)
     whole = fast.generate("Once upon a time", max_new_tokens=60, **SAMPLED)
@@ -92,6 +93,7 @@ def test_a_stop_string_that_never_comes_ends_by_length():
     assert found.tokens == fast.generate("Once", max_new_tokens=20).tokens
 
 
+@pytest.mark.slow
 def test_a_stop_token_stays_among_the_tokens_and_out_of_the_text():
     fast = writer()
     whole = fast.generate("Once upon", max_new_tokens=40, **SAMPLED).tokens[0]
@@ -142,6 +144,7 @@ def test_the_first_token_comes_before_the_rest_is_computed():
         stream.close()
 
 
+@pytest.mark.slow
 def test_the_first_token_does_not_wait_for_a_graph_that_is_still_to_be_made():
     fast = gb.decoder(cases.build("Mistral"), 1, cases.ROOM)
     stream, steps, own = fast.stream([3, 4], max_new_tokens=60), [], fast.graphs.launch

@@ -134,6 +134,7 @@ def all_broken():
         return [broken(ranks, at, each, error) for each, at, error, *_ in CAPTURES]
 
 
+@pytest.mark.slow
 def test_a_capture_that_one_rank_cannot_have(monkeypatch):
     monkeypatch.setattr(all_reduce, "BUCKET", all_reduce.BUCKET)
     monkeypatch.setattr(graph_cache, "has_graphs", graph_cache.has_graphs)

@@ -69,6 +69,7 @@ def state_of(model, optimizer):
     return state
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_where_a_run_was(tmp_path):
     """Plain fp64 training in this process is the definition. Two ranks of shards, then four, then two replicas, one process,
     then two of shards again: each goes on from what the one before has written."""

@@ -153,6 +153,7 @@ def test_conversions_that_change_nothing_are_seen_once_for_a_module():
     assert all(row.ms > 0 for row in rows.values()) and "to" not in vars(torch.Tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_pauses_are_on_the_tape_with_their_lines(monkeypatch):
     """A collection, a checkpoint, and torch's span of a compilation: torch calls who has registered inside it."""

@@ -115,6 +115,7 @@ def another_half(layer):
     layer.lora_A["default"].weight = nn.Parameter(torch.ones_like(layer.lora_A["default"].weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [of_scale, another_half])
 def test_a_change_of_an_adapter_takes_effect_at_the_next_call(change):
     model = adapted(tiny())

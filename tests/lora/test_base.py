@@ -277,6 +277,7 @@ def test_a_shared_weight_and_one_that_trains_stay(fallbacks):
     }
 
 
+@pytest.mark.slow
 def test_a_decoder_runs_the_models_own_forward():
     model = adapted(placed(wide()), base="nf4").eval()
     decoder = gb.decoder(model, max_batch=2, max_length=32)

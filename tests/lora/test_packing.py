@@ -59,6 +59,7 @@ def packed(model):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("move", [MOVES["as added"], MOVES["assign"]], ids=["as added", "assign"])
 def test_a_step_of_a_moved_model_launches_as_much(move, monkeypatch):
     """In the interpreter: four gradients of adapters a block, of qkv, o, gate and up, and down, and nothing concatenated."""

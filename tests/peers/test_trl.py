@@ -245,6 +245,7 @@ def test_policy_gives_the_loss_and_gradients_of_grpo(variant, folder):
         assert (got - p.grad).norm() <= 1e-4 * p.grad.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapters", [False, True])
 def test_grpo_samples_from_the_weights_that_it_trains(adapters, folder, tmp_path):
     """Each completion's log-probabilities are those of the trainer's weights at that step, and samples of a prompt differ."""

@@ -16,6 +16,7 @@ from .models import OPTIONS, tiny, tokens
 BF16 = torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_model_whose_own_rounding_is_large_is_placed():
     """Four layers of Gemma 3: two right runs lie 6.5e-2 apart, the limit is 6e-2."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64, "initializer_range": 0.05}

@@ -206,6 +206,7 @@ def test_the_peaks_of_phases_are_those_measured_on_an_h200(shape, rows, seq, opt
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "small_gpus").glob("*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_the_recipes_for_small_gpus_fit(file, tmp_path):
     """By the prediction for a model of the shape that the file's name has, with 2 % to spare."""

@@ -229,6 +229,7 @@ def adapted_step(is_sharded_model: bool, base: str | None) -> tuple[dict[str, in
         return dict(recorder.bytes), {name: size for name, size in sizes.items() if size}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [None, "nf4"])
 @pytest.mark.parametrize("is_sharded_model", [False, True], ids=["ddp", "fsdp"])
 def test_a_step_of_adapters_sends_and_has_what_the_plan_says(is_sharded_model, base):

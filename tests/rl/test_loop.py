@@ -27,6 +27,7 @@ from .policies import KEYS, NEW, PROMPTS, WANTED, policy, sevens, train, wide_po
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["grpo", "reinforce", "dapo"])
 def test_a_policy_learns_to_say_a_token(variant, tmp_path):
     run = train(tmp_path, steps=16, eval_prompts=[[1, 2], [8]], variant=variant)
@@ -44,6 +45,7 @@ def test_a_policy_learns_to_say_a_token(variant, tmp_path):
     assert "held-out reward" in page and "time in sampling" in page and "step 16" in page
 
 
+@pytest.mark.slow
 def test_a_policy_with_adapters_learns_against_its_base(tmp_path):
     model = policy()
     for p in model.parameters():  # far from uniform, so that the layers before the head matter
@@ -68,6 +70,7 @@ def test_several_passes_are_clipped_and_a_reference_is_kept(tmp_path):
     assert max(record["largest_gap"] for record in records) < 1e-4, "the gap is that of the batch's first pass"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_what_would_have_come(tmp_path):
     whole = train(tmp_path / "whole", steps=6, save_every=3)
     train(tmp_path / "parts", steps=3)
@@ -80,6 +83,7 @@ def test_a_resumed_run_repeats_what_would_have_come(tmp_path):
         train(tmp_path / "parts", steps=8, samples=4, resume=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
     calls = []
 
@@ -323,6 +327,7 @@ def test_answers_are_scored_while_others_are_sampled():
     assert group.rewards == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_answers_whatever_the_rows(tmp_path):
     """Rows of other shapes hold the same answers, and give the same updates up to rounding."""
     runs = [

@@ -64,6 +64,7 @@ def folder(kind, path):
     return save_hf(made, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["named", "tied", "untied", "richards"])
 def test_shards_have_the_weights_of_one_process(kind, deep, tokenizer, tmp_path):
     todo = deep if kind == "named" else replace(deep, model=str(folder(kind, tmp_path / "base")))

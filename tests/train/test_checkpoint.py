@@ -200,6 +200,7 @@ KILLED = """
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_always_whole(tmp_path):
     """A child saves without end and is killed with -9; whatever it leaves, `latest` is whole, consistent and no older.
 

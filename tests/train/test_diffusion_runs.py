@@ -49,6 +49,7 @@ def test_the_work_of_a_token_that_sees_both_sides():
     assert both - causal == 6 * 3 * 32 * 100
 
 
+@pytest.mark.slow
 def test_prompts_of_chats_are_never_masked(two_phases, tmp_path, monkeypatch):
     seen, loss = [], MaskedDiffusion._masked_loss
 

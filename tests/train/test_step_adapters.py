@@ -250,6 +250,7 @@ def test_another_library_that_sums_into_main_grad_is_named():
         gb.lora.add(model, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["off", "require"])
 def test_a_merged_adapter_is_not_left_untrained_unseen(graph):
     model = lora(lora(own(2).train()), name="second", seed=2)

@@ -66,6 +66,7 @@ def test_a_model_that_lies_on_two_devices_is_put_where_it_belongs(sim):
     assert row == cases.likeliest(alone, cases.PROMPT, row)
 
 
+@pytest.mark.slow
 def test_a_launch_of_lanes_waits_for_nothing(sim):
     """One pretend device for both stages, for what goes to the CPU is waited for."""
     fast = decoder(cases.build("Llama"), [sim, sim], verify=False)

@@ -125,6 +125,7 @@ def test_what_compiles_beforehand_is_what_is_called(monkeypatch):
     assert called == {("send_words", (0,)), ("take_words", (False,)), ("take_words", (True,))} and called <= {*named}
 
 
+@pytest.mark.slow
 def test_weights_that_change_and_weights_that_move(said):
     """The slices are copies: they are taken again, into the same memory."""
     fast = sliced(verify="quick")
@@ -142,6 +143,7 @@ def test_weights_that_change_and_weights_that_move(said):
     assert [t.data_ptr() for one in fast.body.models for t in one._copies] == kept
 
 
+@pytest.mark.slow
 def test_a_layer_of_another_width_since():
     """It is sliced anew; or refused, each time, where it does not divide."""
     fast = sliced(verify=False)

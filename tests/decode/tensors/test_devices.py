@@ -60,6 +60,7 @@ def test_a_model_that_lies_on_several_devices_already(sim, monkeypatch):
     assert row == cases.likeliest(alone, cases.PROMPT, row)
 
 
+@pytest.mark.slow
 def test_a_launch_waits_for_nothing(sim):
     """One pretend device for both slices, for what goes to the CPU is waited for."""
     fast = decoder(cases.build("Llama", num_hidden_layers=1).to(sim), [sim, sim], verify=False)

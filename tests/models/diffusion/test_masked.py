@@ -147,6 +147,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch():
     assert same[0] == both[0] != same[1]
 
 
+@pytest.mark.slow
 def test_captured_is_called(monkeypatch):
     """On a CPU the capture makes its checks around plain calls: replays on changed state, every tensor found. The kernel of
     `sample` is taken, for its definition asks a CPU whether it need draw."""
@@ -162,6 +163,7 @@ def test_captured_is_called(monkeypatch):
     assert moved == MaskedSampler(model, mask_token=MASK, graph="off").generate(PROMPTS[:2], 4, **how).tokens != called.tokens
 
 
+@pytest.mark.slow
 def test_steps_never_wait_for_the_device():
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one; the gpu test below has the real one's")

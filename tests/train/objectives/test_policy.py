@@ -119,6 +119,7 @@ def test_figures_are_means_over_the_tokens_of_a_step():
         assert figures["clipped"] == pytest.approx(out[counted].float().mean().item())
 
 
+@pytest.mark.slow
 def test_steps_raise_the_probability_of_what_has_an_advantage():
     given = batch()
     for variant in VARIANTS:

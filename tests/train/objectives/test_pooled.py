@@ -116,6 +116,7 @@ def test_a_regression_is_the_squared_error_of_the_last_token():
     assert Classification().validate(model, [batch | {"labels": labels}]) == {"held_out": pytest.approx(want.item() / 3)}
 
 
+@pytest.mark.slow
 def test_steps_learn_the_classes_of_packed_rows(placed):
     """`require` on a CPU checks what a capture would."""
     step = TrainStep(placed.train(), Classification(), AdamW(lr=1e-2), precision="fp32", graph="require")
@@ -226,6 +227,7 @@ def test_chunks_have_the_loss_and_gradients_of_the_whole(chunk):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["cheap", "blocks"])
 def test_steps_in_chunks_are_those_of_the_whole(recompute):
     """Weights after steps that write gradients straight into their sums: once for each chunk of the micro-batch."""

@@ -175,6 +175,7 @@ def test_models_that_do_not_divide(options, count, why):
     assert str(error.value) == message("decode/tensors/compressed:models_that_do_not_divid", count, why)
 
 
+@pytest.mark.slow
 def test_layers_that_no_longer_divide():
     """Columns beyond the last whole share would be nobody's."""
     model, other = cases.build(), cases.build(moe_intermediate_size=17)
