@@ -118,6 +118,20 @@ def test_adapters_are_added_to_the_products_of_codes(device):
         assert_greedy(model, rows, verify=rows == 12)
 
 
+def test_biases_that_change_in_place_are_followed(device, interpret):
+    model = build("Qwen2", device=device)
+    quantize_base(model, "int8")
+    if device.type == "cpu":
+        interpret()
+    decoder = gb.decoder(model, 1, 16, verify=False)
+    decoder.generate(texts := prompts(3), max_new_tokens=2)
+    with torch.no_grad():
+        for bias in (p for name, p in model.named_parameters() if name.endswith("proj.bias")):
+            bias.normal_(std=3.0)
+    wanted = gb.decoder(dense(model), 1, 16, verify=False).generate(texts, max_new_tokens=2).tokens
+    assert decoder.generate(texts, max_new_tokens=2).tokens == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uint4", "fp8_blocks", "nf4"])
 def test_the_kernels_give_the_same_tokens(interpret, kind):

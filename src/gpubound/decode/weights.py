@@ -81,22 +81,26 @@ class LiveFormat(WeightFormat):
     def __init__(self, kind: None = None) -> None:
         super().__init__()
         self.formats = Counter[str]()  # of quantised weights
+        self._copied: list[tuple[Tensor, int]] = []  # biases that one product adds, with their versions
 
     def begin(self, model: nn.Module, device: torch.device, on_host: bool) -> None:
         """Prepare to read the model's current weights on `device`. on_host: for the CPU's step, which no kernel serves."""
-        self.on_host, self.formats = on_host, Counter()
+        self.on_host, self.formats, self._copied = on_host, Counter(), []
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if on_host and any(format_of(p).coded for p in model.parameters()):
             notice("decoder: no kernel reads quantised weights on a CPU: their numbers are kept in full, nothing is saved")
 
     def changed(self) -> str | None:
-        return None
+        return next(("a quantised layer's bias" for bias, version in self._copied if bias._version != version), None)
 
     def stacked(self, *layers: Linear) -> "DenseLinear | PackedLinear":
         if not format_of(layers[0].weight).coded:
             return DenseLinear(*layers)
         self.formats.update(packed_of(layer).kind for layer in layers)
-        return PackedLinear(self, layers, own_codes(layers))
+        product = PackedLinear(self, layers, own_codes(layers))
+        if product.bias is not None and len(layers) > 1:
+            self._copied += [(bias, bias._version) for bias in product.biases]
+        return product
 
     gate_up = stacked
 
