@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,19 @@ import gpubound as gb
 from gpubound.kernels.tensor_state import record_of
 from gpubound.lora import layers
 
-from ..place.models import assert_near, batch, place, tokens
+from ..place.models import assert_near, batch, place, tiny, tokens
+
+
+def placed(**options):
+    """Return a copy of a tiny model that is placed: placing verifies it, which takes 30 times as long."""
+    return copy.deepcopy(_placed(*options.items()))
+
+
+@cache
+def _placed(*options):
+    model = tiny(**dict(options))
+    place(model, strict=True)
+    return model
 
 
 def adapted(model, seed=3, **options):

@@ -9,6 +9,7 @@ from gpubound.layers import Stacked
 from gpubound.layers.fused_weights import Projecting
 
 from ..place.models import place, tiny
+from .cases import placed
 
 NAMES = ["one", "two", "three"]
 RANKS, ALPHAS = (4, 2, 3), (8, 3, 1)
@@ -71,10 +72,7 @@ def gradients(y, leaves):
 
 
 def ours(order="placed first"):
-    model = tiny()
-    if order == "placed first":
-        place(model, strict=True)
-    adapted(model)
+    model = adapted(placed() if order == "placed first" else tiny())
     if order == "placed last":
         place(model, strict=True)
     return model

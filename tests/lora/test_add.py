@@ -18,6 +18,7 @@ from .cases import (
     assert_copies_keep_them,
     assert_it_adds_what_it_says,
     folded,
+    placed,
     records,
 )
 
@@ -32,8 +33,9 @@ def test_it_adds_what_it_says(order):
 @pytest.mark.slow
 def test_gradients_are_the_same_placed_or_not():
     truth = training_run(adapted(tiny()), batch())
-    for order in (lambda m: [place(m, strict=True), adapted(m)], lambda m: [adapted(m), place(m, strict=True)]):
-        order(model := tiny())
+    later = adapted(tiny())
+    place(later, strict=True)
+    for model in (adapted(placed()), later):
         assert_close(training_run(model, batch()), truth)
     assert all(".lora_" in name for name in truth if name != "loss"), "the base is frozen"
 
@@ -76,9 +78,7 @@ def test_targets():
 
 
 def test_the_head_as_a_target():
-    model = tiny()
-    place(model, strict=True)
-    adapted(model, targets=["lm_head", "q_proj"])
+    model = adapted(placed(), targets=["lm_head", "q_proj"])
     want = folded(model)
     assert_near(model(**batch()).loss, want(**batch()).loss)
 
@@ -171,11 +171,9 @@ def test_one_of_two_is_switched_off():
 
 
 @pytest.mark.parametrize("silent", [gb.lora.disable, gb.lora.merge])
-@pytest.mark.parametrize("placed", [False, True])
-def test_one_that_is_off_or_merged_adds_again_after_others_were_removed(placed, silent):
-    model = tiny()
-    if placed:
-        place(model)
+@pytest.mark.parametrize("make", [tiny, placed])
+def test_one_that_is_off_or_merged_adds_again_after_others_were_removed(make, silent):
+    model = make()
     adapted(model, name="stays", targets=["q_proj", "o_proj"])
     want = model(tokens()).logits
     adapted(model, name="goes")
@@ -199,12 +197,9 @@ def test_removed_without_a_trace():
     adapted(model)
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_copies_and_pickles_keep_them(placed):
-    model = adapted(tiny())
-    if placed:
-        place(model, strict=True)
-    assert_copies_keep_them(model)
+@pytest.mark.parametrize("make", [tiny, placed])
+def test_copies_and_pickles_keep_them(make):
+    assert_copies_keep_them(adapted(make()))
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -223,9 +218,7 @@ def test_a_step_trains_them_alone():
 
 
 def losses(**options):
-    model = tiny().train()
-    place(model, strict=True)
-    adapted(model, dropout=0.25)
+    model = adapted(placed().train(), dropout=0.25)
     torch.manual_seed(5)
     step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2), **{"precision": "fp32", "graph": "off"} | options)
     found = [step([batch()] * options.get("accumulate", 1)).read().loss for _ in range(3)]

@@ -16,7 +16,7 @@ from gpubound.models.llama.checkpoint import load_hf, save_hf
 from tests.messages import message
 
 from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
-from .cases import adapted, refusal
+from .cases import adapted, placed, refusal
 from .test_peft_layers import adapted as by_peft, losses_of_ours
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -62,9 +62,7 @@ def test_the_numbers_are_near_the_weights(format):
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_loss_and_gradients_are_those_of_the_numbers(format, order):
     """fp8 rounds x and g too: tests/layers/test_quantized_base.py holds it to its formula."""
-    model = wide()
-    if order == "placed":
-        place(model, strict=True)
+    model = placed(**SIZES) if order == "placed" else wide()
     if order == "adapters first":
         adapted(model)
         gb.lora.quantize_base(model, format)
@@ -94,16 +92,11 @@ def test_placed_afterwards(format, dtype):
 
 def test_fp8_trains_near_the_numbers():
     """Gradients are off by what rounding x and g takes, a few percent a product, and are right on the whole."""
-    model = adapted(placed(wide()), base="fp8")
+    model = adapted(placed(**SIZES), base="fp8")
     got, want = training_run(model, batch()), training_run(in_numbers(model), batch())
     assert got.keys() == want.keys()
     ours, theirs = (torch.cat([run[name].flatten() for name in want]) for run in (got, want))
     assert (ours - theirs).norm() < 0.3 * theirs.norm()
-
-
-def placed(model):
-    place(model, strict=True)
-    return model
 
 
 @pytest.mark.slow
@@ -111,7 +104,7 @@ def placed(model):
 def test_captured_is_eager_bit_for_bit(format):
     found = []
     for graph in ("off", "require"):
-        model = adapted(placed(wide()), base=format)
+        model = adapted(placed(**SIZES), base=format)
         frozen = {key: p.clone() for key, p in model.state_dict().items() if ".lora_" not in key}
         losses = losses_of_ours(model.train(), 4, graph=graph)
         found.append((losses, [p.detach().clone() for p in gb.lora.parameters(model)]))
@@ -124,7 +117,7 @@ def test_captured_is_eager_bit_for_bit(format):
 @formats
 def test_in_bf16(format):
     """The numbers are near bf16's own rounding of the model, and adapters train there."""
-    model = adapted(placed(wide(dtype=torch.bfloat16)), base=format)
+    model = adapted(placed(**SIZES, dtype=torch.bfloat16), base=format)
     got, want = model(tokens()).logits.float(), in_numbers(model).float()(tokens()).logits
     assert (got - want).norm() < (0.15 if format == "fp8" else 0.05) * want.norm()
     step = gb.TrainStep(model.train(), "causal_lm", gb.AdamW(lr=1e-2), precision="bf16", graph="off")
@@ -193,7 +186,7 @@ def test_switched_off_the_base_is_left(format):
 
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_several_in_one_batch(format):
-    model = adapted(placed(wide()), base=format)
+    model = adapted(placed(**SIZES), base=format)
     adapted(model, seed=5, name="second")
     plain = in_numbers(model)
     for one in (model, plain):
@@ -209,7 +202,7 @@ def test_several_in_one_batch(format):
 
 
 def test_weights_as_numbers_again_may_be_merged_into():
-    model = adapted(placed(wide()), base="nf4")
+    model = adapted(placed(**SIZES), base="nf4")
     want = model(tokens()).logits
     assert refusal(lambda: gb.lora.merge(model)) == message("lora/base:weights_as_numbers_again")
     gb.lora.dequantize_base(model)
@@ -221,7 +214,7 @@ def test_weights_as_numbers_again_may_be_merged_into():
 
 def test_placed_weights_that_were_joined_are_let_go():
     """What multiplies q, k and v as one holds all three; were it not told, it would hold them until its next call."""
-    model = placed(wide())
+    model = placed(**SIZES)
     model(tokens())
     stacks = [m.stacked for m in model.modules() if hasattr(m, "stacked")]
     assert any(stack._weight is not None for stack in stacks)
@@ -234,9 +227,8 @@ def test_placed_weights_that_were_joined_are_let_go():
 @pytest.mark.parametrize("order", ["plain", "placed"])
 def test_a_weight_goes_before_the_next_one_is_rounded(order, monkeypatch):
     """Weights that are joined go together, once the last of them is rounded."""
-    model = wide()
-    if order == "placed":
-        placed(model)(tokens())
+    model = placed(**SIZES) if order == "placed" else wide()
+    model(tokens())
     layers = [m for m in model.modules() if isinstance(m, nn.Linear) and m is not model.lm_head]
     before, gone = [layer.weight.untyped_storage()._weak_ref() for layer in layers], []
 
@@ -279,7 +271,7 @@ def test_a_shared_weight_and_one_that_trains_stay(fallbacks):
 
 @pytest.mark.slow
 def test_a_decoder_runs_the_models_own_forward():
-    model = adapted(placed(wide()), base="nf4").eval()
+    model = adapted(placed(**SIZES), base="nf4").eval()
     decoder = gb.decoder(model, max_batch=2, max_length=32)
     plain = in_numbers(model).eval()
     ids = tokens(rows=2, length=8)

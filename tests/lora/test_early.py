@@ -7,31 +7,27 @@ import gpubound as gb
 from gpubound.kernels import dispatch, lora, norms
 from gpubound.lora import early
 
-from ..place.models import place, tiny
+from .cases import placed
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
 @pytest.mark.parametrize("base", [None, "int8"])
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
 def test_a_step_asks_for_what_was_named(dropout, base, monkeypatch):
-    model = placed()
+    model = placed(**SIZES)
     gb.lora.add(model, 4, dropout=dropout, base=base)
     named, asked = named_and_asked(model, {}, monkeypatch)
     assert named == asked
 
 
 def test_rows_with_adapters_of_their_own(monkeypatch):
-    model = placed()
+    model = placed(**SIZES)
     for name in ("first", "second"):
         gb.lora.add(model, 4, name=name)
     with gb.lora.rows(model, ["first", "second"]):
         named, asked = named_and_asked(model, {"adapter_ids": torch.tensor([1, 0])}, monkeypatch)
     assert named == asked
-
-
-def placed():
-    model = tiny(hidden_size=64, intermediate_size=128, head_dim=16)
-    place(model)
-    return model
 
 
 def named_and_asked(model, more, monkeypatch):
@@ -58,7 +54,7 @@ def named_and_asked(model, more, monkeypatch):
 
 def test_a_product_is_named_by_the_tokens_of_the_batch_and_of_its_first_row():
     """As its door will ask: qkv has 128 outputs here, gate and up 256, o and down, and the gradients of x, 64 and 128."""
-    model = placed()
+    model = placed(**SIZES)
     gb.lora.add(model, 4)
     few, many = torch.zeros(2, 16, dtype=torch.long), torch.zeros(4, 1 << 15, dtype=torch.long)
     sizes = {

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 import gpubound as gb
 from tests.messages import message
 
-from ..place.models import assert_near, place, tiny, tokens
-from .cases import adapted, refusal
+from ..place.models import assert_near, tiny, tokens
+from .cases import adapted, placed, refusal
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -49,16 +49,14 @@ def test_safetensors_takes_the_whole_model(tmp_path, base):
     assert model(tokens()).logits.equal(want)
 
 
-@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("make", [tiny, placed])
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True, "lora_dropout": 0.1, "rank_pattern": {"q_proj": 2}}], ids=str)
-def test_what_peft_saves_is_loaded(tmp_path, options, placed):
+def test_what_peft_saves_is_loaded(tmp_path, options, make):
     torch.manual_seed(3)
     config = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False} | options
     theirs = peft.get_peft_model(tiny(), peft.LoraConfig(**config)).eval()
     theirs.save_pretrained(tmp_path)
-    model = tiny().eval()
-    if placed:
-        place(model, strict=True)
+    model = make().eval()
     gb.lora.load(model, tmp_path)
     assert_near(model(tokens()).logits, theirs(tokens()).logits)
     assert {p.requires_grad for p in gb.lora.parameters(model)} == {True}

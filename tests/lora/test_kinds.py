@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import gpubound as gb
 from gpubound.models import load_hf, save_hf
 
-from ..place.models import assert_near, batch, place, tiny, tokens
-from .cases import adapted, folded
+from ..place.models import assert_near, batch, tiny, tokens
+from .cases import adapted, folded, placed
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -22,10 +22,7 @@ KINDS = {
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 def test_peft_loads_what_was_trained(options, tmp_path):
-    model = tiny()
-    if "dora" not in options:
-        place(model)
-    adapted(model, **options)
+    model = adapted(tiny() if "dora" in options else placed(), **options)
     step = gb.TrainStep(model.train(), "causal_lm", gb.AdamW(lr=1e-2), precision="fp32", graph="off")
     losses = [step(batch()).read().loss for _ in range(3)]
     step.close()

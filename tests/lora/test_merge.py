@@ -10,8 +10,8 @@ from gpubound.lora import layers
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from tests.messages import message, refusals
 
-from ..place.models import assert_near, place, tiny, tokens
-from .cases import adapted, adapted_layers, records, refusal
+from ..place.models import assert_near, tiny, tokens
+from .cases import adapted, adapted_layers, placed, records, refusal
 
 
 def weights(model):
@@ -19,12 +19,10 @@ def weights(model):
     return {key.replace(".base_layer", ""): value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("make", [tiny, placed])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_there_and_back(dtype, placed):
-    model = tiny(dtype=dtype)
-    if placed:
-        place(model, strict=True)
+def test_there_and_back(dtype, make):
+    model = make(dtype=dtype)
     adapted(model)
     adapted(model, seed=5, name="second", targets=["q_proj"])
     before, want = weights(model), model(tokens()).logits

@@ -12,8 +12,7 @@ from gpubound.errors import FallbackError
 from gpubound.kernels import lora as lora_ops
 from gpubound.kernels.accumulate import join_rows
 
-from ..place.models import place, tiny
-from .cases import adapted
+from .cases import adapted, placed
 
 FALLBACK = "lora: the adapters of layers that are multiplied as one, as one matrix"
 
@@ -29,9 +28,7 @@ class Concatenations(TorchDispatchMode):
 
 
 def model(**options):
-    made = tiny(hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=1)
-    place(made)
-    return adapted(made, **options)
+    return adapted(placed(hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=1), **options)
 
 
 def there_and_back(model):

@@ -11,6 +11,7 @@ from gpubound.layers.linear_product import _Product
 from tests.messages import message
 
 from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
+from .cases import placed
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -34,9 +35,7 @@ def both(order, **options):
         ours = adapted(tiny(), **options)
         place(ours, strict=True)
     else:
-        placed = tiny()
-        place(placed, strict=True)
-        ours = adapted(placed, **options)
+        ours = adapted(placed(), **options)
     return ours, adapted(tiny(), **options)
 
 

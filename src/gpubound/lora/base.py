@@ -15,7 +15,7 @@ from ..layers.linear_product import format_of, is_sharded, multiply_by_records
 from ..layers.quantized_base import Base, Frozen, InFp8, InInt8, InNf4
 from ..trace import fallback, notice
 from .layers import adapted_layers
-from .targets import layers_of, output_layer, unfit
+from .targets import in_encoder_layers, layers_of, output_layer, unfit
 
 FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, InFp8)}
 
@@ -99,13 +99,14 @@ def _candidates(model: nn.Module, kind: type[Frozen]) -> Iterator[tuple[str, nn.
     head, uses = output_layer(model), Counter(id(p) for module in model.modules() for p in module._parameters.values())
     layers = {key: layer for key, layer in layers_of(model, (nn.Linear,)).items() if layer is not head}
     variants = {id(layer.get_base_layer()) for _, layer in adapted_layers(model) if getattr(layer, "lora_variant", None)}
+    never_called = in_encoder_layers(model)
     some_frozen = any(not layer.weight.requires_grad for layer in layers.values())
     for key, layer in layers.items():
         if not format_of(layer.weight).coded:
             why: str | None
             if id(layer) in variants:
                 why = "carries an adapter that reads its weight, such as DoRA"
-            elif (why := unfit(model, layer)) is None and uses[id(layer.weight)] > 1:
+            elif (why := unfit(layer, never_called)) is None and uses[id(layer.weight)] > 1:
                 why = "shares its weight with another module"
             elif why is None and some_frozen and layer.weight.requires_grad:
                 why = "trains, as other layers do not"

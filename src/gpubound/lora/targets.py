@@ -65,8 +65,9 @@ def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> 
                 f"{', '.join(ends)}."
             )
         selected.update((key, named[key]) for key in matches)
+    never_called = in_encoder_layers(model)
     for key, module in selected.items():
-        if why := unfit(model, module):
+        if why := unfit(module, never_called):
             raise ValueError(f"lora.add: {key} {why}; name other layers.")
     return selected
 
@@ -129,9 +130,9 @@ def _matches(key: str, target: str, regex: bool) -> bool:
 
 
 def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
-    head = output_layer(model)
+    head, never_called = output_layer(model), in_encoder_layers(model)
     layers = {key: layer for key, layer in layers_of(model, ALL[targets]).items() if layer is not head}
-    left = {key: why for key, layer in layers.items() if (why := unfit(model, layer) or _too_small(layer, rank))}
+    left = {key: why for key, layer in layers.items() if (why := unfit(layer, never_called) or _too_small(layer, rank))}
     if len(left) == len(layers):
         classes = " or ".join(f"nn.{one.__name__}" for one in ALL[targets])
         raise ValueError(
@@ -175,8 +176,14 @@ def by(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def unfit(model: nn.Module, module: Any) -> str | None:
-    """Return why `module` cannot have an adapter."""
+def in_encoder_layers(model: nn.Module) -> set[int]:
+    """Return the ids of the linear layers that an nn.TransformerEncoderLayer in eval mode reads without calling them."""
+    encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
+    return {id(linear) for layer in encoders for linear in (layer.linear1, layer.linear2)}
+
+
+def unfit(module: Any, never_called: set[int]) -> str | None:
+    """Return why `module` cannot have an adapter. never_called: `in_encoder_layers` of its model"""
     if isinstance(module, torch.Tensor):  # of experts
         return None
     if type(module) not in CLASSES:
@@ -189,8 +196,7 @@ def unfit(model: nn.Module, module: Any) -> str | None:
         return f"has groups = {module.groups}, and adapters are for convolutions of one group"
     if "forward" in vars(module) and getattr(module.forward, "func", None) not in FORWARDS:
         return "has another forward"
-    encoders = [layer for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer)]
-    if any(module is layer.linear1 or module is layer.linear2 for layer in encoders):
+    if id(module) in never_called:
         return "is in an nn.TransformerEncoderLayer, which in eval mode reads its weight without calling it"
     return None
 

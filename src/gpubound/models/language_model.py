@@ -73,6 +73,8 @@ class LanguageModel(nn.Module):
     def initialise(self, std: float = 0.02) -> None:
         """Draw normal weights. Those that write to the residual stream are smaller, so that depth does not widen it."""
         for name, parameter in self.named_parameters():
+            if parameter.is_meta:  # each draw there runs through torch's Python references
+                return
             if parameter.dim() > 1:
                 into_stream = name.endswith(RESIDUAL_WRITERS)
                 parameter.normal_(0.0, std / (2 * self.config.layers) ** 0.5 if into_stream else std)
