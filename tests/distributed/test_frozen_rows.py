@@ -328,7 +328,6 @@ def refusals():
 
     with join("cpu") as ranks:
         model = ours(0)
-        tried("whole", lambda: shard(model, blocks_of(model), ranks, whole=False))
         tried("encode", lambda: shard_deferred(lambda device: later(0), blocks_of, ranks, encode=print))
         shard(model, blocks_of(model), ranks, torch.float32)
         tried("merge", lambda: gb.lora.merge(model))
@@ -351,8 +350,6 @@ def refusals():
 def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed(two_ranks):
     for said in two_ranks["refusals"]:
         assert said == {
-            "whole": f"shard: {FIRST} has a low-rank adapter or is in codes, and whole=False would shard all "
-            "parameters alike; leave whole=False out.",
             "encode": "shard_deferred: encode takes weights of a frozen model that fill has read; add fill, frozen=True.",
             "merge": f"lora.merge: the weight of {FIRST} is sharded; save the adapters, and load and merge them into a model "
             "that is not sharded.",

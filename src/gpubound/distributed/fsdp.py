@@ -35,29 +35,16 @@ from .ranks import Ranks, check_ranks
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    ranks: Ranks,
-    dtype: torch.dtype = torch.bfloat16,
-    whole: bool | None = None,
-) -> None:
+def shard(model: nn.Module, blocks: Sequence[nn.Module], ranks: Ranks, dtype: torch.dtype = torch.bfloat16) -> None:
     """Shard every parameter in place, with the values of the first rank. One of `blocks` at a time is gathered.
 
+    If the model has low-rank adapters, the library's or PEFT's, what trains stays whole on every rank, and the frozen
+    parameters alone are sharded, in `dtype`.
+
     dtype  dtype of the computation; the shards are fp32
-    whole  keep trained parameters whole on every rank, and shard only the frozen ones, in `dtype`. None: if the model has
-           low-rank adapters, the library's or PEFT's
     """
     check_ranks(ranks, "shard")
-    whole = has_attached_state(model) or any(map(of_peft, model.modules())) if whole is None else whole
-    if not whole:
-        special = [name for name, module in model.named_modules() if of_peft(module)]
-        special += [name for name, parameter in model.named_parameters() if format_of(parameter).coded]
-        if special:
-            raise ValueError(
-                f"shard: {special[0]} has a low-rank adapter or is in codes, and whole=False would shard all parameters alike; "
-                f"leave whole=False out."
-            )
+    whole = has_attached_state(model) or any(map(of_peft, model.modules()))
     trained = {p for p in model.parameters() if p.requires_grad} if whole else set[Parameter]()
     if whole:
         for p in model.parameters():
