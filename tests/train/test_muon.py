@@ -10,7 +10,7 @@ from gpubound.train import AdamW, Muon, Schedule, TrainStep, muon
 from gpubound.train.muon import orthogonal
 from tests.messages import refusal
 
-from .conftest import Small, cut, draw, named, run_spoiled, small, spoiled, summed
+from .conftest import Small, check_captured_skipped_and_resumed, cut, draw, named, small, spoiled, summed
 from .objectives.test_causal_lm import llama
 
 
@@ -96,24 +96,13 @@ def test_what_it_takes():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_skipped_and_resumed(precision):
-    """The captured step is the eager one bit for bit, a step that is not finite among them; a resumed run is the whole one."""
-
     def fresh(graph):
         model = deep()
         schedule = Schedule("linear", steps=9, warmup=2)
         return model, TrainStep(model, spoiled, CONFIG, clip=0.5, precision=precision, graph=graph, schedule=schedule)
 
-    (model, step), (twin, captured) = fresh("off"), fresh("require")
-    first = run_spoiled(step, 0, 4)
-    assert run_spoiled(captured, 0, 4) == first and "skipped=1" in first[-1]
-    assert all(p.equal(q) for p, q in zip(model.parameters(), twin.parameters()))
-    saved = {k: v.clone() for k, v in step.state_dict().items()}, named(model)
-    want = run_spoiled(step, 4, 7)
-    again, resumed = fresh("off")
-    resumed.load_state_dict(saved[0])
-    again.load_state_dict(saved[1], strict=False)
-    assert run_spoiled(resumed, 4, 7) == want
-    assert "v.mix.0.weight" not in saved[0] and "m.mix.0.weight" in saved[0]
+    saved = check_captured_skipped_and_resumed(fresh)
+    assert "v.mix.0.weight" not in saved and "m.mix.0.weight" in saved
 
 
 def test_a_rate_set_by_hand_moves_both():
