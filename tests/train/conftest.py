@@ -75,6 +75,17 @@ def spoiled(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> tuple[Ten
     return total * factor, items
 
 
+def usual_step(model: nn.Module, batch: tuple[Tensor, Tensor], *optimizers) -> tuple[float, float]:
+    """A step of the usual loop over a whole batch: mean loss, clip_grad_norm_, step. Return the loss and the norm."""
+    total, items = summed(model, batch)
+    (total / items).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return (total / items).item(), norm.item()
+
+
 def run_spoiled(step, start: int, stop: int) -> list[str]:
     """What steps start..stop report, in words that are equal where the bits are. Step 2 is not finite."""
     factors = [torch.tensor(float("nan") if i == 2 else 1.0) for i in range(start, stop)]

@@ -10,7 +10,7 @@ from gpubound.train import AdamW, Muon, Schedule, TrainStep, muon
 from gpubound.train.muon import orthogonal
 from tests.messages import refusal
 
-from .conftest import Small, check_captured_skipped_and_resumed, cut, draw, named, small, spoiled, summed
+from .conftest import Small, check_captured_skipped_and_resumed, cut, draw, named, small, spoiled, summed, usual_step
 from .objectives.test_causal_lm import llama
 
 
@@ -40,11 +40,7 @@ def test_torch_muon_and_adamw(monkeypatch):
     config = Muon(lr=2e-2, takes=of_mix, rest=AdamW(lr=1e-2, weight_decay=0.05))
     step = TrainStep(model, summed, config, accumulate=2, clip=0.5, precision="fp32", graph="off")
     for i in range(5):
-        total, items = summed(theirs, draw(8, seed=i))
-        (total / items).backward()
-        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        matrices.step(), adam.step()
-        matrices.zero_grad(), adam.zero_grad()
+        usual_step(theirs, draw(8, seed=i), matrices, adam)
         step(cut(draw(8, seed=i), 2))
     for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
         moved = (want - start[name]).norm()

@@ -20,7 +20,7 @@ from gpubound.train.adamw import Weights
 from gpubound.train.ema import Ema
 from tests.messages import message
 
-from .conftest import cut, draw, named, small, summed
+from .conftest import cut, draw, named, small, summed, usual_step
 
 SIXTEEN_BITS = ("bf16", "bf16-pure", "bf16-split", "fp16")
 
@@ -96,14 +96,10 @@ def test_ten_updates_are_torch_adamw():
     optimizer = torch.optim.AdamW([{"params": decaying}, {"params": rest, "weight_decay": 0.0}], lr=1e-2, weight_decay=0.1)
     step = TrainStep(model, summed, AdamW(lr=1e-2, weight_decay=0.1), accumulate=3, clip=0.5, precision="fp32", graph="off")
     for i in range(10):
-        total, items = summed(theirs, draw(16, seed=i))
-        (total / items).backward()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        loss, norm = usual_step(theirs, draw(16, seed=i), optimizer)
         values = step(cut(draw(16, seed=i), 3)).read()
-        assert values.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-        assert values.loss == pytest.approx((total / items).item(), rel=1e-5)
+        assert values.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert values.loss == pytest.approx(loss, rel=1e-5)
     for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
         assert (got - want).norm() <= 1e-6 * want.norm(), name
 

@@ -14,7 +14,7 @@ from gpubound.train import AdamW, Muon, Schedule, TrainStep
 from gpubound.train.graph_cache import GraphCache
 from tests.messages import message
 
-from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed
+from .conftest import cut, draw, named, run_spoiled, small, spoiled, summed, usual_step
 
 
 class Signs(torch.optim.Optimizer):
@@ -62,13 +62,9 @@ def test_six_updates_are_the_usual_loops(make):
     for i in range(6):
         for group, lr in zip(optimizer.param_groups, lrs):
             group["lr"] = lr * schedule.factor(i + 1)
-        total, items = summed(theirs, draw(16, seed=i))
-        (total / items).backward()
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        _, norm = usual_step(theirs, draw(16, seed=i), optimizer)
         values = step(cut(draw(16, seed=i), 3)).read()
-        assert values.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+        assert values.grad_norm == pytest.approx(norm, rel=1e-4)
         assert values.lr == pytest.approx(max(lrs) * schedule.factor(i + 1)) and values.updates == i + 1
     for (name, got), want in zip(model.named_parameters(), theirs.parameters()):
         assert (got - want).norm() <= 1e-4 * want.norm(), name
