@@ -301,7 +301,7 @@ REFUSED = {
     ),
     "reads: line 4 holds several statements": ("sync", LOOP.format("total += loss.item(); mean += loss.item()  # here")),
     "waits: line 1 holds several statements": ("sync", "torch.cuda.synchronize(); f()  # here\n"),
-    "reads: the line does not add the value up": ("sync", LOOP.format("log(loss.item())  # here")),
+    "reads: the line does not add the value up": ("sync", LOOP.format("play(loss.item())  # here")),
     "reads: the line computes with the value right away": ("sync", LOOP.format("total = loss.item() / 2  # here")),
     "reads: total is no number at first, in line 2": (
         "sync",
@@ -338,7 +338,8 @@ REFUSED = {
     ),
     "waits: line 2 goes on with the line before": ("sync", "if x: y(); \\\n  cuda.synchronize()  # here\nz()\n"),
     "waits: a clock is read next to it": ("sync", "torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n"),
-    "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", "f()  # here\n"),
+    "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", HEAD + "f()  # here\n"),
+    "rarely: the line does not print or log by itself": ("d2h", "for i, x in enumerate(data): play(x.cpu())  # here\n"),
     "reads: the file does not import torch by that name": (
         "sync",
         "import torch as t\nfor i in r:\n    total += loss.item()  # here\n",

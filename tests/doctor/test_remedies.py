@@ -161,6 +161,9 @@ def test_every_library_is_recognised_by_its_path(library):
     place = type(stall.place)(stall.place.site, type(via)(f"/venv/lib/site-packages/{file}", 3, "f", "x", 3))
     (finding,) = diagnose(seen(None, row("sync", "item", place))).findings
     assert finding.fix == remedies.LIBRARIES[library]
+    rare = diagnose(seen(None, row("sync", "item", place, 0.25), row("d2h", "copy to host", place, 0.25, "pageable, blocking")))
+    already = remedies.RARE if "every n steps" in finding.fix else finding.fix
+    assert {each.fix for each in [*rare.findings, *rare.harmless]} == {already}, "a line that logs rarely has nothing to change"
     mine = type(stall.place)(stall.place.site, type(via)(f"/home/my{file}", 3, "f", "x", 3))
     (other,) = diagnose(seen(None, row("sync", "item", mine))).findings
     assert other.fix != finding.fix, "a file of another name is not the library's"

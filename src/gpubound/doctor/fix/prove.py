@@ -298,7 +298,8 @@ def prove(
                 job = SeededJob(str(script), list(arguments), files, result, seed, steps, module, marker, dry)
                 runs[side].append(run_once(job, side, Path(folder), ranks))
                 number = sum(map(len, runs.values()))
-                report(f"--prove: run {number}/{2 * rounds}, {side}: {in_words(runs[side][-1].step_ms / 1e3)} a step")
+                took = "" if dry else f": {in_words(runs[side][-1].step_ms / 1e3)} a step"
+                report(f"--prove: run {number}/{2 * rounds}, {side}{took}")
     return compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
 
 

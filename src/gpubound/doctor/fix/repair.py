@@ -378,24 +378,23 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
 
 def _first_that_fits(source: SourceText, target: Target, line: int, asked: Collection[str]) -> tuple[Patch, list[Edit]]:
     """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change."""
-    reasons = []
+    reasons, on_request = dict[str, str](), list[str]()
     for patch in PATCHES.values():
         if target.kind not in patch.kinds or (patch.pinned and not target.pinned) or patch.via not in target.via:
-            continue
-        if patch.asked and patch.name not in asked:
-            reasons.append(
-                f"{patch.name}: {patch.does}, which changes the {'output' if patch.equal else 'numbers'}: ask for it by name"
-            )
             continue
         try:
             every = ([each + line - target.line for each in target.lines],) if patch.lines else ()
             edits = sorted(set(patch.propose(source, line, *every)))
             source.edited(edits)
         except Refused as why:
-            reasons.append(f"{patch.name}: {why}")
-        else:
+            reasons[patch.name] = f"{patch.name}: {why}"
+            continue
+        if not patch.asked or patch.name in asked:
             return patch, edits
-    raise Refused("; ".join(reasons) or f"no patch is written for {target.kind}")
+        what = "output" if patch.equal else "numbers"
+        on_request.append(f"{patch.name}: {patch.does}, which changes the {what}: ask for it by name")
+    refused = [reasons[name] for name in reasons if name in asked or not on_request]
+    raise Refused("; ".join(refused + on_request) or f"no patch is written for {target.kind}")
 
 
 def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Repair]:

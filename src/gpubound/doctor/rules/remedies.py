@@ -38,6 +38,7 @@ METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
 RARE = "it is shown in few steps already; raise the interval if its price is worth it"
 OFTEN = 0.5  # a step
+SELDOM = "every n steps"  # in remedies: the line may do so already
 SEVERAL = 8  # reads of a comprehension a step: it goes over a tensor
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 AT_ONCE = "read all elements at once: go over x.tolist()"
@@ -58,7 +59,9 @@ def of_read(row: LedgerRow, count: float = 1.0) -> str:
     """Return the remedy of a wait. `count` is how often it is a step."""
     if row.place.through:  # events.THROUGH has its cause
         return cause_of("sync", row.what, row.place.through).remedy
-    if row.what != DRAWING and (remedy := _of_library(row)):  # torch.normal checks whether or not a distribution validates
+    if row.what != DRAWING and (
+        remedy := _of_library(row, count)
+    ):  # torch.normal checks whether or not a distribution validates
         return remedy
     if row.what in VALUES and row.place.site is not None:
         return _of_value(row.place.site, count) or cause_of("sync", row.what).remedy
@@ -120,13 +123,13 @@ def parsed(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def of_copy(row: LedgerRow) -> str:
-    """Return the remedy of a copy by its library or its use; empty: that of its kind."""
-    if remedy := _of_library(row):
+def of_copy(row: LedgerRow, count: float = 1.0) -> str:
+    """Return the remedy of a copy by its library or its use; empty: that of its kind. `count` is how often it is a step."""
+    if remedy := _of_library(row, count):
         return remedy
     code = row.place.site.code if row.place.site else ""
     if row.kind == "d2h" and SHOWN.search(code):
-        return RARELY
+        return RARELY if count > OFTEN else RARE
     if row.kind == "h2d" and LISTED.search(code):
         return SLICE
     if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
@@ -141,6 +144,7 @@ def index_of(row: LedgerRow) -> str:
     return match[1] if match else ""
 
 
-def _of_library(row: LedgerRow) -> str:
+def _of_library(row: LedgerRow, count: float) -> str:
     file = row.place.via.file.replace("\\", "/") if row.place.via else ""
-    return next((remedy for part, remedy in LIBRARIES.items() if f"/{part}" in file), "")
+    remedy = next((remedy for part, remedy in LIBRARIES.items() if f"/{part}" in file), "")
+    return RARE if count <= OFTEN and SELDOM in remedy else remedy

@@ -174,8 +174,8 @@ BUILT = ("torch.tensor(", "as_tensor(")
 
 def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for rows in _by_index(evidence.by_line("h2d", "d2h")):
-        kind, fix = kind_and_fix(rows)
         count = evidence.count_per_step(rows)
+        kind, fix = kind_and_fix(rows, count)
         text = f"{readable(evidence.bytes_per_step(rows))} a step ({rows[0].detail})"
         lines = sorted({row.place.site.line for row in rows if row.place.site})
         text += f"; the same index on lines {', '.join(map(str, lines))}" if len(lines) > 1 else ""
@@ -203,10 +203,10 @@ def _by_index(by_line: list[list[LedgerRow]]) -> list[list[LedgerRow]]:
     return list(groups.values())
 
 
-def kind_and_fix(rows: list[LedgerRow]) -> tuple[str, str]:
-    """Return the kind and the remedy of one line's copies."""
+def kind_and_fix(rows: list[LedgerRow], count: float) -> tuple[str, str]:
+    """Return the kind and the remedy of one line's copies, of which a step has `count`."""
     first, site = rows[0], rows[0].place.site
-    remedy = of_copy(first)
+    remedy = of_copy(first, count)
     if len({row.kind for row in rows}) == 2:
         return "d2h", remedy if first.place.via and remedy else ROUND_TRIP
     if first.kind == "d2h":
