@@ -18,7 +18,6 @@ from gpubound.doctor.record.tape import Tape
 from gpubound.doctor.report import files as page_module
 from gpubound.doctor.report.files import Pick, page, program, snippet
 from gpubound.measure.timing import Ratio
-from gpubound.pages import data
 from gpubound.watch.source_line import Place, Site
 from tests.messages import message
 
@@ -78,7 +77,7 @@ addEventListener("load", async () => {{
 
 def visited(folder: Path, frames: str, cases: list) -> dict:
     script = (TEMPLATES / "replay.js").read_text()
-    (folder / "visit.html").write_text(VISIT.format(frames=frames, replay=script, cases=data(cases)), errors="replace")
+    (folder / "visit.html").write_text(VISIT.format(frames=frames, replay=script, cases=json.dumps(cases)), errors="replace")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     done = subprocess.run(
         [*command, "--virtual-time-budget=9000", f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'visit.html'}"],

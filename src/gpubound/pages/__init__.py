@@ -1,12 +1,10 @@
 """HTML pages without external resources, in one style, light and dark. All text is escaped."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader
-from markupsafe import Markup
 
 from ..files import write_atomic as write_atomic
 from ..formatting import PRINTABLE as PRINTABLE
@@ -15,22 +13,12 @@ TITLE_END = "gpubound</title>"  # in the head of every page of this library
 
 
 def environment(package: str, **filters: Callable[..., Any]) -> Environment:
-    """Return the environment of a package's templates, with `style.css` and the filter `data`."""
+    """Return the environment of a package's templates, with `style.css`."""
     loader = ChoiceLoader([PackageLoader(package), PackageLoader("gpubound.pages")])
     # Not select_autoescape(), which does not escape templates named .j2.
     result = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    result.filters |= {"data": data, **filters}
+    result.filters |= filters
     return result
-
-
-def data(value: Any) -> Markup:
-    r"""Return a value as JSON for a <script>, which no text in it can end.
-
-    >>> str(data("</script>"))
-    '"\\u003c/script\\u003e"'
-    """
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
 def check_page(out: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,113 +19,84 @@ from ...formatting import readable, shown
 from .tape import MARK, SPAN, SPANS, Call, Mark, Span, Tape, Work
 
 CHUNK = 1 << 20  # characters
-LARGEST = 1 << 26  # characters that one value outside the events may have
-LONG = 1 << 20  # characters; no string of a trace is as long: an error so far from the end is damage, not a truncated file
+LONG = 1 << 20  # characters; no event is as long: an error so far from the end is damage, not a truncated file
 
 WANTED = "give the file that torch.profiler's export_chrome_trace wrote (.json or .json.gz)."
 
 _decode = json.JSONDecoder(strict=False).raw_decode
 _space = re.compile(r"[\s,]*")
+_events = re.compile(r'"traceEvents"\s*:\s*\[')
 
 
 def events(path: Path, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield each event of a trace. The values outside the events are put into `head`."""
+    """Yield each event of a trace, of which only a part is in memory. The values before the events are put into `head`."""
     with reading(regular(path)), open(path, "rb") as file:
         begin = file.read(16)
     if begin.startswith(b"SQLite format 3") or path.suffix in (".nsys-rep", ".qdrep"):
         raise DataError(f"{path}: is a report of Nsight Systems, wanted a trace of torch.profiler; {WANTED}")
     open_ = gzip.open if begin.startswith(b"\x1f\x8b") else open
     with reading(path), open_(path, "rt", encoding="utf-8", errors="replace") as text:
-        yield from _JsonReader(path, text).events(head)
+        yield from _decoded(path, text, head)
 
 
-class _JsonReader:
-    def __init__(self, path: Path, text: IO[str]):
-        self.path, self.text = path, text
-        self.buffer, self.at, self.ended = "", 0, False
-        self.count = 0
+def _decoded(path: Path, text: IO[str], head: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    count, buffer = 0, ""
 
-    def events(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        first = self.peek()
-        if first == "[":
-            yield from self.array()
-        elif first == "{":
-            self.at += 1
-            yield from self.object_members(head)
-        else:
-            begin = shown(self.buffer[self.at : self.at + 20])
-            raise DataError(f"{self.path}: begins with {begin}, wanted JSON; {WANTED}")
-
-    def object_members(self, head: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        has_events = False
-        while self.peek() != "}":
-            key = self.value()
-            if self.peek() != ":":
-                raise self.damaged()
-            self.at += 1
-            if key == "traceEvents" and self.peek() == "[":
-                has_events = True
-                yield from self.array()
-            else:
-                head[key] = self.value()
-        if not has_events:
-            raise DataError(f"{self.path}: is JSON without traceEvents, so it is no trace; {WANTED}")
-
-    def array(self) -> Iterator[dict[str, Any]]:
-        self.at += 1
-        while self.peek() != "]":
-            event = self.value()
-            if not isinstance(event, dict):
-                raise self.damaged()
-            self.count += 1
-            yield event
-        self.at += 1
-
-    def peek(self) -> str:
-        """Return the next character that is neither space nor a comma."""
-        while True:
-            self.at = _space.match(self.buffer, self.at).end()  # type: ignore[union-attr]
-            if self.at < len(self.buffer):
-                return self.buffer[self.at]
-            if self.ended:
-                raise self.cut()
-            self.fill()
-
-    def value(self) -> Any:
-        self.peek()
-        while True:
-            try:
-                value, end = _decode(self.buffer, self.at)
-            except json.JSONDecodeError as error:
-                size = len(self.buffer) - self.at
-                if size > LARGEST or (error.pos and len(self.buffer) - error.pos > LONG):
-                    raise self.damaged() from error
-                if self.ended:
-                    raise self.cut() from error
-                self.fill()
-                continue
-            if end == len(self.buffer) and not self.ended:
-                self.fill()  # a number may continue
-                continue
-            self.at = end
-            return value
-
-    def fill(self) -> None:
+    def more() -> None:
+        nonlocal buffer
         try:
-            more = self.text.read(CHUNK)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise self.cut() from error
-        self.buffer, self.at, self.ended = self.buffer[self.at :] + more, 0, not more
+            chunk = text.read(CHUNK)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            chunk = ""
+        if not chunk:
+            raise DataError(
+                f"{path}: ends in the middle, after {count:,} events; let the profiler finish writing, or copy the file again."
+            )
+        buffer += chunk
 
-    def cut(self) -> DataError:
-        return DataError(
-            f"{self.path}: ends in the middle, after {self.count:,} events; let the profiler finish writing, or copy the file "
-            "again."
-        )
+    def damaged() -> DataError:
+        read = readable(path.stat().st_size)
+        return DataError(f"{path}: is not JSON after event {count:,} (file of {read}); record the trace again.")
 
-    def damaged(self) -> DataError:
-        read = readable(self.path.stat().st_size)
-        return DataError(f"{self.path}: is not JSON after event {self.count:,} (file of {read}); record the trace again.")
+    more()
+    if buffer.lstrip()[:1] not in ("{", "["):
+        raise DataError(f"{path}: begins with {shown(buffer[:20])}, wanted JSON; {WANTED}")
+    if buffer.lstrip().startswith("["):
+        at = buffer.index("[") + 1
+    else:
+        while (start := _events.search(buffer)) is None:
+            try:
+                more()
+            except DataError as cut:
+                other = DataError(f"{path}: is JSON without traceEvents, so it is no trace; {WANTED}")
+                raise (other if _is_json(buffer) else cut) from None
+        with suppress(json.JSONDecodeError):  # the events may be readable all the same
+            head |= json.loads(buffer[: start.start()] + '"": 0}', strict=False)
+        at = start.end()
+    while True:
+        at = _space.match(buffer, at).end()  # type: ignore[union-attr]
+        try:
+            if buffer[at : at + 1] == "]":
+                return
+            event, end = _decode(buffer, at)
+        except json.JSONDecodeError as error:
+            if error.pos and len(buffer) - error.pos > LONG:
+                raise damaged() from error
+            buffer, at = buffer[at:], 0
+            more()
+            continue
+        if not isinstance(event, dict):
+            raise damaged()
+        at, count = end, count + 1
+        yield event
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, strict=False)
+    except json.JSONDecodeError:
+        return False
+    return True
 
 
 TIMED = "(dynamo_timed)"  # suffix of torch's spans of a compilation and its parts
