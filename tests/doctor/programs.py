@@ -3,7 +3,8 @@
 from hypothesis import strategies as st
 
 from gpubound.doctor.price.simulator import PINNED
-from tests.doctor.tapes import AUTOGRAD, MAIN, Synthetic
+
+from .tapes import AUTOGRAD, MAIN, Synthetic
 
 times = st.integers(1, 60).map(float)
 streams = st.sampled_from([7, 20])

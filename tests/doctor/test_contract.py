@@ -12,7 +12,8 @@ from gpubound.cli import arguments
 from gpubound.cli.doctor import Doctor, check_command, split
 from gpubound.doctor import finding
 from gpubound.doctor.finding import Finding, Verdict
-from tests.doctor.verdicts import judged, looped
+
+from .verdicts import judged, looped
 
 SKILL = Path(__file__).parents[2] / "examples/skills/gpubound-doctor/SKILL.md"
 

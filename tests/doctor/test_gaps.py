@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from gpubound.doctor.price.idle import LEAVES, SHARES, idle_times
 from gpubound.doctor.record.tape import Call, Span, Tape, Work
 from gpubound.errors import MeasureError
-from tests.doctor.programs import program, stalling
-from tests.doctor.tapes import AUTOGRAD, LOADER, MAIN, Synthetic
 from tests.messages import message
+
+from .programs import program, stalling
+from .tapes import AUTOGRAD, LOADER, MAIN, Synthetic
 
 quick = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 

@@ -10,8 +10,9 @@ from gpubound.doctor.record import kineto
 from gpubound.doctor.record.kineto import call_kind, read_trace
 from gpubound.doctor.record.tape import Tape
 from gpubound.errors import DataError
-from tests.doctor.tapes import AUTOGRAD, MAIN, Synthetic
 from tests.messages import message
+
+from .tapes import AUTOGRAD, MAIN, Synthetic
 
 BASE = 4535116811822.0  # torch writes times since some start of the month
 
