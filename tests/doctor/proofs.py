@@ -10,7 +10,7 @@ from gpubound.doctor.finding import Verdict
 from gpubound.doctor.fix.prove import Proof, Recorder, SeededJob, SeededRun, compare_runs, run
 from gpubound.doctor.fix.repair import Repair, repair, targets
 from gpubound.doctor.price.prices import Measurements
-from gpubound.doctor.record.phases import MarkingLedger
+from gpubound.doctor.record.located import MarkingLedger
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch.pretend import simgpu
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from gpubound.doctor.finding import Verdict
-from gpubound.doctor.record import phases as phases_module
+from gpubound.doctor.record import located as located_module
+from gpubound.doctor.record.located import FEWEST, LocatedPhase, SurveyPhase
 from gpubound.doctor.record.period import LONGEST, Period, period_of, rare_steps, repeats_after
-from gpubound.doctor.record.phases import FEWEST, LocatedPhase, Phase, Phases, RecordedPhase, SurveyPhase, TimedPhase
+from gpubound.doctor.record.phases import Phase, Phases, RecordedPhase, TimedPhase
 from gpubound.doctor.record.run import RunPlan, lines_once
 from gpubound.doctor.report.words import notes
 from gpubound.watch.pretend import simgpu
@@ -17,7 +18,7 @@ from .verdicts import judged, looped
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Tests on a busy machine must not be shorter than elsewhere."""
-    monkeypatch.setattr(phases_module, "PATIENCE_S", float("inf"))
+    monkeypatch.setattr(located_module, "PATIENCE_S", float("inf"))
 
 
 PATTERNS = [
@@ -126,7 +127,7 @@ def test_a_step_that_a_script_s_end_cuts_short_is_not_counted():
 
 
 def test_slow_steps_are_not_waited_for(monkeypatch):
-    monkeypatch.setattr(phases_module, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(located_module, "PATIENCE_S", -1.0)
     located = SurveyPhase(2, Period(), "located")
     loop([Phase(1), located], 100, rollout=16, print_every=10)
     assert located.done == located.least == 2

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound.doctor.record.phases import LocatedPhase, MarkingLedger, Phase, Phases, RecordedPhase, unchanged
+from gpubound.doctor.record.located import LocatedPhase, MarkingLedger, unchanged
+from gpubound.doctor.record.phases import Phase, Phases, RecordedPhase
 from gpubound.doctor.record.script import StopScript
 from gpubound.doctor.record.tape import MARK
 from gpubound.watch.ops import replaced

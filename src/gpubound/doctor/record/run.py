@@ -24,8 +24,9 @@ from ..price.prices import Line, Measurements, line_of
 from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
+from .located import LocatedPhase, SurveyPhase
 from .period import Period, rare_steps
-from .phases import LocatedPhase, Phase, Phases, RecordedPhase, SurveyPhase, TimedPhase
+from .phases import Phase, Phases, RecordedPhase, TimedPhase
 from .sampled import SampledPhase
 from .script import Script, Steps, StopScript
 from .tape import lines_by_mark, match_lines

@@ -1,0 +1,254 @@
+"""The phases under the sensors of watch, with a mark in the profile for each stall: they give lines, and never prices."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ...watch.events import EMPTIED, KINDS
+from ...watch.ledger import Ledger, LedgerRow
+from ...watch.ops import replaced
+from ...watch.source_line import TORCH, Place, Site, here, owner
+from .period import LONGEST, Period, period_of
+from .phases import ANNOTATION, PATIENCE_S, Phase, RecordedPhase
+from .tape import MARK, Tape
+
+MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
+
+
+class MarkingLedger(Ledger):
+    """A ledger that writes a mark for each stall into the running profile: the id of its place in `locations`."""
+
+    def __init__(self, gputrace: bool, without: frozenset[str] = frozenset()):
+        super().__init__(None, gputrace, "ops", without)
+        self.locations: dict[str, Place] = {}
+        self.lines: dict[Site | None, set[int]] = {}  # the steps in which each line blocked
+        self.sizes: set[int] = set()  # bytes of each copy
+        self._complete: dict[tuple, tuple[int, int, float]] = {}
+        self._ids: dict[Place, str] = {}
+        self._deaf: Collection[str] = ()
+
+    @contextmanager
+    def paused(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
+        """Ignore events, or those of these kinds, inside the block."""
+        before, self._deaf = self._deaf, kinds
+        try:
+            yield
+        finally:
+            self._deaf = before
+
+    def complete(self) -> None:
+        """Mark the end of a step, after which `drop_incomplete` drops what was recorded."""
+        self.step()
+        with self._lock:
+            rows = self._rows.copy()  # a garbage collection in the loop adds a row
+            self._complete = {key: (row.count, row.bytes, row.ms) for key, row in rows.items()}
+
+    def drop_incomplete(self) -> None:
+        """Drop what was recorded after the last whole step, if there was one: a script's end is no step."""
+        with self._lock:
+            if self._complete:
+                self._rows = {key: row for key, row in self._rows.copy().items() if key in self._complete}
+                for key, row in self._rows.items():
+                    row.count, row.bytes, row.ms = self._complete[key]
+
+    def forget(self) -> None:
+        """Drop all rows so far. Places keep their ids, which marks in the profile may have."""
+        with self._lock:
+            self._rows.clear()
+        self.sizes.clear()
+
+    def record(
+        self, kind: str, what: str, count: int = 1, bytes: int = 0, ms: float = 0, detail: str = "", place: Place | None = None
+    ) -> None:
+        assert kind in KINDS, kind
+        if kind in self._deaf:
+            return
+        if kind in MARKED and place is None:
+            place = here(self.origins)
+            self.lines.setdefault(place.line or place.built, set()).add(self.steps)
+            self.sizes.add(bytes)
+            number = self._ids.setdefault(place, str(len(self._ids)))
+            self.locations[number] = place
+            if ANNOTATION is not None:
+                with ANNOTATION(MARK + number):
+                    pass
+        super().record(kind, what, count, bytes, ms, detail, place)
+
+
+CONVERSIONS = ("to", "cuda", "float", "half", "bfloat16")
+
+
+class _Inside(local):
+    """State of the module conversion that this thread is in: None, or whether a tensor has changed."""
+
+    changed: bool | None = None
+
+
+@contextmanager
+def unchanged() -> Iterator[dict[tuple[str, Place], LedgerRow]]:
+    """Count, inside the block, conversions such as `.to()` that return their argument: a row of kind "noop" per user's line."""
+    rows: dict[tuple[str, Place], LedgerRow] = {}
+    inside = _Inside()
+    with ExitStack() as stack:
+        for name in CONVERSIONS:
+            stack.enter_context(replaced(torch.Tensor, name, functools.partial(_of_tensors, name, rows, inside)))
+            stack.enter_context(replaced(torch.nn.Module, name, functools.partial(_of_modules, name, rows, inside)))
+        yield rows
+
+
+def _of_tensors(name: str, rows: dict, inside: _Inside, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def converted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = original(tensor, *args, **kwargs)
+        took = time.perf_counter() - began
+        if inside.changed is not None:
+            inside.changed |= result is not tensor
+        elif result is tensor:
+            _add(rows, name, took)
+        return result
+
+    return converted
+
+
+def _of_modules(name: str, rows: dict, inside: _Inside, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def converted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer, inside.changed = inside.changed, False
+        began = time.perf_counter()
+        try:
+            result = original(module, *args, **kwargs)
+            took = time.perf_counter() - began
+            if outer is None and not inside.changed:
+                _add(rows, name, took)
+        finally:
+            inside.changed = None if outer is None else outer or inside.changed
+        return result
+
+    return converted
+
+
+def _add(rows: dict, name: str, seconds: float) -> None:
+    place = here()
+    if place.site is None or (place.via is not None and owner(place.via.file) is not TORCH):
+        return  # in a library, which the user cannot fix
+    row = rows.setdefault((name, place), LedgerRow("noop", f".{name}()", place))
+    row.count += 1
+    row.ms += 1e3 * seconds
+
+
+class LocatedPhase(Phase):
+    """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
+
+    `named_lines` are the lines that wait for data, by their spans' names. `unchanged` are conversions that change nothing.
+    """
+
+    name = "located"
+    without: frozenset[str] = frozenset()  # sensors that are left out
+
+    def __init__(self, steps: int, taped: bool, period: Period | None = None):
+        super().__init__(steps + taped)  # the recording's first step is not on its tape, and not counted
+        self.least = steps
+        self._taped = RecordedPhase(steps, period) if taped else None
+        self._loading: Counter[tuple[str, Place]] = Counter()
+        self.copied: Callable[[], Collection[int]] = frozenset
+        """Bytes of the blocking copies that the other recording has; each should have its line."""
+
+    def begin(self) -> None:
+        super().begin()
+        self._ending = ExitStack()
+        if self._taped is not None:
+            self._taped.begin()
+            self.steps = self._taped.steps
+            self._ending.callback(self._taped.end)
+        self.ledger = MarkingLedger(torch.cuda.is_available(), self.without)
+        self._ending.enter_context(self.ledger)
+        self._unchanged = self._ending.enter_context(unchanged())
+        self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
+        if self._taped is not None:
+            self._ending.enter_context(replaced(torch.cuda, "empty_cache", self._emptied))
+
+    def step(self) -> None:
+        super().step()
+        if self._taped is None:
+            self.ledger.complete()
+            return
+        if self.done == 1:
+            self.ledger.forget()
+        else:
+            self.ledger.step()
+        with self.ledger.paused():  # a profiler that ends waits for the device: 0.3 waits a step
+            if self.done == self.steps - 1 and self._unknown():
+                self.steps += self._taped.more()
+            self._taped.step()
+
+    def _unknown(self) -> bool:
+        """Return whether a blocking copy of the other recording had no line yet, as long as there is time to look for it."""
+        if self.steps >= LONGEST or time.perf_counter() - self.began > PATIENCE_S:
+            return False
+        return not self.ledger.sizes.issuperset(self.copied())
+
+    def end(self) -> None:
+        self._ending.close()
+        if self._taped is None:
+            self.ledger.drop_incomplete()
+        super().end()
+
+    def _loaded(self, original: Callable) -> Callable:
+        def following(iterator: Any) -> Any:
+            self._loading[iterator._profile_name, Place(here().site)] += 1
+            with self.ledger.paused({"cpu_op"}):  # such work belongs in the loader; waits for it are counted as data
+                return original(iterator)
+
+        return following
+
+    def _emptied(self, original: Callable) -> Callable:
+        def emptying() -> None:
+            self.ledger.record("free", EMPTIED, count=0)  # frees are counted by another sensor, but without their line
+            original()
+
+        return emptying
+
+    @property
+    def named_lines(self) -> dict[str, Place]:
+        """The line of each loader's name; of several lines the busiest."""
+        return {name: place for (name, place), _ in reversed(self._loading.most_common())}
+
+    @property
+    def unchanged(self) -> list[LedgerRow]:
+        return list(self._unchanged.values())
+
+    @property
+    def tape(self) -> Tape | None:
+        return self._taped.tape if self._taped is not None else None
+
+
+FEWEST = 20  # steps: two events of every tenth step are among them, and one of every sixteenth
+
+
+class SurveyPhase(LocatedPhase):
+    """Steps under the ledger's sensors until the loop's period is known, in whole periods: at least `steps`, and FEWEST if they
+    are fast. It goes on while a line was seen in a single step, up to LONGEST steps."""
+
+    without = frozenset({"allocator"})  # it records every allocation, which takes time to read
+
+    def __init__(self, steps: int, period: Period, name: str = "surveyed"):
+        super().__init__(steps, taped=False)
+        self.name, self.period = name, period
+
+    def step(self) -> None:
+        super().step()
+        self.period.steps, open = period_of(self.ledger.lines, self.done)
+        if self.done < self.steps or time.perf_counter() - self.began > PATIENCE_S:
+            return
+        if self.done < FEWEST or (open and self.done < LONGEST) or self.done % self.period.steps:
+            self.steps += 1
