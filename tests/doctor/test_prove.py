@@ -13,7 +13,8 @@ import torch
 from gpubound.doctor.fix import prove as proving
 from gpubound.doctor.fix.prove import Proof, Recorder, SeededJob, SeededRun, compare_runs, difference, prove, run, run_once
 from gpubound.errors import MeasureError
-from gpubound.train.step import TrainStep
+from gpubound.train.device_step import DeviceStep
+from gpubound.train.graph_cache import GraphCache
 from tests.messages import message
 
 from .. import forked
@@ -253,17 +254,19 @@ assert step([torch.ones(4, 2)]) is not None and step(iter(())) is None
 def test_a_train_step_is_one_step_whatever_is_called_inside(tmp_path, monkeypatch, optimizer, graph, called):
     """A capture warms up and certifies, so it calls backward several times; a torch optimizer calls its step."""
     (tmp_path / "trained.py").write_text(TRAINED.format(optimizer, graph))
-    heard, ended, original = [], [], TrainStep._run
+    heard, ended = [], []
+    runs = GraphCache if called == "backward" else DeviceStep  # which runs a step
+    original = runs.run
 
     def counted(name: str, call):
         return lambda *args, **kwargs: (heard.append(name), call(*args, **kwargs))[1]
 
-    def replayed(step: TrainStep, batches: list) -> torch.Tensor:
-        return torch.arange(7.0) + len(recorder.ends) if recorder.ends else original(step, batches)
+    def replayed(*args) -> torch.Tensor:
+        return torch.arange(7.0) + len(recorder.ends) if recorder.ends else original(*args)
 
     monkeypatch.setattr(torch.autograd, "backward", counted("backward", torch.autograd.backward))
     monkeypatch.setattr(torch.optim.Adam, "step", counted("step", torch.optim.Adam.step))
-    monkeypatch.setattr(TrainStep, "_run", replayed)
+    monkeypatch.setattr(runs, "run", replayed)
     recorder = Recorder(4, enough=lambda: ended.append(len(recorder.losses)))
     run(SeededJob(str(tmp_path / "trained.py"), [], {}, "", steps=4), recorder)
     assert (len(recorder.ends), torch.stack(recorder.losses)[1:].tolist()) == (7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
