@@ -126,12 +126,27 @@ def prune_heads(model):
     prune(attention.o_proj, columns=slice(16))
 
 
-def test_a_layer_with_other_heads_is_computed_by_its_own_forward(device):
-    """The kernels of a step take one number of heads for all layers."""
+UNEVEN = {
+    "model.layers.0.self_attn has 2, 1 and 1 heads of q, k and v, and the config says 4, 2 and 2": prune_heads,
+    "model.layers.0.self_attn: only some of the layers that read its input have a bias": lambda model: give_bias(
+        model.model.layers[0].self_attn.q_proj
+    ),
+    "model.layers.1.mlp: only some of the layers that read its input have a bias": lambda model: give_bias(
+        model.model.layers[1].mlp.up_proj
+    ),
+}
+
+
+def give_bias(layer):
+    layer.bias = torch.nn.Parameter(torch.ones_like(layer.weight[:, 0]))
+
+
+@pytest.mark.parametrize("why", UNEVEN)
+def test_layers_that_differ_are_computed_by_their_own_forward(why, device):
+    """The kernels of a step take one number of heads for all layers, and one product has a bias or none."""
     model = cases.build("Llama", device=device)
     behind = gb.decoder(model, 1, cases.ROOM)
-    prune_heads(model)
-    why = "model.layers.0.self_attn has 2, 1 and 1 heads of q, k and v, and the config says 4, 2 and 2"
+    UNEVEN[why](model)
     with pytest.raises(gb.GenerateError) as error:
         behind.generate(cases.PROMPT, max_new_tokens=9)
     assert str(error.value) == message("decode/parity:a_layer_with_other_heads", why)

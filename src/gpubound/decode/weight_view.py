@@ -228,7 +228,7 @@ def _uneven(reader: Reader) -> str | None:
 
 
 def _unlike(layers: Sequence[LayerWeights]) -> str | None:
-    """Return which layers that read one input are not of formats that a step multiplies together; None where all are."""
+    """Return which layers that read one input differ in a way that no step multiplies together; None where all fit."""
     for number, (attention, mlp) in enumerate(layers):
         groups: list[tuple[str, Sequence[Linear]]] = []
         if isinstance(attention, AttentionWeights):
@@ -236,6 +236,8 @@ def _unlike(layers: Sequence[LayerWeights]) -> str | None:
         if isinstance(mlp, DenseWeights):
             groups.append((f"model.layers.{number}.mlp", (mlp.gate, mlp.up)))
         for name, group in groups:
+            if len({layer.bias is None for layer in group}) > 1:
+                return f"{name}: only some of the layers that read its input have a bias"
             coded = {format_of(layer.weight).coded for layer in group}
             if len(coded) > 1:
                 return f"{name}: only some of the layers that read its input are quantised"
