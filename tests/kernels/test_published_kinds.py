@@ -1,27 +1,17 @@
-"""Kinds of packed weights that hold published numbers: what `pack_levels` keeps, and products beside their definition."""
+"""Kinds of packed weights that hold published numbers: what `pack_levels` keeps, and what is dequantised."""
 
 import pytest
 import torch
 
-from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.packed_weights import KINDS, TABLE, Packed, join_packed, pack_levels, unpack
-from gpubound.kernels.quantized_product import draw_packed
+from gpubound.kernels.packed_weights import TABLE, join_packed, pack_levels, unpack
 from gpubound.kernels.registry import load
 
-from .cases import SOURCES, agree, draw
+from .cases import SOURCES
 from .test_compiles import compile_apart
-from .test_quantized_product import OTHERS
+from .test_quantized_product import OTHERS, ROUNDED, weight
 
-PUBLISHED = [kind for kind in TABLE if kind not in (*KINDS, "fp4")]
+PUBLISHED = [kind for kind in TABLE if kind not in ROUNDED]
 LEVELS = [kind for kind, about in TABLE.items() if about.values == "level"]
-# Levels from 0 cancel against their offsets: of 256 levels that is eight bits of fp32's 24.
-PARITY = 3e-5
-
-
-def drawn(kind: str, rows: int, columns: int, device: torch.device, seed: int = 1) -> Packed:
-    packed = draw_packed(torch.Generator().manual_seed(seed), rows, columns, kind)
-    extra = None if packed.extra is None else packed.extra.to(device)
-    return packed._replace(words=packed.words.to(device), scale=packed.scale.to(device), extra=extra)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -42,20 +32,8 @@ def test_published_levels_are_kept_bit_for_bit(device, kind, columns, dtype):
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-@pytest.mark.parametrize("batch, columns", [(1, 96), (2, 640), (3, 256)])
-def test_products_agree_with_the_definition(device, kind, batch, columns):
-    packed, rows = drawn(kind, 38, columns, device), 38
-    columns = packed.columns
-    x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
-    out, gated = (torch.empty(batch, n, device=device) for n in (rows, rows // 2))
-    agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=PARITY)
-    agree("quantized_norm_gate_up", x, norm, packed, None, gated, 0, "silu", False, limit=2 * PARITY)
-    agree("quantized_add_product", x, packed, None, torch.ones(batch, rows, device=device), limit=PARITY)
-
-
-@pytest.mark.parametrize("kind", PUBLISHED)
 def test_dequantised_numbers_are_those_of_the_definition(device, kind):
-    packed = drawn(kind, 12, 640, device)
+    packed = weight(device, kind, 12, 640)
     out = [load(s, "dequantize")(packed, torch.zeros(12, packed.columns, device=device), 2) for s in SOURCES]
     # A kernel may compute level · scale - offset with one rounding.
     error = (out[0] - out[1]).abs().max() / out[1].abs().max()
@@ -64,7 +42,7 @@ def test_dequantised_numbers_are_those_of_the_definition(device, kind):
 
 @pytest.mark.parametrize("kind", ["uint4", "fp8_rows", "nf4"])
 def test_rows_below_each_other_are_one_weight(device, kind):
-    parts = [drawn(kind, rows, 256, device, seed=rows) for rows in (8, 4)]
+    parts = [weight(device, kind, rows, 256, seed=rows) for rows in (8, 4)]
     if kind == "nf4":
         parts[1] = parts[1]._replace(extra=parts[0].extra)
     joined = join_packed(parts)

@@ -6,22 +6,29 @@ import torch
 from gpubound import kernels
 from gpubound.kernels import packed_weights as packing, plans
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.packed_weights import E2M1, KINDS, Packed, pack, pack_fp4, pack_gate_up, pack_stacked, unpack
+from gpubound.kernels.packed_weights import E2M1, KINDS, TABLE, Packed, pack, pack_fp4, pack_gate_up, pack_stacked, unpack
 from gpubound.kernels.plans.types import MatrixPlan
+from gpubound.kernels.quantized_product import draw_packed
 from gpubound.kernels.registry import load
 from tests.messages import message, refusals
 
 from .cases import DTYPES, SOURCES, agree, draw, pairwise, same
 from .test_compiles import compile_apart
-from .test_experts import some_ids
 
 # Kernel and reference sum the same numbers in fp32, the kernel with 2^e beside each (packed.py): 256 beside int4's levels of
-# spread 4.6 costs six bits of fp32's 24, int8's of spread 40 three.
-PARITY = {"int8": 5e-6, "int4": 3e-5, "fp8": 2e-6}
+# spread 4.6 costs six bits of fp32's 24, int8's of spread 40 three. Levels from 0 cancel against their offsets, which costs
+# eight bits of 256 levels.
+PARITY = dict.fromkeys(TABLE, 3e-5) | {"int8": 5e-6, "fp8": 2e-6, "fp4": 2e-6}
+ROUNDED = (*KINDS, "fp4")  # kinds that a decoding step also multiplies experts by
 
 
 def weight(device, kind: str, rows: int, columns: int, seed: int = 1) -> Packed:
-    return pack(draw(device, torch.float32, rows, columns, seed=seed), kind)
+    """Normal numbers, packed; of a kind that `pack` does not make, any codes. Its columns may be fewer."""
+    if kind in KINDS:
+        return pack(draw(device, torch.float32, rows, columns, seed=seed), kind)
+    packed = draw_packed(torch.Generator().manual_seed(seed), rows, columns, kind)
+    extra = None if packed.extra is None else packed.extra.to(device)
+    return packed._replace(words=packed.words.to(device), scale=packed.scale.to(device), extra=extra)
 
 
 @pytest.mark.parametrize("kind, error, bytes_a_weight", [("int8", 0.0075, 1.016), ("int4", 0.11, 0.516), ("fp8", 0.03, 1.0)])
@@ -73,38 +80,20 @@ SHAPES = [(1, 128, 32), (2, 200, 38), (3, 72, 16), (8, 256, 18)]
 
 
 @pairwise
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch, columns, rows", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_product_agrees_with_the_reference(device, kind, batch, columns, rows, biased):
-    x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
-    bias = draw(device, torch.float16, rows, seed=3) if biased else None
+def test_products_agree_with_the_reference(device, kind, dtype, batch, columns, rows, biased):
+    packed, bias = weight(device, kind, rows, columns), draw(device, torch.float16, rows, seed=3) if biased else None
+    columns = packed.columns
+    x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, dtype, columns, seed=2), 1e-5)
     found = [torch.empty(batch, width, device=device) for width in (rows, -(-rows // 16))]
     found += [torch.empty(found[1].shape, device=device, dtype=torch.int32)]
-    agree("quantized_norm_product", x, norm, weight(device, kind, rows, columns), bias, *found, limit=PARITY[kind])
-
-
-@pairwise
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch, columns, rows", SHAPES[1:3])
-def test_gate_and_up_agree_with_the_reference(device, kind, dtype, batch, columns, rows):
-    x, weights, bias = (
-        draw(device, torch.float32, *shape, seed=i) for i, shape in enumerate(((batch, columns), (columns,), (rows,)))
-    )
-    gate_up = pack(draw(device, torch.float32, rows, columns, seed=4) * columns**-0.5, kind)
-    out = torch.empty(batch, rows // 2, device=device, dtype=dtype)
-    agree("quantized_norm_gate_up", x, Norm(weights, 1e-5), gate_up, bias, out, limit=2 * PARITY[kind])
-
-
-@pairwise
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch, columns, rows", SHAPES[:2])
-def test_the_residual_product_agrees_with_the_reference(device, kind, dtype, batch, columns, rows):
-    h, bias = draw(device, dtype, batch, columns), draw(device, dtype, rows, seed=2)
-    x = draw(device, torch.float32, batch, rows, seed=3)
-    agree("quantized_add_product", h, weight(device, kind, rows, columns), bias, x, limit=PARITY[kind])
+    agree("quantized_norm_product", x, norm, packed, bias, *found, limit=PARITY[kind])
+    gated, h = torch.empty(batch, rows // 2, device=device, dtype=dtype), draw(device, dtype, batch, columns)
+    agree("quantized_norm_gate_up", x * 0.1, norm, packed, bias, gated, 0, "silu", biased, limit=2 * PARITY[kind])
+    agree("quantized_add_product", h, packed, bias, torch.ones(batch, rows, device=device), limit=PARITY[kind])
 
 
 @pairwise
@@ -116,11 +105,11 @@ def test_unpacking_agrees_with_the_reference(device, kind, turns, dtype):
     agree("dequantize", weight(device, kind, 18, 200), torch.empty(18, 200, device=device, dtype=dtype), turns, limit=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypatch):
-    columns = 520  # five groups: 80 words of int4, 160 of the others
-    for use, rows in (("qkv", 20), ("gate_up", 20), ("add", 20)):
-        monkeypatch.setitem(plans.TRIED, ("packed_product", f"{kind} {use}", (rows, columns)), MatrixPlan(8, 32, 1))
+    columns = 544 if kind == "fp4" else 520  # five groups: 80 words of int4 and fp4, 160 of the others
+    for use in ("qkv", "gate_up", "add"):
+        monkeypatch.setitem(plans.TRIED, ("packed_product", f"{kind} {use}", (20, columns)), MatrixPlan(8, 32, 1))
     x, norm = draw(device, torch.float32, 2, columns), Norm(draw(device, torch.float32, columns, seed=2), 1e-5)
     packed, out = weight(device, kind, 20, columns), torch.empty(2, 20, device=device)
     agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=PARITY[kind])
@@ -188,14 +177,15 @@ give("quantized_norm_gate_up", lambda g: (
 give("quantized_add_product", lambda g: (
     draw(g, 1, 9000), draw_packed(g, 40, 9000, kind), None, torch.zeros(1, 40)))
 give("dequantize", lambda g: (draw_packed(g, 40, 256, kind), torch.zeros(40, 256), 1))
+give("quantized_routed_gate_up", lambda g, example=OPS["quantized_routed_gate_up"].example: example(g, kind))
 """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROUNDED)
 def test_every_kind_compiles(kind):
     ops = ("quantized_norm_product", "quantized_norm_gate_up", "quantized_add_product", "dequantize")
-    outcomes = compile_apart(*ops, before=OTHERS.format(kind=kind))
+    outcomes = compile_apart(*ops, "quantized_routed_gate_up", before=OTHERS.format(kind=kind))
     assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
 
 
@@ -236,17 +226,15 @@ def test_the_forms_of_other_families(device, kind, rows, offset, normed, cap, ac
     gate, up = unpack(both).unflatten(0, (-1, 2)).unbind(1)
     want = kernels.norm_product(x, norm, unpack(head), cap=cap)
     gated = kernels.norm_gate_up(x, norm, gate.contiguous(), up.contiguous(), activation=activation)
-    for source in SOURCES:
-        out = torch.zeros(rows, 40, device=device)
-        load(source, "quantized_norm_product")(x, norm, head, None, out, None, None, 0, cap)
-        same("product", out, want, PARITY[kind])
-        out = torch.zeros(rows, 24, device=device)
-        load(source, "quantized_norm_gate_up")(x, norm, both, None, out, 0, activation)
-        same("gated", out, gated, 2 * PARITY[kind])
+    empty = torch.empty(rows, 40, device=device)
+    out = agree("quantized_norm_product", x, norm, head, None, empty, None, None, 0, cap, limit=PARITY[kind])[4]
+    same("product", out, want, PARITY[kind])
+    empty = torch.empty(rows, 24, device=device)
+    out = agree("quantized_norm_gate_up", x, norm, both, None, empty, 0, activation, limit=2 * PARITY[kind])[4]
+    same("gated", out, gated, 2 * PARITY[kind])
 
 
 LEVELS = torch.tensor([*E2M1, *(-x for x in E2M1)])
-FP4_PARITY = 2e-6  # kernel and reference sum the same numbers in fp32
 COLUMNS = [32, 224, 256]  # part of a group, groups cut short, whole ones
 
 
@@ -254,10 +242,6 @@ def drawn(rows: int, columns: int, seed: int = 1) -> tuple[torch.Tensor, torch.T
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
     return codes, torch.randint(120, 127, (rows, columns // 32), generator=generator, dtype=torch.uint8)
-
-
-def weight_fp4(device, rows: int, columns: int, seed: int = 1) -> Packed:
-    return pack_fp4(*(t.to(device) for t in drawn(rows, columns, seed)))
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
@@ -284,60 +268,6 @@ def test_unpacking_gives_every_code_of_every_scale_exactly(device, source, dtype
     )
     exact[-1] = torch.nan
     assert torch.equal(out.cpu().nan_to_num(7.5), exact.float().to(dtype).nan_to_num(7.5))
-
-
-@pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_products_agree_with_the_reference(device, columns, batch):
-    x, norm = draw(device, torch.float32, batch, columns), Norm(draw(device, torch.bfloat16, columns, seed=2), 1e-5)
-    packed, rows = weight_fp4(device, 38, columns), 38
-    out, gated = (torch.empty(batch, n, device=device) for n in (rows, rows // 2))
-    agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=FP4_PARITY)
-    agree("quantized_norm_gate_up", x, norm, packed, None, gated, limit=2 * FP4_PARITY)
-    agree("quantized_add_product", x, packed, None, torch.ones(batch, rows, device=device), limit=FP4_PARITY)
-
-
-def test_several_tiles_and_those_that_do_not_divide_a_row_fp4(device, monkeypatch):
-    monkeypatch.setitem(plans.TRIED, ("packed_product", "fp4 qkv", (20, 544)), MatrixPlan(8, 32, 1))
-    x, packed = draw(device, torch.float32, 2, 544), weight_fp4(device, 20, 544)
-    out = torch.empty(2, 20, device=device)
-    agree("quantized_norm_product", x, None, packed, None, out, None, None, limit=FP4_PARITY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [float("inf"), 0.4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_agree_with_the_reference_and_a_row_has_its_bits_in_any_batch(device, dtype, limit):
-    rows, slots, count, hidden, width = 3, 2, 3, 96, 32
-    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=2), 1e-5)
-    gate_up, down = weight_fp4(device, count * 2 * width, hidden), weight_fp4(device, count * hidden, width, seed=4)
-    ids, shares = some_ids(device, rows, slots, count), draw(device, torch.float32, rows, slots, seed=5).softmax(-1)
-
-    gated = torch.empty(rows, slots, width, device=device, dtype=dtype)
-    arguments = x, norm, gate_up, ids, gated, 0, limit
-    *_, gated, _, _ = agree("quantized_routed_gate_up", *arguments, limit=2 * FP4_PARITY)
-    *_, stream = agree("quantized_add_routed", gated, down, ids, shares, x, limit=2 * FP4_PARITY)
-    assert limit > 1 or (gated.float().abs() >= 0.08).any(), "some reach the limit"
-    for one in (slice(row, row + 1) for row in range(rows)):
-        alone = torch.empty_like(gated[one])
-        load("triton", "quantized_routed_gate_up")(x[one], norm, gate_up, ids[one], alone, 0, limit)
-        own = load("triton", "quantized_add_routed")(alone, down, ids[one], shares[one], x[one].clone())
-        assert torch.equal(alone, gated[one]) and torch.equal(own, stream[one])
-
-
-OURS = """
-from gpubound.kernels.registry import OPS
-
-for op in ("dequantize", "quantized_routed_gate_up"):
-    OPS[op] = OPS[op]._replace(example=lambda g, example=OPS[op].example: example(g, "fp4"))
-"""
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run_fp4 them")
-def test_they_compile():
-    ops = "dequantize", "quantized_routed_gate_up"
-    outcomes = compile_apart(*ops, before=OURS)
-    assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
 
 
 def test_wrong_codes_are_named(device):
