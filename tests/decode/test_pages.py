@@ -17,7 +17,7 @@ from .test_gpu import eagerly, served
 
 # Pages know neither family nor kind: each stands here with each of two others.
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kind"), [("Mistral", None), ("Qwen3", "int8"), ("own", "fp8")])
+@pytest.mark.parametrize(("family", "kind"), [("Llama", None), ("Qwen3", "int8"), ("own", "fp8")])
 def test_pages_give_the_tokens_of_rows_side_by_side(family, kind, device):
     """Greedy and drawn, by text and by draft, over pages that do not suffice for all rows at full length."""
     whole, paged = (cases.shared(family, str(device), cache=kind, pages=pages) for pages in (None, 5))
@@ -38,7 +38,7 @@ def test_memory_is_that_of_the_pages():
 
 class TestPages:
     def test_rows_have_pages_of_their_own_and_as_many_as_they_may_fill(self, device):
-        fast = cases.shared("Mistral", str(device), max_batch=4, pages=9)
+        fast = cases.shared("Llama", str(device), max_batch=4, pages=9)
         table = fast.body.cache.pages
         for lengths, new, counts in (((60, 3, 1), 5, (2, 1, 1, 0)), ((1,), 90, (2,)), ((40, 41, 42, 43), 30, (2, 2, 2, 2))):
             tokens(fast, cases.prompts(*lengths), max_new_tokens=new)
@@ -52,7 +52,7 @@ class TestPages:
     @pytest.mark.slow
     def test_what_an_earlier_request_left_in_a_page_does_not_matter(self, device):
         for form in ({"pages": 5}, {"pages": 5, "cache": "int8"}):
-            fast = cases.shared("Mistral", str(device), max_batch=3, **form)
+            fast = cases.shared("Llama", str(device), max_batch=3, **form)
             asked = [(cases.prompts(58), 9), (cases.prompts(60, 50), 7), (cases.prompts(7, 8, 9), 7)]
             want = []
             for given, new in asked:
@@ -66,7 +66,7 @@ class TestPages:
                     assert tokens(fast, given, max_new_tokens=new, **SAMPLED) == found
 
     def test_a_request_that_does_not_fit_is_refused_before_anything_runs(self):
-        fast = cases.shared("Mistral", max_batch=3, pages=5)
+        fast = cases.shared("Llama", max_batch=3, pages=5)
         given = cases.prompts(60, 50, 3)
         assert tokens(fast, given, max_new_tokens=14) and tokens(fast, given[:2], max_new_tokens=None)
         held = [fast.body.cache.pages, *(t.view(torch.uint8) for t in fast.body.cache.tensors)]  # bytes: NaN is no NaN's equal

@@ -225,7 +225,7 @@ def test_several_tokens_at_once_have_the_logits_of_one_by_one_to_the_bit(monkeyp
             token, place = ids[:, part].contiguous(), places[:, part].contiguous()
             body.begin(token.flatten())
             logits.append(body.step(token, place).clone().view(2, -1, cases.VOCABULARY))
-        found.append((torch.cat(logits, 1), body.cache.k[..., :4, :].clone(), body.cache.v[..., :4, :].clone()))
+        found.append((torch.cat(logits, 1), body.cache.whole.k[..., :4, :].clone(), body.cache.whole.v[..., :4, :].clone()))
     for name, together, apart in zip(("logits", "keys", "values"), *found):
         assert apart.isfinite().all() and torch.equal(together, apart), name
 

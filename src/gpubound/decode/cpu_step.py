@@ -79,10 +79,11 @@ class CpuStep:
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         body, s, rows = self.body, self.body.live.shape, len(token)
+        store = body.cache.whole
         low, high = map(int, position.aminmax())
         end = high + 1
         if end > self.finite and low < high:
-            for cache in (body.cache.k, body.cache.v):
+            for cache in (store.k, store.v):
                 cache[:, :rows, :, self.finite : end] = 0
         self.finite = max(self.finite, end)
         visible = {window: _visible(position, low, end, window) for window in {layer.attention.window for layer in self.layers}}
@@ -99,7 +100,7 @@ class CpuStep:
             if attention.table is not None:
                 cos, sin = angles[attention.table]
                 q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            keys, values = body.cache.k[number, :rows], body.cache.v[number, :rows]
+            keys, values = store.k[number, :rows], store.v[number, :rows]
             keys[row, :, target], values[row, :, target] = k, v
             start, mask = visible[attention.window]
             keys, values = keys[:, :, start:end], values[:, :, start:end]

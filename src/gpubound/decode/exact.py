@@ -48,7 +48,7 @@ class CachedKeys:
             self.target = blocks.long().gather(2, at // PAGE), slice(None), at % PAGE
 
     def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values = self.cache.k[number], self.cache.v[number]
+        keys, values = self.cache.whole.k[number], self.cache.whole.v[number]
         for stored, new in ((keys, k), (values, v)):
             rows = new.transpose(1, 2)  # (B, T, G, D)
             words(stored, rows)[self.target] = words(rows, stored)[:, None]
@@ -69,10 +69,10 @@ class ExactRunner(ViewRunner):
             raise ValueError(f"decoder: exact: {live}; leave exact out.")
         self.model, self.live, self.config, self.device = model, live, config, live.device
         self.max_batch, self.max_length, self.vocab = config.max_batch, config.max_length, live.shape.vocab
-        layers = range(len(live.layers))
-        needed = Cache(config, layers, live.shape, live.dtype, torch.device("meta")).nbytes + 4 * config.max_batch * self.vocab
+        windows = dict.fromkeys(range(len(live.layers)), 0)  # no layer has one
+        needed = Cache(config, windows, live.shape, live.dtype, torch.device("meta")).nbytes + 4 * config.max_batch * self.vocab
         check_room(needed, self.device, config)
-        self.cache = Cache(config, layers, live.shape, live.dtype, self.device)
+        self.cache = Cache(config, windows, live.shape, live.dtype, self.device)
         self.rows = torch.arange(config.max_batch, device=self.device, dtype=torch.int32)[:, None]  # the blocks of a row
         self.logits = torch.zeros(config.max_batch, self.vocab, device=self.device, dtype=torch.float32)
         self.scale: Tensor | None = None  # of the hidden states before the head, one for each row
@@ -172,7 +172,7 @@ class ExactRunner(ViewRunner):
         self.live.refresh()
 
     def bytes_a_step(self, live: list[int]) -> int:
-        return self.live.bytes_read() + self.cache.bytes_a_token * sum(live)
+        return self.live.bytes_read() + self.cache.bytes_read(live)
 
     def report(self) -> list[tuple[str, str, str]]:
         why = "log-probabilities have the bits of the trainer's forward with exact=True"

@@ -8,9 +8,13 @@ when the request begins, in a table on the device that a step only reads. Page 0
 (padding of a prompt, tokens drafted beyond a row's end, unused rows of a bucket) are written there, and no token of a result
 reads them.
 
+A layer with a sliding window keeps a ring of its last positions. Its pages are fixed, and a table that repeats them makes the
+attention kernels read and write a ring as any other paged cache.
+
 Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a head.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,25 +73,26 @@ def pages_for(length: int) -> int:
     return -(-length // PAGE)
 
 
-class Cache:
-    """(layers, B, K, L, D) of keys and of values; in pages, (layers, pages, K, PAGE, D). Scales are without the D."""
+def ring_pages(window: int, tokens: int) -> int:
+    """Return the pages of a row of a layer with a window, where a step takes this many tokens."""
+    return pages_for(window + tokens - 1)
 
-    first = 0  # the cache's row of a step's first row; not 0 for a later lane
 
-    def __init__(self, build: "RunnerConfig", layers: range, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        """layers: numbers of the layers whose keys and values are cached."""
-        layout, rows, length = build.cache, build.max_batch, build.max_length
-        self.layout, self.rows, self.length, self.dtype, self.layers = layout, rows, length, dtype, layers
-        self.kind = None if layout.kind is None else KINDS[layout.kind]
-        blocks, positions = (rows, length) if layout.pages is None else (layout.pages + 1, PAGE)
-        size = len(layers), blocks, shape.kv_heads, positions, shape.head_dim
-        self.k, self.v = (torch.zeros(size, device=device, dtype=self.kind or dtype) for _ in range(2))
-        self.k_scale = self.v_scale = self.pages = None
-        if self.kind is not None:
+class LayerStore:
+    """Keys and values of some layers, (layers, B, K, L, D) each; in pages, (layers, pages, K, PAGE, D). Scales lack the D."""
+
+    pages: Tensor | None = None  # (B, pages of a row) int32: where each row is stored
+    window = 0  # the last positions that the layers attend to; 0: all
+
+    def __init__(
+        self, layers: int, blocks: int, positions: int, shape: Shape, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate `blocks` rows or pages of `positions`. dtype: the model's, or one of KINDS."""
+        size = layers, blocks, shape.kv_heads, positions, shape.head_dim
+        self.k, self.v = (torch.zeros(size, device=device, dtype=dtype) for _ in range(2))
+        self.k_scale = self.v_scale = None
+        if dtype in KINDS.values():
             self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
-        if layout.pages is not None:
-            self.pages = torch.zeros(rows, pages_for(length), device=device, dtype=torch.int32)
-        self.targets: Tensor | None = None  # (B, C): rows that get C copies of each prompt; None: the first B
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -99,51 +104,26 @@ class Cache:
 
     @property
     def bytes_a_token(self) -> int:
-        """The bytes of a token's keys and values in all layers, scales included."""
+        """The bytes of a token's keys and values in these layers, scales included."""
         return self.nbytes // (self.k.shape[1] * self.k.shape[3])
 
-    def reserve(self, limits: Tensor) -> None:
-        """Assign pages to the first rows for `limits` tokens each (int32, on the device), and none to other rows."""
-        if self.pages is None:
-            return
-        counts = (limits.long() + PAGE - 1) // PAGE
-        first = counts.cumsum(0) - counts + 1
-        page = torch.arange(self.pages.shape[1], device=limits.device)
-        self.pages.zero_()
-        self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
-
-    def attend(
-        self, number: int, qkv: Tensor, position: Tensor, heads: Heads, scratch: Scratch, out: Tensor, mode: int
-    ) -> None:
-        """Compute the attention of a step in layer `number`."""
-        op = decode_attention if self.kind is None else quantized_decode_attention
-        op(qkv, position, self._of(number, len(position)), heads, scratch, out, mode)
-
-    def _of(self, number: int, batch: int) -> LayerCache:
-        """Return the cache of layer `number` for the first rows."""
-        place, mine = number - self.layers.start, slice(self.first, self.first + batch)
-        rows = slice(None) if self.pages is not None else mine
-        cache = LayerCache(self.k[place, rows], self.v[place, rows])
+    def of(self, place: int, rows: slice) -> LayerCache:
+        """Return the cache of the store's layer number `place` for these rows."""
+        stored = slice(None) if self.pages is not None else rows
+        cache = LayerCache(self.k[place, stored], self.v[place, stored])
         if self.k_scale is not None and self.v_scale is not None:
-            cache = cache._replace(k_scale=self.k_scale[place, rows], v_scale=self.v_scale[place, rows])
-        return cache if self.pages is None else cache._replace(pages=self.pages[mine])
+            cache = cache._replace(k_scale=self.k_scale[place, stored], v_scale=self.v_scale[place, stored])
+        return cache if self.pages is None else cache._replace(pages=self.pages[rows])
 
-    def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, T, K, D) of a prompt at positions from `start` on. Return all so far, (B, K, start + T, D)."""
-        layer, rows, end = number - self.layers.start, len(k), start + k.shape[1]
-        results = []
-        for cache, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
-            if self.kind is None or scales is None:
-                results.append(self._stored(cache[layer], rows, start, end, new))
-                continue
-            codes, scale = encode(new, self.kind)
-            stored = self._stored(cache[layer].view(torch.uint8), rows, start, end, codes.view(torch.uint8))  # no index for fp8
-            results.append(decode(stored.view(self.kind), self._stored(scales[layer], rows, start, end, scale), self.dtype))
-        return results[0], results[1]
+    def write(self, cache: Tensor, new: Tensor, start: int, targets: Tensor | None, ends: Tensor | None) -> Tensor:
+        """Write a prompt's values (B, T, K, ...) to one layer's tensor, from position `start` on.
 
-    def _stored(self, cache: Tensor, rows: int, start: int, end: int, new: Tensor) -> Tensor:
-        """Write a prompt's values (B, T, K, ...) to a layer's cache, and return all of the rows up to `end`."""
-        targets = self.targets
+        Return what the prompt attends to: all values of the rows so far, or those since the first that is in a window.
+
+        targets: (B, C) rows that get C copies each; None: the first B. ends: (B,) positions after the rows' last tokens, after
+        which the prompts are padded; None: there is no padding.
+        """
+        rows, end = len(new), start + new.shape[1]
         if self.pages is None and targets is None:
             cache[:rows, :, start:end] = new.transpose(1, 2)
             return cache[:rows, :, :end]
@@ -157,17 +137,182 @@ class Cache:
         stored = cache[pages[:, 0, : pages_for(end)]]  # (B, pages, K, PAGE, ...)
         return stored.transpose(1, 2).flatten(2, 3)[:, :, :end]
 
-    def clear_after(self, end: int) -> None:
-        """Fill the positions of the targets from `end` on with zeros."""
-        assert self.targets is not None
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Copy the first `length` positions of the rows `sources` to the rows `targets`. Pages move by their table instead."""
+        for t in self.tensors if self.pages is None else ():
+            for layer in t.view(torch.uint8) if t.dtype in KINDS.values() else t:
+                layer[targets, :, :length] = layer[sources, :, :length]
+
+
+class WindowRing(LayerStore):
+    """Keys and values of layers with a window: `count` pages a row, where position p is at p % (count · PAGE).
+
+    The attention kernels read it by a table of pages that repeats, and their window hides the positions that are overwritten.
+    The tokens of one step fit into it besides the window: no token overwrites a key that the step, or a later one in the place
+    of a rejected draft, still reads.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        length: int,
+        window: int,
+        count: int,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layers, rows * count, PAGE, shape, dtype, device)
+        self.window, self.count = window, count
+        first = count * torch.arange(rows, device=device, dtype=torch.int32)
+        self.pages = first[:, None] + torch.arange(pages_for(length), device=device, dtype=torch.int32) % count
+
+    def write(self, cache: Tensor, new: Tensor, start: int, targets: Tensor | None, ends: Tensor | None) -> Tensor:
+        rings, end, size = cache.unflatten(0, (-1, self.count)), start + new.shape[1], self.count * PAGE
+        place = torch.arange(size, device=new.device)
+        # The last position of each place that the row has by now. A place whose position came before `start` stays.
+        last = torch.full((len(new),), end, device=new.device) if ends is None else ends.clamp(max=end)
+        position = last[:, None] - 1 - (last[:, None] - 1 - place) % size
+        row = torch.arange(len(new), device=new.device)[:, None]
+        written = new[row, (position - start).clamp(min=0)]  # (B, size, K, ...)
+        rows = slice(len(new)) if targets is None else targets[:, 0]
+        before = rings[rows].transpose(2, 3).flatten(1, 2)
+        kept = (position < start).view(*position.shape, *[1] * (new.dim() - 2))
+        after = torch.where(kept, before, written).unflatten(1, (self.count, PAGE)).transpose(2, 3)
+        first = max(0, start + 1 - self.window)
+        seen = torch.cat([before[:, torch.arange(first, start, device=new.device) % size], new], 1) if start else new
+        if targets is None:
+            rings[: len(new)] = after
+        else:
+            copies = after[:, None].expand(-1, targets.shape[1], *after.shape[1:]).flatten(0, 1)
+            as_integers(rings).index_copy_(0, targets.flatten(), as_integers(copies))
+        return seen.transpose(1, 2)
+
+    def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for t in self.tensors:
+            for layer in as_integers(t).unflatten(1, (-1, self.count)):
+                layer[targets] = layer[sources]
+
+
+class Cache:
+    """Keys and values of all layers, in stores of layers that keep the same positions.
+
+    Layers with a window have a `WindowRing` of its last positions, where that is shorter than `max_length`.
+    """
+
+    first = 0  # the cache's row of a step's first row; not 0 for a later lane
+    targets: Tensor | None = None  # see LayerStore.write
+    ends: Tensor | None = None
+
+    def __init__(
+        self,
+        build: "RunnerConfig",
+        windows: Mapping[int, int],
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        rings: bool = True,
+    ) -> None:
+        """windows: of each layer, by its number. rings: False keeps all positions of every layer."""
+        layout, self.rows, self.length = build.cache, build.max_batch, build.max_length
+        self.layout, self.dtype, self.layers, self.device = layout, dtype, [*windows], device
+        self.kind = None if layout.kind is None else KINDS[layout.kind]
+        kept: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
+        for number, window in windows.items():
+            pages = ring_pages(window, build.tokens) if window and rings else 0
+            kept.setdefault((window, pages) if 0 < pages < pages_for(self.length) else (0, 0), []).append(number)
+        self.stores: list[LayerStore] = []
+        self._places: dict[int, tuple[LayerStore, int]] = {}
+        rest = shape, self.kind or dtype, device
+        for (window, pages), numbers in kept.items():
+            if pages:
+                store: LayerStore = WindowRing(len(numbers), self.rows, self.length, window, pages, *rest)
+            elif layout.pages is None:
+                store = LayerStore(len(numbers), self.rows, self.length, *rest)
+            else:
+                store = self.shared = LayerStore(len(numbers), layout.pages + 1, PAGE, *rest)
+                store.pages = torch.zeros(self.rows, pages_for(self.length), device=device, dtype=torch.int32)
+            self.stores.append(store)
+            self._places |= {number: (store, place) for place, number in enumerate(numbers)}
+        self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
+
+    shared: LayerStore | None = None  # whose pages all rows share
+
+    @property
+    def pages(self) -> Tensor | None:
+        """The table of the pages that all rows share."""
+        return None if self.shared is None else self.shared.pages
+
+    @property
+    def whole(self) -> LayerStore:
+        """The one store of a cache without rings."""
+        (store,) = self.stores
+        return store
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for store in self.stores for t in store.tensors]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(store.nbytes for store in self.stores)
+
+    def bytes_read(self, lengths: list[int]) -> int:
+        """Return the bytes of keys and values that a step of rows of these lengths reads."""
+        return sum(store.bytes_a_token * sum(min(n, store.window or n) for n in lengths) for store in self.stores)
+
+    def reserve(self, limits: Tensor) -> None:
+        """Assign pages to the first rows for `limits` tokens each (int32, on the device), and none to other rows."""
+        if self.pages is None:
+            return
+        counts = (limits.long() + PAGE - 1) // PAGE
+        first = counts.cumsum(0) - counts + 1
+        page = torch.arange(self.pages.shape[1], device=limits.device)
+        self.pages.zero_()
+        self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
+
+    def check_request(self, limits: list[int]) -> None:
+        """Raise a ValueError where rows of up to these lengths need more pages than there are."""
+        if self.shared is not None:
+            self.layout.check_request(limits)
+
+    def attend(
+        self, number: int, qkv: Tensor, position: Tensor, heads: Heads, scratch: Scratch, out: Tensor, mode: int
+    ) -> None:
+        """Compute the attention of a step in layer `number`."""
+        op = decode_attention if self.kind is None else quantized_decode_attention
+        store, place = self._places[number]
+        cache = store.of(place, slice(self.first, self.first + len(position)))
+        op(qkv, position, cache, heads, scratch, out, mode)
+
+    def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write k and v (B, T, K, D) of a prompt at positions from `start` on.
+
+        Return those that the prompt attends to, (B, K, S, D); the last T are the new ones.
+        """
+        (store, place), results = self._places[number], []
+        for cache, scales, new in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
+            if self.kind is None or scales is None:
+                results.append(store.write(cache[place], new, start, self.targets, self.ends))
+                continue
+            codes, scale = encode(new, self.kind)
+            # fp8 has no index
+            stored = store.write(cache[place].view(torch.uint8), codes.view(torch.uint8), start, self.targets, self.ends)
+            scale = store.write(scales[place], scale, start, self.targets, self.ends)
+            results.append(decode(stored.view(self.kind), scale, self.dtype))
+        return results[0], results[1]
+
+    def clear_after(self, end: int) -> None:
+        """Fill the positions of the targets from `end` on with zeros, of a cache without rings and pages."""
+        assert self.targets is not None
+        for t in self.whole.tensors:
             t[:, :, :, end:].index_fill_(1, self.targets.flatten(), 0)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` positions of the rows `sources` to the rows `targets`, of a cache without pages."""
-        for t in self.tensors:
-            for layer in t.view(torch.uint8) if t.dtype in KINDS.values() else t:
-                layer[targets, :, :length] = layer[sources, :, :length]
+        """Copy the first `length` positions of the rows `sources` to the rows `targets`, except in pages that rows share."""
+        for store in self.stores:
+            store.move(sources, targets, length)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return keys or values (..., D) as an 8-bit cache rounds them."""
@@ -179,13 +324,24 @@ class Cache:
             t.view(torch.uint8).fill_(0x7F) if t.dtype in KINDS.values() else t.fill_(float("nan"))
 
     def report(self) -> list[tuple[str, str, str]]:
-        """Return a row for the decoder's table; none for a cache in the model's dtype without pages."""
-        if self.kind is None and self.pages is None:
+        """Return a row for the decoder's table; none for a cache of all positions in the model's dtype."""
+        if self.kind is None and self.shared is None and not self.ringed:
             return []
         form = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
-        shared = "" if self.pages is None else f", {self.layout.pages} pages of {PAGE} tokens that all rows share"
-        plain = 2 * self.k.shape[0] * self.rows * self.k.shape[2] * self.length * self.k.shape[4] * self.dtype.itemsize
-        return [("cache", form + shared, f"{self.nbytes / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}")]
+        parts = [form] if self.shared is None else [form, f"{self.layout.pages} pages of {PAGE} tokens that all rows share"]
+        parts += [
+            f"{len(store.k)} layers keep {store.count * PAGE} tokens for a window of {store.window}"
+            for store in self.stores
+            if isinstance(store, WindowRing)
+        ]
+        _, _, heads, _, width = self.stores[0].k.shape
+        plain = 2 * len(self.layers) * self.rows * heads * self.length * width * self.dtype.itemsize
+        return [("cache", ", ".join(parts), f"{self.nbytes / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}")]
+
+
+def as_integers(t: Tensor) -> Tensor:
+    """View a tensor as integers of the same size, whose copies by index keep every bit (see `words`)."""
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
 def words(t: Tensor, other: Tensor) -> Tensor:

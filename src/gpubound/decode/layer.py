@@ -44,7 +44,7 @@ class Workspace:
 
     def __init__(self, shape: Shape, cache: Cache, tables: list[tuple[Tensor, Tensor]], rows: int, tokens: int = 1) -> None:
         self.shape, self.cache, self.tables, self.rows = shape, cache, tables, rows
-        self.dtype, self.device = cache.dtype, cache.k.device
+        self.dtype, self.device = cache.dtype, cache.device
         cos, sin = tables[0]
         self.no_rotation = torch.ones_like(cos), torch.zeros_like(sin)  # for layers without positions
         self.adapting = AdapterRouter(rows // tokens, tokens, self.device)
@@ -235,7 +235,8 @@ class CachedAttention(Part):
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
         k, v = self.workspace.cache.extend(self.number, start, k, v)
-        mixed = attend_prompt(q.transpose(1, 2), k, v, start, w.window, s.scale, w.cap, w.sinks)
+        before = k.shape[2] - (end - start)  # keys that the cache has returned with the prompt's own
+        mixed = attend_prompt(q.transpose(1, 2), k, v, before, w.window, s.scale, w.cap, w.sinks)
         return self.linear(self.o, mixed.flatten(2))[0]
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
@@ -361,10 +362,10 @@ def normed_rows(x: Tensor, norm: AnyNorm, out: Tensor, mode: int = 0) -> Tensor:
 def attend_prompt(
     q: Tensor, k: Tensor, v: Tensor, start: int, window: int, scale: float, cap: float = 0.0, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return the causal attention (B, T, H, D) of a prompt's queries (B, H, T, D) at positions start to start + T.
+    """Return the causal attention (B, T, H, D) of a prompt's queries (B, H, T, D).
 
-    k and v (B, K, start + T, D) hold all positions so far. window: each token sees this many of the nearest; 0: all. Only a
-    window makes a mask in memory, of at most T + window keys.
+    k and v (B, K, start + T, D) hold all positions before theirs, or as many as a window shows, and theirs. window: each token
+    sees this many of the nearest; 0: all. Only a window makes a mask in memory, of at most T + window keys.
     """
     end, mask = k.shape[2], None
     if window and end > window:

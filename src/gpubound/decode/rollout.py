@@ -169,7 +169,7 @@ class Rollout:
         body, slots = self.decoder.body, self.decoder.slots
         live = len(self.rows) - self.rows.count(None)
         self._resize(max(self.size, self.decoder.bucket(min(self.most, live + len(self.waiting)))))
-        stored = [None] * self.size if body.paged else list(self._row_owners)
+        stored = [None] * self.size if body.paged or not body.keeps_prompts else list(self._row_owners)
         holders = {one.result.prompt: row for row, one in enumerate(stored) if one is not None}
         free = [row for row, one in enumerate(self.rows) if one is None]
         new: list[Running] = []
@@ -262,7 +262,7 @@ class Rollout:
         rows = torch.tensor([[one.row for one in moved], targets], dtype=torch.int64, device="cpu")
         sources_N, targets_N = to_device(rows, self.decoder.body.device)
         self.decoder.slots.move(sources_N, targets_N)
-        if moved and self.decoder.body.paged is None:
+        if moved:
             reached = max(min(one.limit, len(one.ids) + one.launched) for one in moved)
             for pair in zip(sources_N.split(MOVED), targets_N.split(MOVED)):
                 self.decoder.body.move(*pair, reached)

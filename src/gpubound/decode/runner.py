@@ -157,6 +157,11 @@ class ModelRunner(ABC):
         return 0
 
     @property
+    def keeps_prompts(self) -> bool:
+        """Whether the keys and values of a row's first tokens stay in the cache while it generates."""
+        return True
+
+    @property
     def paged(self) -> Any:
         """The cache, if its rows share pages."""
         return None

@@ -162,10 +162,11 @@ class Layer(NamedTuple):
 class LayerGroup:
     """Consecutive layers on one device, with their cache, rotary tables and buffers."""
 
-    def __init__(self, live: WeightView | HostView, config: RunnerConfig, stage: LayerStage) -> None:
+    def __init__(self, live: WeightView | HostView, config: RunnerConfig, stage: LayerStage, rings: bool) -> None:
         self.numbers, self.device = stage.layers, stage.device
         tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(config.max_length)]
-        self.cache = Cache(config, stage.layers, live.shape, live.dtype, self.device)
+        windows = {number: layer_windows(live)[number] for number in stage.layers}
+        self.cache = Cache(config, windows, live.shape, live.dtype, self.device, rings)
         self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
         self.layers: list[Layer] = []
 
@@ -229,6 +230,11 @@ class LayerGroup:
         return x, pending
 
 
+def layer_windows(live: Any) -> dict[int, int]:
+    """Return the window of each layer's attention; 0: it has none."""
+    return {number: layer.attention.window for number, layer in enumerate(live.layers)}
+
+
 def table_bytes(reader: Reader, config: RunnerConfig) -> int:
     """Return the bytes of cos and sin of each kind of angles, and of layers without rotation."""
     return (len(reader.angles()) + 1) * config.max_length * reader.shape().head_dim * 4
@@ -264,7 +270,7 @@ class ViewRunner(ModelRunner):
         self.cache.reserve(limits)
 
     def check_request(self, limits: list[int]) -> None:
-        self.cache.layout.check_request(limits)
+        self.cache.check_request(limits)
 
     @property
     def paged(self) -> Cache | None:
@@ -301,20 +307,20 @@ class FusedRunner(ViewRunner):
         self.form = weight_format(config.weights)
         rows = config.max_batch * config.tokens
         fp32: Any = {"device": self.device, "dtype": torch.float32}
+        self.dense = all(type(layer.mlp) in (DenseWeights, UngatedWeights) for layer in live.layers) and not live.sliced
+        plain = config.tokens == 1 and config.cache == PLAIN and (stages is None or len(stages) == 1)
+        on_host = cpu_step.fits(self.device) and plain and self.dense
+        rings = not on_host and not live.sliced  # slices do not get the lengths of prompts
         if stages is None:
-            layers = range(len(live.layers))
-            needed = Cache(config, layers, live.shape, live.dtype, META).nbytes + table_bytes(live.reader, config)
-            check_room(needed + 4 * rows * self.vocab, self.device, config)
-            stages = [LayerStage(self.device, layers)]
-        self.spans = [LayerGroup(live, config, stage) for stage in stages]
+            needed = Cache(config, layer_windows(live), live.shape, live.dtype, META, rings).nbytes
+            check_room(needed + table_bytes(live.reader, config) + 4 * rows * self.vocab, self.device, config)
+            stages = [LayerStage(self.device, range(len(live.layers)))]
+        self.spans = [LayerGroup(live, config, stage, rings) for stage in stages]
         home = self.spans[0]
         self.cache, self.workspace, self.adapting = home.cache, home.workspace, home.workspace.adapting
         self.x = torch.zeros(rows, live.shape.hidden, **fp32)
         self.normed = self.workspace.buffer("normed", rows, live.shape.hidden, dtype=live.dtype)
         self.logits = torch.zeros(rows, self.vocab, **fp32)
-        self.dense = all(type(layer.mlp) in (DenseWeights, UngatedWeights) for layer in live.layers) and not live.sliced
-        plain = config.tokens == 1 and config.cache == PLAIN and len(self.spans) == 1
-        on_host = cpu_step.fits(self.device) and plain and self.dense
         parts = 1 if on_host else -(-self.vocab // PARTIAL_ROWS)
         self.best = torch.zeros(rows, parts, **fp32)
         self.arg = torch.zeros(rows, parts, device=self.device, dtype=torch.int32)
@@ -361,7 +367,6 @@ class FusedRunner(ViewRunner):
         read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
         read += [*norm_tensors(live.norm), *self.head.tensors()]
         self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
-        self.bytes_a_token = sum(group.cache.bytes_a_token for group in self.spans)
         self.sparse = [layer for layer in self.layers if type(layer.mlp) not in (DenseMLP, UngatedMLP)]
         self.refills = len(self.spans) == 1
         self.captures_prefill = self.refills and all(layer.mlp.captures_prompts for layer in self.layers)
@@ -473,13 +478,17 @@ class FusedRunner(ViewRunner):
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Write the keys and values of ids (B, T), right-padded. Positions after a row's length are never read."""
-        self._fill(ids, 0)
+        self._fill(ids, 0, lengths)
         if self.host:
             self.host.finite = ids.shape[1]
 
-    def _fill(self, ids: Tensor, begin: int) -> None:
+    def _fill(self, ids: Tensor, begin: int, lengths: Tensor) -> None:
+        for group in self.spans:
+            group.cache.ends = (begin + lengths).to(group.device)
         for at in range(0, ids.shape[1], CHUNK):
             self.streamed(ids[:, at : at + CHUNK], begin + at)  # a device may read a chunk while the next has the previous one
+        for group in self.spans:
+            group.cache.ends = None
 
     @torch.no_grad()
     def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
@@ -487,7 +496,7 @@ class FusedRunner(ViewRunner):
         try:
             if self.host:
                 self.cache.clear_after(start + ids.shape[1])  # NaN would pass through a mask
-            self._fill(ids, start)
+            self._fill(ids, start, lengths)
         finally:
             self.cache.targets = self.adapting.targets = None
         if self.host:
@@ -495,6 +504,10 @@ class FusedRunner(ViewRunner):
 
     def cache_bytes(self) -> int:
         return sum(group.cache.nbytes for group in self.spans)
+
+    @property
+    def keeps_prompts(self) -> bool:
+        return not any(group.cache.ringed for group in self.spans)
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
@@ -540,7 +553,8 @@ class FusedRunner(ViewRunner):
     def bytes_a_step(self, live: list[int]) -> int:
         """Return the bytes of all weights, of experts those that are chosen, and of the keys and values of these lengths."""
         chosen = sum([layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.sparse])
-        return self.weight_bytes + self.bytes_a_token * sum(live) + round(chosen)
+        cached = sum(group.cache.bytes_read(live) for group in self.spans)
+        return self.weight_bytes + cached + round(chosen)
 
     def exact(self) -> Any:
         return self.live if self.form.kind is None else RoundedModel(self)

@@ -79,8 +79,9 @@ def fused_reader(model: Any, config: RunnerConfig, count: int, spread: bool | st
 
 
 def _kept_bytes(reader: Reader, config: RunnerConfig) -> tuple[list[int], int]:
-    a_layer = Cache(config, range(1), reader.shape(), weight_of(reader.model.lm_head).dtype, META).nbytes
-    return [a_layer] * len(reader.blocks), table_bytes(reader, config)
+    shape, dtype = reader.shape(), weight_of(reader.model.lm_head).dtype
+    windows = [layer.attention.window for layer in reader.layers()]
+    return [Cache(config, {0: window}, shape, dtype, META).nbytes for window in windows], table_bytes(reader, config)
 
 
 def _fused_runner(reader: Reader, config: RunnerConfig, stages: Sequence[LayerStage]) -> ModelRunner:

@@ -1,0 +1,111 @@
+"""Layers with a window keep its last positions alone: the same tokens as with all positions, in a fraction of the memory."""
+
+import pytest
+import torch
+
+import gpubound as gb
+from gpubound.decode import transformer
+from gpubound.decode.kv_cache import PAGE, Cache, WindowRing
+from gpubound.decode.runner import RunnerConfig
+from gpubound.kernels import dispatch
+from gpubound.models.decoding import Shape
+
+from . import cases
+
+LENGTH = 150  # more than two rounds of a ring of one page
+ON_CPU = {"speculate": 3}  # several tokens a step: not the CPU's own step, which keeps all positions
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """Read prompts in chunks that are no multiple of a page, several for a ring."""
+    monkeypatch.setattr(transformer, "CHUNK", 50)
+
+
+def decoder(kind: str, device, **options) -> gb.FastDecoder:
+    model = cases.build(kind, device=device, max_position_embeddings=LENGTH)
+    fast = gb.decoder(model, 3, LENGTH, verify=False, **options)
+    assert fast.path == "" and any(isinstance(store, WindowRing) for store in fast.body.cache.stores)
+    return fast
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "GptOss"])
+def test_tokens_are_those_of_the_whole_text(kind, device):
+    """Prompts that are shorter than the ring and longer in one batch: padding may not overwrite a short row's keys."""
+    fast = decoder(kind, device, **ON_CPU)
+    fast.body.poison()
+    given = cases.prompts(131, 3, 70)
+    for prompt, found in zip(given, fast.generate(given, max_new_tokens=12).tokens):
+        assert cases.likeliest(fast.model, prompt, found) == found
+
+
+@pytest.mark.parametrize("cache", ["int8", "fp8"])
+def test_tokens_of_eight_bits_are_those_with_all_positions(cache, device, monkeypatch):
+    given, found = cases.prompts(60, 5), []
+    for pages in (1, 99):  # of a ring
+        with monkeypatch.context() as patch:
+            patch.setattr("gpubound.decode.kv_cache.ring_pages", lambda *_, pages=pages: pages)
+            fast = gb.decoder(cases.build("Gemma3", device=device), 2, cases.ROOM + 60, cache=cache, verify=False)
+        assert fast.body.cache.ringed == (pages == 1)
+        found.append(fast.generate(given, max_new_tokens=16, logprobs=True).sequences)
+    for ring, whole in zip(*found):
+        assert ring.tokens == whole.tokens and ring.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_queue_of_prompts(device):
+    """Rows that are refilled, several samples of a prompt, and rows that move, over pages for the layers without a window."""
+    fast = decoder("Gemma3", device, pages=9)
+    given = cases.prompts(80, 4, 66)
+    for one in fast.rollout(given, n=2, max_new_tokens=[6, 25, 9], temperature=0.0):
+        assert cases.likeliest(fast.model, given[one.prompt], one.tokens) == one.tokens
+
+
+@pytest.mark.slow
+def test_kernels_read_a_ring_by_its_table(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    fast = decoder("Mistral", torch.device("cpu"))
+    prompt = cases.prompts(126)[0]
+    fast.body.poison()
+    found = fast.generate(prompt, max_new_tokens=4).tokens[0]  # across the end of a round
+    assert cases.likeliest(fast.model, prompt, found) == found
+
+
+class TestMemory:
+    def test_rings_of_a_27b_model_at_128k_tokens(self):
+        """Gemma 3 27B: 62 layers, every sixth without a window; 16 heads of keys, 128 wide."""
+        length, window = 128 * 1024, 1024
+        windows = {number: 0 if number % 6 == 5 else window for number in range(62)}
+        shape = Shape(hidden=5376, heads=32, kv_heads=16, head_dim=128, vocab=262208, scale=1.0)
+        sizes = [
+            Cache(RunnerConfig(1, length), windows, shape, torch.bfloat16, torch.device("meta"), rings).nbytes
+            for rings in (True, False)
+        ]
+        token = 2 * 2 * 16 * 128
+        assert sizes == [(10 * length + 52 * window) * token, 62 * length * token]
+        assert [round(size / 1e9, 1) for size in sizes] == [11.2, 66.6]
+
+    def test_a_ring_has_room_for_the_tokens_of_a_step(self):
+        for window, tokens, pages in ((PAGE, 1, 1), (PAGE, 2, 2), (PAGE - 4, 5, 1), (PAGE - 3, 5, 2)):
+            build = RunnerConfig(2, 1024, tokens)
+            shape = Shape(hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=9, scale=1.0)
+            (store,) = Cache(build, {0: window}, shape, torch.float32, torch.device("cpu")).stores
+            assert isinstance(store, WindowRing) and store.k.shape == (1, 2 * pages, 1, PAGE, 8)
+
+    def test_windows_as_long_as_the_cache_need_no_ring(self):
+        build, shape = RunnerConfig(1, 128), Shape(hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=9, scale=1.0)
+        cache = Cache(build, {0: 65, 1: 0}, shape, torch.float32, torch.device("cpu"))
+        assert not cache.ringed and len(cache.stores) == 1
+
+    def test_the_table_shows_what_layers_keep(self):
+        fast = decoder("Gemma3", "cpu", **ON_CPU)
+        assert f"1 layers keep {PAGE} tokens for a window of 9" in str(fast)
+
+
+def test_prompts_with_chunks_equal_transformers_logits(device):
+    """Log-probabilities of a text that is longer than a ring, read in chunks."""
+    fast = decoder("Gemma3", device, **ON_CPU)
+    text = cases.prompts(140)[0]
+    want = cases.logits(fast.model, text[:-1]).log_softmax(-1)[range(139), text[1:]]
+    torch.testing.assert_close(torch.tensor(fast.score(text)[0]), want.cpu(), atol=1e-4, rtol=1e-4)
