@@ -256,6 +256,10 @@ REFUSED = {
         "data",
         "o = {}\nif gpu:\n    o['num_workers'] = 1\nl = DataLoader(d, **o)  # here\n",
     ),
+    "loader: line 1 takes num_workers from args.workers; raise it there": (
+        "data",
+        "l = DataLoader(d, num_workers=args.workers)  # here\n",
+    ),
     "loader: line 1 passes **options": ("data", "l = DataLoader(d, **options)  # here\n"),
     "loader: there are 2 DataLoaders in this file": ("data", "a = DataLoader(d)\nb = DataLoader(e)\nf()  # here\n"),
     "loader: each worker would go over the whole IterableDataset": (
@@ -438,6 +442,13 @@ def test_what_is_printed_in_every_step_is_printed_rarely_on_request(tmp_path):
     assert text == SHOWN and "rarely" in next(iter(made.refused.values()))
     text, made = mended(tmp_path, SHOWN, ("sync", "# here"), asked=["rarely"])
     assert made.equal and "    if step % 50 == 0:\n        print('loss',\n              model(x).item())  # here\n" in text
+    text, _ = mended(
+        tmp_path,
+        SHOWN.replace("enumerate(data)", "tqdm.tqdm(enumerate(data), leave=False)"),
+        ("sync", "# here"),
+        asked=["rarely"],
+    )
+    assert "if step % 50 == 0:" in text
     others = (SHOWN.replace("enumerate(data)", "pairs"), SHOWN.replace("step, x in enumerate(data)", "x in data"))
     for other in (*others, SHOWN.replace("    print", "    if step % 9 == 0: print"), "print(x.item())  # here\n"):
         assert mended(tmp_path, other, ("sync", "# here"), asked=["rarely"])[1].refused

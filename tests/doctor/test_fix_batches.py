@@ -91,6 +91,52 @@ def test_values_that_are_shown_in_a_line_that_waits_anyway_are_read_there(tmp_pa
     assert "mean is used in every step" in str(made)
 
 
+GENERATING = """\
+import torch
+model = torch.nn.Linear(4, 4).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+words = "abcd"
+for step in range(4):
+    out = model(torch.rand(9, 4, device="cuda"))
+    loss = (out * (out < out[:, [-1]]) + out[[0]].sum() + out[..., [2]]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    best = out.argmax(1)
+    text = "".join([words[int(i)] for i in best])
+    print(text, sum(i.item() + float(i) for i in best))
+"""
+
+
+def test_elements_are_read_at_once_and_a_list_of_one_index_is_a_slice(tmp_path, sim, capsys):
+    result = patched(tmp_path, GENERATING)
+    assert result.names == ["elements", "elements", "slice"] and result.repair.equal and result.proof.holds
+    assert "(out < out[:, -1:]) + out[0:1].sum() + out[..., 2:3])" in result.text
+    assert "[words[int(i)] for i in torch.as_tensor(best).tolist()]" in result.text
+    assert "sum(i + float(i) for i in torch.as_tensor(best).tolist())" in result.text
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and lines[:4] == lines[4:]
+    assert result.saved("h2d_copies") == 3, "one for each list"
+    assert 3 * result.saved("syncs") == pytest.approx(3 * 3 + 4 * (3 * 9 - 2)), "two reads for the 27 of each print"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "mark", "why"),
+    [
+        ("out[[0]].sum()", "out[[0, 1]].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
+        ("out[[0]].sum()", "out[[step]].sum()", "h2d", "loss =", "slice: the index step is no number"),
+        ("best = out.argmax(1)", "best = out[:, [1]]", "h2d", "best =", "slice: the selection is kept"),
+        ("words[int(i)]", "words[i]", "sync", "words[", "elements: no comprehension"),
+        ("for i in best]", "for i in best if i > 1]", "sync", "words[", "elements: no comprehension"),
+    ],
+)
+def test_other_indices_and_comprehensions_are_refused(tmp_path, old, new, kind, mark, why):
+    text = GENERATING.replace("out < out[:, [-1]]", "out < 1").replace(" + out[..., [2]]", "")
+    assert old in text
+    _, made = mended(tmp_path, text.replace(old, new), (kind, mark))
+    assert not made.changes and why in str(made), made
+
+
 ACCELERATED = """\
 import torch
 from accelerate import Accelerator

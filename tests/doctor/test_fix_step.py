@@ -196,6 +196,11 @@ def test_what_a_function_does_not_give_is_refused(tmp_path, old, new, why):
         ),
         ("optimizer.zero_grad()\n", "pass\n", "has no single zero_grad(), loss.backward(), optimizer.step()"),
         ("weight * functional", "step * functional", "the forward reads step, which changes and is no part"),
+        (
+            "enumerate(data):\n        x = x",
+            "tqdm(enumerate(data)):\n        x = step * x",
+            "the forward reads x, which changes and is no part",
+        ),
         ("weight * functional", "epoch * functional", "the forward reads epoch, which changes and is no part"),
         ("weight_decay=0.1)", "weight_decay=0.1); torch.manual_seed(1)", "line 8 holds several statements"),
         ("optimizer.zero_grad()", "optimizer.zero_grad(); x = x * 2", "line 13 holds several statements"),

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .source import Edit, Refused, SourceText, called_on, last_name, name_of, stored
+from .source import Edit, Refused, SourceText, called_on, iterated, last_name, name_of, stored
 
 STEP = "train_step"  # the name that an optimizer given to a function gets
 
@@ -252,14 +252,14 @@ def _loop_names(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
     """Return the names that a loop assigns, in their order, and those of them that count."""
     if not isinstance(loop, ast.For):
         return {}, set()
-    over = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    over, arguments = iterated(loop)
     counters: set[str] = set()
-    if over == "range":
+    if over in ("range", "trange"):
         counters = stored(loop.target)
     elif over == "enumerate" and isinstance(loop.target, ast.Tuple):
         counters = stored(loop.target.elts[0])
-    elif over == "zip" and isinstance(loop.target, ast.Tuple) and isinstance(loop.iter, ast.Call):
-        pairs = zip(loop.target.elts, loop.iter.args)
+    elif over == "zip" and isinstance(loop.target, ast.Tuple):
+        pairs = zip(loop.target.elts, arguments)
         ranges = [target for target, call in pairs if isinstance(call, ast.Call) and name_of(call.func) == "range"]
         counters = set().union(*map(stored, ranges))
     return _ordered(loop.target), counters

@@ -9,7 +9,7 @@ the loop, under an `if` inside it, or in a line that waits for another value: an
 
 import ast
 
-from .source import Edit, Patch, Refused, SourceText, constant, last_name, name_of
+from .source import Edit, Patch, Refused, SourceText, constant, iterated, last_name, name_of
 
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
@@ -214,6 +214,36 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
     return [source.inserted_line((loop.end_lineno or 0) + 1, line)]
 
 
+def propose_elements(source: SourceText, line: int) -> list[Edit]:
+    """Propose to read a tensor once, where a comprehension reads its elements individually: `[words[int(i)] for i in ids]`."""
+    source.check_imports_torch()
+    edits = []
+    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+        if not isinstance(node, (ast.ListComp, ast.GeneratorExp)) or len(node.generators) != 1:
+            continue
+        target, over = node.generators[0].target, node.generators[0].iter
+        if not isinstance(target, ast.Name) or not name_of(over):
+            continue
+        uses = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
+        if all(_reads_element(source.parents[use]) for use in uses):
+            edits += [Edit(source.start(over), source.end(over), f"torch.as_tensor({source.text(over)}).tolist()")]
+            edits += [
+                Edit(source.end(use), source.end(use) + len(".item()"), "") for use in uses if _is_item(source.parents[use])
+            ]
+    if not edits:
+        raise Refused("no comprehension of the line reads the elements of one tensor by int(), float() or .item() alone")
+    return edits
+
+
+def _reads_element(parent: ast.AST) -> bool:
+    return _is_item(parent) or (isinstance(parent, ast.Call) and name_of(parent.func) in ("int", "float", "bool"))
+
+
+def _is_item(parent: ast.AST) -> bool:
+    return isinstance(parent, ast.Attribute) and parent.attr == "item"
+
+
+ELEMENTS = Patch("elements", frozenset({"sync"}), "all elements are read at once", propose_elements)
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
 
 EVERY = 50  # steps from one print to the next
@@ -229,9 +259,9 @@ def propose_rarely(source: SourceText, line: int) -> list[Edit]:
     loop = source.loop(statement)
     if not isinstance(loop, ast.For) or not in_every_step(source, statement, loop):
         raise Refused("the line is in no for loop, or not in every step of it")
-    over = name_of(loop.iter.func) if isinstance(loop.iter, ast.Call) else ""
+    over, _ = iterated(loop)
     target = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target
-    if over not in ("range", "enumerate") or not isinstance(target, ast.Name):
+    if over not in ("range", "trange", "enumerate") or not isinstance(target, ast.Name):
         raise Refused("the loop has no counter; write for step, batch in enumerate(...)")
     if (
         any(isinstance(node, ast.Constant) and "\n" in str(node.value) for node in ast.walk(call))

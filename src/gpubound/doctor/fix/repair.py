@@ -22,7 +22,7 @@ from ..finding import Finding, Verdict
 from .autocast import BF16
 from .libraries import ACCELERATE, PIN_LOADERS, UNFILTERED
 from .meters import METERS
-from .reads import RARELY, READS
+from .reads import ELEMENTS, RARELY, READS
 from .source import (
     LOOPS,
     Edit,
@@ -38,7 +38,7 @@ from .source import (
     with_keywords,
 )
 from .step import TRAIN_STEP
-from .uploads import INDEX, STAGED, UNVALIDATED
+from .uploads import INDEX, SLICE, STAGED, UNVALIDATED
 from .windows import WINDOWS
 
 WAITING = ("synchronize", "empty_cache")
@@ -111,8 +111,10 @@ def _targets(source: SourceText, call: ast.Call) -> set[str]:
 
 def propose_loader(source: SourceText, line: int) -> list[Edit]:
     loader = loader_at(source, line)
-    have = {name: constant(value) for name, value in keywords_of(source, loader).items()}
-    workers = have.get("num_workers", 0)
+    have = keywords_of(source, loader)
+    workers = constant(have["num_workers"]) if "num_workers" in have else 0
+    if workers is None:
+        raise Refused(f"line {loader.lineno} takes num_workers from {source.text(have['num_workers'])}; raise it there")
     if not isinstance(workers, int) or workers >= WORKERS:
         raise Refused("the DataLoader has workers; if they are too slow, give it more, or decode less in __getitem__")
     if b"IterableDataset" in source.data:
@@ -239,6 +241,7 @@ PATCHES: dict[str, Patch] = {
     patch.name: patch
     for patch in (
         READS,
+        ELEMENTS,
         METERS,
         UNVALIDATED,
         UNFILTERED,
@@ -249,6 +252,7 @@ PATCHES: dict[str, Patch] = {
         PINNED,
         COPIES,
         STAGED,
+        SLICE,
         INDEX,
         WINDOWS,
         ZERO_GRAD,

@@ -203,6 +203,14 @@ def stored(node: ast.AST) -> set[str]:
     return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
+def iterated(loop: ast.For) -> tuple[str, list[ast.expr]]:
+    """Return "enumerate" and its arguments of `for i, x in tqdm(enumerate(data))`; an empty name for no call."""
+    inner: ast.expr = loop.iter
+    while isinstance(inner, ast.Call) and last_name(inner) in ("tqdm", "track") and inner.args:
+        inner = inner.args[0]
+    return (last_name(inner), inner.args) if isinstance(inner, ast.Call) else ("", [])
+
+
 def called_on(statement: ast.stmt, method: str) -> str:
     """Return "optimizer" of the statement `optimizer.step()`; empty for any other. zero_grad may have arguments."""
     call = statement.value if isinstance(statement, ast.Expr) else None

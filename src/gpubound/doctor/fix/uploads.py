@@ -6,6 +6,7 @@ y = a[order] + b[order]                    order_on_device = torch.as_tensor(ord
 """
 
 import ast
+import re
 from collections.abc import Sequence
 
 from .source import (
@@ -14,6 +15,7 @@ from .source import (
     Refused,
     SourceText,
     check_moves_tensors,
+    constant,
     imported_lines,
     last_name,
     name_of,
@@ -109,6 +111,29 @@ def _indexed(node: ast.Subscript) -> bool:
     return isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Name)
 
 
+def propose_slice(source: SourceText, line: int) -> list[Edit]:
+    """Propose `x[:, -1:]` for `x[:, [-1]]`: a list as an index becomes a tensor, which is copied to the device each time."""
+    edits = []
+    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
+            continue
+        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        lists = [part for part in parts if isinstance(part, ast.List)]
+        others = [part for part in parts if not isinstance(part, (ast.List, ast.Slice)) and constant(part) is not Ellipsis]
+        if len(lists) != 1 or others or len(lists[0].elts) != 1:
+            continue
+        if isinstance(source.parents[node], ast.stmt):
+            raise Refused("the selection is kept, and a slice shares its memory with what it is taken from")
+        text = source.text(lists[0].elts[0])
+        if not re.fullmatch(r"-?\d+", text):
+            raise Refused(f"the index {text} is no number")
+        end = "" if text == "-1" else str(int(text) + 1)
+        edits.append(Edit(source.start(lists[0]), source.end(lists[0]), f"{text}:{end}"))
+    if not edits:
+        raise Refused("the line has no list of one number as an index")
+    return edits
+
+
 UNCHECKED = "torch.distributions.Distribution.set_default_validate_args(False)"
 
 
@@ -123,6 +148,7 @@ def propose_unchecked(source: SourceText, line: int) -> list[Edit]:
 
 
 STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
+SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice)
 INDEX = Patch("index", frozenset({"h2d"}), "the index is copied once", propose_index, lines=True)
 UNVALIDATED = Patch(
     "unvalidated", frozenset({"sync"}), "distributions do not validate their parameters", propose_unchecked,
