@@ -270,6 +270,10 @@ REFUSED = {
     "copies: it moves what Net() makes; move a module once": ("h2d", "l = DataLoader(d)\nm = Net()\nm.cuda()  # here\n"),
     "staged: it moves what Linear() makes; move a module once": ("h2d", "import torch\nm = nn.Linear(1, 2).to(a)  # here\n"),
     "copies: it copies to the host": ("h2d", "l = DataLoader(d)\ny = x.to('cpu')  # here\n"),
+    "copies: the line makes what it copies by tensor(), so that no loader pins it": (
+        "h2d",
+        "l = DataLoader(d)\ny = torch.tensor(x)[None].float().to(a)  # here\n",
+    ),
     "copies: it copies to more than one place": ("h2d", "l = DataLoader(d)\nf(x.to(a), y.to(b))  # here\n"),
     "copies: the batches must be pinned where they are made, and there is no": ("pageable", "x = x.cuda()  # here\n"),
     "reads: total is used in every step, in line 5": ("sync", LOOP.format("total += loss.item()  # here\n    log(total)")),

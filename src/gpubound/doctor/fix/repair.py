@@ -34,6 +34,7 @@ from .source import (
     imported,
     keywords_of,
     last_name,
+    makers,
     name_of,
     with_keywords,
 )
@@ -161,6 +162,8 @@ def propose_copies(source: SourceText, line: int) -> list[Edit]:
     """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loader, without which it has no
     effect."""
     copies = _copies(source, line)
+    if host_data := {maker for call in copies for maker in makers(call)} & {"tensor", "as_tensor", "Tensor", "from_numpy"}:
+        raise Refused(f"the line makes what it copies by {min(host_data)}(), so that no loader pins it")
     try:
         loader = loader_at(source, line)
     except Refused as why:

@@ -231,19 +231,25 @@ def last_name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else name_of(call.func)
 
 
+def makers(node: ast.AST) -> Iterator[str]:
+    """Yield the names that are called from the outside in: "to", "float", "tensor" of `torch.tensor(x).float().to(device)`."""
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Call):
+            yield last_name(node)
+            node = node.func
+        else:
+            node = node.value
+
+
 def check_moves_tensors(source: SourceText, call: ast.Call) -> None:
     """Raise Refused if `value.to(device)` moves a module, as `Net().cuda()` does: its methods do not wait for pinned memory."""
     assert isinstance(call.func, ast.Attribute)
-    value: ast.AST = call.func.value
-    assigned = [
-        n.value for n in ast.walk(source.tree) if isinstance(n, ast.Assign) and name_of(value) in map(name_of, n.targets)
-    ]
-    for maker in [value, *(assigned if name_of(value) else ())]:
-        while isinstance(maker, ast.Call):
-            name = last_name(maker)
-            if name[:1].isupper() and not name.endswith("Tensor"):
-                raise Refused(f"it moves what {name}() makes; move a module once, before the loop")
-            maker = maker.func.value if isinstance(maker.func, ast.Attribute) else maker.func
+    name, values = name_of(call.func.value), [call.func.value]
+    assignments = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
+    values += [node.value for node in assignments if name and name in map(name_of, node.targets)]
+    for maker in (maker for value in values for maker in makers(value)):
+        if maker[:1].isupper() and not maker.endswith("Tensor"):
+            raise Refused(f"it moves what {maker}() makes; move a module once, before the loop")
 
 
 def constant(node: ast.AST | None) -> object:
