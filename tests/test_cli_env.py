@@ -1,6 +1,7 @@
 """The street door by its exact output: the dispatcher, `env` on pretended machines, and how `bench` finds its work."""
 
 import errno
+import io
 import json
 import subprocess
 import sys
@@ -310,14 +311,21 @@ def test_an_options_help_is_one_paragraph(run):
         (("train", "--modle", "1m"), ("--modle", "'--model'")),
         (("demo", "--steps", "x"), ("--steps", "'x'", "a whole number")),
         (("demo", "--steps"), ("--steps",)),
+        (("train", "--betas", "0.9"), ("--betas", "2")),
+        (("train", "--resume", "run.yaml"), ("'run.yaml'", "config file")),
+        (("init", "other"), ("kind", "'other'", "'lora'")),
         (("generate",), ("CKPT",)),
-        (("generate", "one", "two"), ("two",)),
+        (("generate", "one", "two"), ("'two'",)),
     ],
 )
-def test_options_are_refused_in_one_line_as_values_are(run, argv, facts):
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_options_are_refused_in_one_line_as_values_are(run, argv, facts, encoding, monkeypatch):
+    """Whether tyro draws its frames, or plain rules where stdout is not UTF-8: nothing of them is left."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
     code, out, err = run(*argv)
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith(f"gpubound {argv[0]}: ")
-    assert not [fact for fact in facts if fact not in err] and f"gpubound {argv[0]} --help" in err
+    assert not [fact for fact in facts if fact not in err] and err.endswith(f" See gpubound {argv[0]} --help.\n")
+    assert not [rest for rest in ("---", "───", "helptext", "Error parsing", "Unrecognized") if rest in err]
 
 
 @pytest.mark.parametrize("columns", [80, 120])

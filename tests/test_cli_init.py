@@ -23,6 +23,12 @@ def written(kind, folder, capsys):
     return path
 
 
+def test_the_help_has_a_line_for_each_kind(capsys):
+    assert main(["init", "--help"]) == 0
+    begins = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert [word for word in begins if word in CONFIGS] == list(CONFIGS)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_key_of_a_config_is_known(kind, tmp_path, capsys):
     """The ones in comments, too."""

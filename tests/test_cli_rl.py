@@ -98,6 +98,12 @@ def test_mistakes_are_named_in_a_line(change, words, config, tmp_path, capsys):
     assert error.startswith("gpubound rl: ") and words in error
 
 
+def test_an_export_that_cannot_be_written_is_refused_before_the_run(config, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["rl", config, *SMALL, "--export", "file"]) == 2
+    assert "file" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
 def test_without_a_config_the_missing_key_is_named(capsys):
     assert main(["rl", "--device", "cpu"]) == 2
     assert "model" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_numbers_that_yaml_counts_otherwise_than_they_look(tmp_path, text, sente
 
 
 NO_MODEL = (
-    f"model: got '12m', wanted one of {', '.join(every_preset())} (-tiny behind it: a small one like it), "
+    f"model: got '12m', wanted one of {', '.join(every_preset())} (with -tiny added: a small one like it), "
     "or a Hugging Face folder."
 )
 NOT_SAVED = "recipe: keep_every must be a multiple of save_every, got 5 and 0; only what is saved can be kept."
@@ -399,6 +399,12 @@ def test_resuming_verifies_the_corpus_that_the_run_built(config, tmp_path, capsy
     capsys.readouterr()
     assert main([*command, "--resume", "--steps", "9"]) == 2
     assert str(shard) in capsys.readouterr().err
+
+
+def test_a_folder_without_a_model_is_refused_before_data_is_read(config, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert main(["train", str(config), "--model", str(tmp_path / "empty")]) == 2
+    assert "config.json" in capsys.readouterr().err and not list((tmp_path / "run").glob("*"))
 
 
 def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys):

@@ -9,6 +9,7 @@ import errno
 import inspect
 import io
 import os
+import re
 import select
 import shutil
 import sys
@@ -152,10 +153,18 @@ def summary(command: str) -> str:
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
 
 
+def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return (the config file, or None, and the options): the file comes first."""
+    words = list(argv)
+    return (words[0], words[1:]) if words and not words[0].startswith("-") else (None, words)
+
+
 def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Config | None = None) -> Config:
     """Parse `argv` into the dataclass `kind`. Its docstring is the help text, its fields' docstrings are the options'.
 
     `--help` prints the docstring, which holds an example. A ValueError names an unknown option and the most similar one.
+
+    default  of a command that takes a config file before its options: the file's
     """
     import tyro  # here, because gpubound's own --help and --version are answered without it
 
@@ -170,30 +179,50 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_primitive)
     _join_help_lines(kind)  # type: ignore[arg-type]
-    # Paragraphs of the docstring as indented lines, which tyro does not join. Examples keep their lines.
     columns = min(shutil.get_terminal_size().columns, MAX_COLUMNS) - 2
     paragraphs = inspect.cleandoc(kind.__doc__ or "").split("\n\n")
-    filled = [text if text.startswith("Example") else fill(text, columns) for text in paragraphs]
+    filled = [text if text.startswith("Example") or "  " in text else fill(text, columns) for text in paragraphs]
     options: dict[str, Any] = {} if default is None else {"default": default}
+    # Indented lines, which tyro does not join. Examples and tables keep theirs.
     options |= {"description": "\n\n".join(textwrap.indent(text, "  ") for text in filled)}
+    usage = prog if default is None else f"{prog} [CONFIG]"
     stderr = io.StringIO()
     try:
         with redirect_stderr(stderr):
             return tyro.cli(
-                kind, args=list(argv), prog=prog, config=(tyro.conf.FlagCreatePairsOff,), registry=registry, **options
+                kind, args=list(argv), prog=usage, config=(tyro.conf.FlagCreatePairsOff,), registry=registry, **options
             )
     except SystemExit as stop:
         if stop.code != 2:
             raise
-    raise ValueError(f"{_first_paragraph(stderr.getvalue()).rstrip('.')}. See {prog} --help.")
+    raise ValueError(f"{_refusal(stderr.getvalue()).rstrip('.')}. See {prog} --help.")
 
 
-def _first_paragraph(text: str) -> str:
-    """Return the first paragraph in a box of tyro's as one line: all errors of a command are one line."""
-    lines = [line.strip("│ ") for line in text.splitlines()]
-    rules = [index for index, line in enumerate(lines) if set(line) <= set("─╭╮╰╯")]
-    body = lines[1 : next((index for index in rules if index > 0), None)] if lines[0].startswith("╭") else lines
-    return " ".join(" ".join(body).split())
+# A refusal of tyro's -> the same as this package writes it.
+REFUSALS = {
+    r"Error parsing (\S+):": r"\1:",
+    r"Missing value for argument '(\S+)'\. Expected 1 values": r"\1: got no value",
+    r"Missing value for argument '(\S+)'\. Expected (\d+) values": r"\1: got fewer than \2 values",
+    r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)": r"\2: got '\1', wanted one of \3",
+    r"Missing from [\w ]+: (\S+) (.*) \(required\)": r"\1 is missing: \2",
+    r"Unrecognized options: (\S+\.(?:ya?ml|json))": r"got '\1' after the options; a config file comes first",
+    r"Unrecognized options: (.*)": r"got '\1', which is neither an option nor the value of one",
+}
+
+
+def _refusal(text: str) -> str:
+    """Return a refusal of tyro's as one sentence: in a frame, or where stdout is not UTF-8 between plain rules, it has a title,
+    what is refused, and more."""
+    lines = [line.strip("│ ") for line in text.splitlines()][1:]
+    rules = [not line or set(line) <= set("─-╭╮╰╯") for line in lines]
+    begin = rules.index(False)
+    end = rules.index(True, begin) if True in rules[begin:] else None
+    sentence = " ".join(" ".join(lines[begin:end]).split())
+    for theirs, ours in REFUSALS.items():
+        sentence, found = re.subn(theirs, ours, sentence)
+        if found:
+            break
+    return sentence
 
 
 @cache
@@ -211,7 +240,7 @@ def _join_help_lines(kind: Any) -> None:
 
 
 def _default_hint(default: str) -> str:
-    return "" if default in (UNSET, "", "''", "False") else f"(default: {default})"
+    return "" if default in (UNSET, "", "''", "False", "True") else f"(default: {default})"
 
 
 def fill(paragraph: str, columns: int = 0, first: str = "", rest: str = "") -> str:

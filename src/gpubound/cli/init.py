@@ -237,12 +237,12 @@ seed: 0
 class InitOptions:
     """Print a commented config for gpubound train, or gpubound rl.
 
-    sft       all weights of a pretrained model, on chats or prompts with completions
+    sft       all weights of a pretrained model, on chats or prompts with answers
     lora      low-rank adapters over a frozen model, on the same
     dpo       adapters, on pairs of a chosen and a rejected answer
     distill   all weights of a model, towards a teacher's distribution
     classify  all weights and a new head, on texts with classes
-    embed     all weights, on texts that match, such as questions and their answers
+    embed     all weights, on texts that match, such as questions and answers
     pretrain  a model from random weights, on texts
     rl        a model, or adapters, from rewards of the answers that it samples
 

@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_target(target: str) -> None:
-    if not (Path(target) / "config.json").is_file() and ":" not in target:
+    module, _, function = target.partition(":")
+    if not (Path(target) / "config.json").is_file() and not (module and function.isidentifier()):
         raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
 
 

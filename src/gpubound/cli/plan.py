@@ -4,23 +4,18 @@ gpubound plan config.yaml --gpus 8
 gpubound plan --model 8b --seq 4096 --gpu h100 --gpus 4
 """
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import tyro
 
 from ..train.convert import RECIPE
-from ..train.recipe import Recipe
-from . import arguments
-from .train_options import from_file
+from . import arguments, split_config
+from .train_options import RecipeOptions, from_file
 
 
 @dataclass(frozen=True)
-class PlanOptions(Recipe):
+class PlanOptions(RecipeOptions):
     """Predict the memory and the time of a training step, and propose how to run it.
 
     Takes the config and the options of gpubound train. Nothing is trained, no data is read, no GPU is needed. Every rate and
@@ -30,9 +25,6 @@ class PlanOptions(Recipe):
               gpubound plan --model 8b --micro-batch 4 --accumulate 256 --gpus 8
     """
 
-    lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
-    phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
-    objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     gpus: int = 1
     """How many GPUs of one node share the run."""
     gpu: str = "h200"
@@ -44,16 +36,9 @@ class PlanOptions(Recipe):
     json: bool = False
     """Print everything as JSON."""
 
-    def __post_init__(self) -> None:
-        """Leave checks to the Recipe made from it."""
-
-    def recipe(self) -> Recipe:
-        return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
-
 
 def main(argv: Sequence[str]) -> int:
-    argv = list(argv)
-    file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    file, argv = split_config(argv)
     known = PlanOptions()
     options = arguments(PlanOptions, argv, "plan", known)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file

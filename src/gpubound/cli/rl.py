@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tyro
@@ -21,9 +20,9 @@ from ..monitor.live import check_log
 from ..rl.recipe import RLRecipe
 from ..trace import notice
 from ..train.aliases import read
-from . import arguments
+from . import arguments, split_config
 from .ranks import resume_command
-from .train_options import read_config
+from .train_options import export_folder, read_config, write_export
 
 # TRL's names of a run's keys. Those of training are read as by gpubound train.
 NAMES = {
@@ -75,7 +74,7 @@ OPTIONS = {field.name: field for field in dataclasses.fields(RLOptions)}
 
 def main(argv: Sequence[str]) -> int:
     command_line = list(argv)
-    file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    file, argv = split_config(argv)
     if any(each.partition("=")[0] == "--gpus" for each in argv):
         raise ValueError(
             "rl: --gpus: a run samples and learns on one GPU; leave it out, or choose one by --device cuda:<index>."
@@ -88,9 +87,8 @@ def main(argv: Sequence[str]) -> int:
     if not (recipe.model and recipe.prompts and recipe.rewards):
         missing = next(name for name in ("model", "prompts", "rewards") if not getattr(recipe, name))
         raise ValueError(f"rl: {missing}: got nothing; give a config file with it. gpubound init rl prints one.")
-    export = _export_folder(options)
+    export = export_folder(options)
 
-    from ..files import explain_disk_full
     from ..rl.loop import train
     from .session import log_level, say
 
@@ -101,25 +99,13 @@ def main(argv: Sequence[str]) -> int:
             say(f"go on with: {resume_command('rl', command_line)}", needed=True)
         say(f"report: {run.folder / 'report.html'}")
         if export is not None and run.finished:
-            with explain_disk_full(export, f"the run is saved in {run.folder}. Free space, or give another --export."):
-                say(f"export: {run.export(export, options.merge)}, the weights of step {run.best or run.done:,}")
+            say(f"export: {write_export(run, export, options.merge)}, the weights of step {run.best or run.done:,}")
     if options.json:
         steps = run.tape.steps()
         about = {"out": recipe.out, "finished": run.finished, "verdict": run.tape.about["verdict"]}
         about |= {"last": steps[-1] if steps else {}, "report": str(run.folder / "report.html")}
         print(json.dumps(about | {"export": str(export) if export and run.finished else None}))
     return 0
-
-
-def _export_folder(options: RLOptions) -> Path | None:
-    if options.merge and not (options.export and options.lora):
-        raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
-    if options.export is None:
-        return None
-    folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
-    if folder.exists() and options.model and Path(options.model).exists() and folder.samefile(options.model):
-        raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
-    return folder
 
 
 def from_file(path: str) -> RLOptions:

@@ -12,21 +12,30 @@ gpubound train --list                              the models that have a name
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..files import check_replaceable, explain_disk_full, exporting_run
+from ..files import check_replaceable
 from ..monitor.live import check_log
 from ..train.convert import convert
 from ..train.recipe import Recipe
-from . import arguments
+from . import arguments, split_config
 from .config_file import split_aliases
 from .ranks import resume_command, save_when_launcher_ends, start_ranks
-from .train_options import OPTIONS, Train, checked, from_file, override_length, translated, with_aliases
+from .train_options import (
+    OPTIONS,
+    Train,
+    checked,
+    export_folder,
+    from_file,
+    override_length,
+    translated,
+    with_aliases,
+    write_export,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from ..train.loop import Run
@@ -34,8 +43,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    command_line = argv = list(argv)
-    file, argv = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
+    command_line = list(argv)
+    file, argv = split_config(argv)
     argv, theirs = split_aliases(argv, OPTIONS)
     default = Train()
     options = arguments(Train, argv, "train", default)
@@ -65,8 +74,6 @@ def main(argv: Sequence[str]) -> int:
     if options.resume and file is not None and options.out == default.out:
         check_folder(file, options.out)
     recipe, export = checked(options, default, file), export_folder(options)
-    if options.merge and not (export and recipe.lora):
-        raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
     starts = options.starts_ranks(recipe.device)
     if options.compare is not None:
         if starts or launched():
@@ -210,41 +217,6 @@ def check_folder(file: str, out: str) -> None:
 
 def _has_checkpoints(out: Path) -> bool:
     return any((out / "checkpoints").glob("step-*"))
-
-
-def export_folder(options: Train) -> Path | None:
-    """Return the folder of --export; raise ValueError before the run is prepared if it cannot be written."""
-    if options.export is None:
-        return None
-    if not options.export.strip():
-        raise ValueError("export: got an empty text; give hf or a folder.")
-    folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
-    if os.path.realpath(folder) == os.path.realpath(options.out):
-        raise ValueError(f"export: {folder} is --out itself, which holds the run's own files; give hf or another folder.")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"export: {existing} is a file; give a folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"export: {existing} cannot be written to; give another folder.")
-    if folder.exists() and Path(options.model).exists() and folder.samefile(options.model):
-        raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
-    if folder.is_dir():
-        from ..lora.files import CONFIG as ADAPTER
-
-        check_replaceable(folder, "export", run=exporting_run(folder) or "")  # main compares the run's id
-        adapter = bool(options.lora) and not options.merge
-        if (folder / ("config.json" if adapter else ADAPTER)).exists():
-            old, new = ("a whole model", "an adapter") if adapter else ("an adapter", "a whole model")
-            raise ValueError(
-                f"export: {folder} holds {old}, and {new} is no update of it; give another folder, or remove that one."
-            )
-    return folder
-
-
-def write_export(run: "Run", folder: Path, merge: bool) -> Path:
-    advice = f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."
-    with explain_disk_full(folder, advice):
-        return run.export(folder, merge)
 
 
 def presets() -> str:

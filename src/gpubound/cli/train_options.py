@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import tyro
 import yaml
 
-from ..files import read_text
+from ..files import check_replaceable, explain_disk_full, exporting_run, read_text
 from ..formatting import shown
 from ..train.aliases import normal
 from ..train.convert import convert
@@ -19,7 +19,22 @@ from .ranks import RankOptions
 
 
 @dataclass(frozen=True)
-class Train(RankOptions, Recipe):
+class RecipeOptions(Recipe):
+    """A recipe as options. What they make together is checked by `recipe`, whose errors are one line."""
+
+    lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+    phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
+    objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Leave checks to `recipe`: the file's and the command line's options are not all here yet."""
+
+    def recipe(self) -> Recipe:
+        return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
+
+
+@dataclass(frozen=True)
+class Train(RankOptions, RecipeOptions):
     """Train a decoder on text.
 
     The folder --out gets the corpus, the checkpoints, a line for each step (steps.jsonl) and the report. Ctrl-C ends the run
@@ -31,9 +46,6 @@ class Train(RankOptions, Recipe):
               gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
     """
 
-    lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
-    phases: Annotated[tuple[dict[str, Any], ...], tyro.conf.Suppress] = ()
-    objective_options: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     compare: str | None = None
     """Train variants on the same tokens and print their held-out losses in one table: names, with commas between them.
     Each is a model, a part that --model may have, key=value, or a name under compare: in the config file, with its options."""
@@ -67,12 +79,6 @@ class Train(RankOptions, Recipe):
     """List the models that --model knows by name, and exit."""
     json: bool = False
     """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
-
-    def __post_init__(self) -> None:
-        """Leave checks to the Recipe made from it: its errors are one line, a parser's are a box."""
-
-    def recipe(self) -> Recipe:
-        return Recipe(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)})
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("variants", "from_", "print")}
@@ -171,6 +177,43 @@ def checked(options: Train, default: Train, file: str | None) -> Recipe:
             if file is not None and str(alone) == str(error):
                 raise ValueError(f"{file}: {error}") from error
         raise
+
+
+def export_folder(options: Any) -> Path | None:
+    """Return the folder of --export, of train or rl; raise ValueError before the run is prepared if it cannot be written."""
+    if options.merge and not (options.export and options.lora):
+        raise ValueError("merge: it says what --export writes of a run with lora; give both, or leave it out.")
+    if options.export is None:
+        return None
+    if not options.export.strip():
+        raise ValueError("export: got an empty text; give hf or a folder.")
+    folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
+    if os.path.realpath(folder) == os.path.realpath(options.out):
+        raise ValueError(f"export: {folder} is --out itself, which holds the run's own files; give hf or another folder.")
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"export: {existing} is a file; give a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"export: {existing} cannot be written to; give another folder.")
+    if folder.exists() and options.model and Path(options.model).exists() and folder.samefile(options.model):
+        raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
+    if folder.is_dir():
+        from ..lora.files import CONFIG as ADAPTER
+
+        check_replaceable(folder, "export", run=exporting_run(folder) or "")  # the run compares its id
+        adapter = bool(options.lora) and not options.merge
+        if (folder / ("config.json" if adapter else ADAPTER)).exists():
+            old, new = ("a whole model", "an adapter") if adapter else ("an adapter", "a whole model")
+            raise ValueError(
+                f"export: {folder} holds {old}, and {new} is no update of it; give another folder, or remove that one."
+            )
+    return folder
+
+
+def write_export(run: Any, folder: Path, merge: bool) -> Path:
+    advice = f"the run is saved in {run.folder}. Free space, or give another --export; then go on with --resume."
+    with explain_disk_full(folder, advice):
+        return run.export(folder, merge)
 
 
 def _expand_home(value: Any) -> Any:

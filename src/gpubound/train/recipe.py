@@ -329,6 +329,8 @@ def check_model(name: str) -> None:
 
     if not is_named(name) and not Path(name).is_dir():
         raise ValueError(
-            f"model: got {name!r}, wanted one of {', '.join(presets())} (-tiny behind it: a small one like it), "
+            f"model: got {name!r}, wanted one of {', '.join(presets())} (with -tiny added: a small one like it), "
             f"or a Hugging Face folder."
         )
+    if not is_named(name) and not Path(name, "config.json").is_file():  # known before the data is read and tokenised
+        raise ValueError(f"model: {name} holds no config.json; give a Hugging Face folder.")
