@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import gpubound
 
@@ -40,29 +41,49 @@ def floor_of(module: str) -> tuple[str, int] | None:
 MODULES = sorted(p for p in ROOT.rglob("*.py") if p.name not in ("__main__.py",) and p != ROOT / "__init__.py")
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    """Each module is read once, and no test changes what it finds."""
-    return ast.parse(path.read_text())
+class Facts(NamedTuple):
+    """What a module imports and defines. Names of imports are absolute, and of everything, also inside functions."""
+
+    imports: set[str]
+    imports_at_run_time: set[str]  # without those that only a type checker sees
+    imports_at_the_top: set[str]
+    classes: list[str]
 
 
 @cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(parsed(path)))
+def facts(path: Path) -> Facts:
+    """Read a module once. Its syntax tree is not kept: all of them are a million objects for the garbage collector."""
+    tree = ast.parse(path.read_text())
+    here = ("gpubound", *path.relative_to(ROOT).parts[:-1])
+    found = Facts(set(), set(), set(), [])
+    for node, typed in walk(tree):
+        if isinstance(node, ast.ClassDef):
+            found.classes.append(node.name)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = imported(node, here)
+            found.imports.update(names)
+            if not typed:
+                found.imports_at_run_time.update(names)
+            if node in tree.body:
+                found.imports_at_the_top.update(names)
+    return found
 
 
-def imported(path: Path):
-    """Absolute names of everything `path` imports, also inside functions."""
-    here = ("gpubound", *path.relative_to(ROOT).with_suffix("").parts)[:-1]
-    for node in nodes(path):
-        if isinstance(node, ast.ImportFrom):
-            base = here[: len(here) - node.level + 1] if node.level else ()
-            stem = ".".join((*base, node.module or "")).strip(".")
-            yield stem
-            if stem == "gpubound":
-                yield from (f"gpubound.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+def walk(node: ast.AST, typed: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes of statements, each with whether only a type checker sees it."""
+    yield node, typed
+    checked = isinstance(node, ast.If) and "TYPE_CHECKING" in (getattr(node.test, "id", ""), getattr(node.test, "attr", ""))
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.expr):
+            yield from walk(child, typed or (checked and child not in node.orelse))
+
+
+def imported(node: ast.Import | ast.ImportFrom, here: tuple[str, ...]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    stem = here[: len(here) - node.level + 1] if node.level else ()
+    within = ".".join([*stem, node.module] if node.module else stem)
+    return [within, *(f"{within}.{alias.name}" for alias in node.names)]
 
 
 def test_no_import_climbs():
@@ -72,7 +93,7 @@ def test_no_import_climbs():
         if mine is None:
             wrong.append(f"{path.relative_to(ROOT)} stands on no floor: add it to the picture in CONTRIBUTING.md and to FLOORS")
             continue
-        for name in imported(path):
+        for name in sorted(facts(path).imports):
             whose, _, rest = name.partition(".")
             theirs = floor_of(rest)
             if whose == "gpubound" and theirs and theirs[0] != mine[0] and theirs[1] >= mine[1]:
@@ -83,10 +104,7 @@ def test_no_import_climbs():
 def test_triton_is_imported_only_where_kernels_are():
     """`import triton` costs 0.3 s and fixes TRITON_INTERPRET for the process: only kernel files may do it at their top."""
     for path in MODULES:
-        tree = parsed(path)
-        names = [a.name for n in tree.body if isinstance(n, ast.Import) for a in n.names]
-        names += [n.module or "" for n in tree.body if isinstance(n, ast.ImportFrom) and n.level == 0]
-        if any(n.split(".")[0] == "triton" for n in names):
+        if any(name.split(".")[0] == "triton" for name in facts(path).imports_at_the_top):
             assert path.relative_to(ROOT).parts[-3:-1] == ("kernels", "triton"), f"{path.relative_to(ROOT)} imports triton"
 
 
@@ -96,29 +114,12 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def without_types(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those that only a type checker sees."""
-    yield tree
-    checked = isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.unparse(tree.test)
-    for node in tree.orelse if checked else ast.iter_child_nodes(tree):
-        yield from without_types(node)
-
-
 def arrows() -> dict[str, set[str]]:
     """Which modules each module imports, also inside functions. A package's __init__ only gathers names: it has no arrows."""
     modules = {name_of(path): path for path in MODULES}
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
-        here = ["gpubound", *path.relative_to(ROOT).parts[:-1]]
-        targets: list[str] = []
-        for node in without_types(parsed(path)):
-            if isinstance(node, ast.ImportFrom):
-                stem = here[: len(here) - node.level + 1] if node.level else []
-                within = ".".join([*stem, node.module] if node.module else stem)
-                targets += [within, *(f"{within}.{alias.name}" for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                targets += [alias.name for alias in node.names]
-        names = {target.removeprefix("gpubound.") for target in targets}
+        names = {target.removeprefix("gpubound.") for target in facts(path).imports_at_run_time}
         found[name] = set() if path.name == "__init__.py" else names & modules.keys() - {name}
     return found
 
@@ -140,14 +141,15 @@ def test_a_circle_is_found_where_one_is():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
     assert not circle({"a": {"b", "c"}, "b": {"c"}})
     tree = ast.parse("if TYPE_CHECKING:\n    from .a import b\nelse:\n    from .c import d\ndef f():\n    from .e import g")
-    assert [node.module for node in without_types(tree) if isinstance(node, ast.ImportFrom)] == ["c", "e"]
+    found = [(node.module, typed) for node, typed in walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert found == [("a", True), ("c", False), ("e", False)]
 
 
 def test_no_two_public_classes_have_one_name():
     homes: dict[str, list[str]] = {}
     for path in MODULES:
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+        for name in facts(path).classes:
+            if not name.startswith("_"):
+                homes.setdefault(name, []).append(str(path.relative_to(ROOT)))
     twice = {name: where for name, where in homes.items() if len(where) > 1}
     assert not twice, f"classes of one name: {twice}; a name tells what is inside, so give one of them its own"
