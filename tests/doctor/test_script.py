@@ -282,7 +282,7 @@ def test_what_waits_for_ever_is_named_and_ended(what):
 
 
 def test_what_ends_in_time_is_waited_for():
-    work = "threading.Thread(target=lambda: (time.sleep(0.5), print('saved')), name='saver').start()"
+    work = "threading.Thread(target=lambda: (time.sleep(0.2), print('saved')), name='saver').start()"
     done = ended(f"{work}\nend_anyway(3, before)\nsys.exit(3)")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (3, "saved\n", 1)
     assert ended("end_anyway(3, before)").stderr == ""
