@@ -98,7 +98,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 words = "abcd"
 for step in range(4):
     out = model(torch.rand(9, 4, device="cuda"))
-    loss = (out * (out < out[:, [-1]]) + out[[0]].sum() + out[..., [2]]).square().mean()
+    loss = (out * (out < out[:, [-1]]) + out[[0], :].sum() + out[..., [2]]).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -111,7 +111,7 @@ for step in range(4):
 def test_elements_are_read_at_once_and_a_list_of_one_index_is_a_slice(tmp_path, sim, capsys):
     result = patched(tmp_path, GENERATING)
     assert result.names == ["elements", "elements", "slice"] and result.repair.equal and result.proof.holds
-    assert "(out < out[:, -1:]) + out[0:1].sum() + out[..., 2:3])" in result.text
+    assert "(out < out[:, -1:]) + out[0:1, :].sum() + out[..., 2:3])" in result.text
     assert "[words[int(i)] for i in torch.as_tensor(best).tolist()]" in result.text
     assert "sum(i + float(i) for i in torch.as_tensor(best).tolist())" in result.text
     lines = capsys.readouterr().out.splitlines()
@@ -123,8 +123,9 @@ def test_elements_are_read_at_once_and_a_list_of_one_index_is_a_slice(tmp_path, 
 @pytest.mark.parametrize(
     ("old", "new", "kind", "mark", "why"),
     [
-        ("out[[0]].sum()", "out[[0, 1]].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
-        ("out[[0]].sum()", "out[[step]].sum()", "h2d", "loss =", "slice: the index step is no number"),
+        ("out[[0], :].sum()", "out[[0, 1], :].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
+        ("out[[0], :].sum()", "out[[0]].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
+        ("out[[0], :].sum()", "out[[step], :].sum()", "h2d", "loss =", "slice: the index step is no number"),
         ("best = out.argmax(1)", "best = out[:, [1]]", "h2d", "best =", "slice: the selection is kept"),
         ("words[int(i)]", "words[i]", "sync", "words[", "elements: no comprehension"),
         ("for i in best]", "for i in best if i > 1]", "sync", "words[", "elements: no comprehension"),

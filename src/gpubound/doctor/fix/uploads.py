@@ -115,9 +115,9 @@ def propose_slice(source: SourceText, line: int) -> list[Edit]:
     """Propose `x[:, -1:]` for `x[:, [-1]]`: a list as an index becomes a tensor, which is copied to the device each time."""
     edits = []
     for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
-        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load):
-            continue
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load) or not isinstance(node.slice, ast.Tuple):
+            continue  # x[[0]] may select a column of a table
+        parts = node.slice.elts
         lists = [part for part in parts if isinstance(part, ast.List)]
         others = [part for part in parts if not isinstance(part, (ast.List, ast.Slice)) and constant(part) is not Ellipsis]
         if len(lists) != 1 or others or len(lists[0].elts) != 1:
