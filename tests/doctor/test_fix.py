@@ -11,12 +11,12 @@ from gpubound.watch.source_line import Site
 from tests.messages import message
 
 
-def mended(tmp_path, text: str, *found: tuple[str, str], asked=()) -> tuple[str, Repair]:
+def mended(tmp_path, text: str, *found: tuple[str, str], asked=(), remedy="") -> tuple[str, Repair]:
     """The patched text, and the repair, for findings of a kind on the line that holds some words."""
     path = tmp_path / "train.py"
     path.write_bytes(text.encode())
     lines = [next(n for n, line in enumerate(text.split("\n"), 1) if words in line) for _, words in found]
-    made = repair([Target(kind, str(path), line) for (kind, _), line in zip(found, lines)], asked)
+    made = repair([Target(kind, str(path), line, remedy=remedy) for (kind, _), line in zip(found, lines)], asked)
     assert path.read_bytes() == text.encode()  # nothing is written yet
     return (made.changes[path][1].decode() if made.changes else text), made
 

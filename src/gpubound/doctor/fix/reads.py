@@ -9,6 +9,7 @@ the loop, under an `if` inside it, or in a line that waits for another value: an
 
 import ast
 
+from ..rules.remedies import AT_ONCE
 from .source import Edit, Patch, Refused, SourceText, constant, iterated, last_name, name_of
 
 KEPT = "detach().to(torch.float64, copy=True)"
@@ -243,7 +244,7 @@ def _is_item(parent: ast.AST) -> bool:
     return isinstance(parent, ast.Attribute) and parent.attr == "item"
 
 
-ELEMENTS = Patch("elements", frozenset({"sync"}), "all elements are read at once", propose_elements)
+ELEMENTS = Patch("elements", frozenset({"sync"}), "all elements are read at once", propose_elements, remedy=AT_ONCE)
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
 
 EVERY = 50  # steps from one print to the next

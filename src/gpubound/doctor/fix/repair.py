@@ -279,6 +279,7 @@ class Target:
     pinned: bool = False  # whether the line was seen to copy pinned memory
     lines: tuple[int, ...] = ()  # all of them, if the finding has several
     via: str = ""  # the library's file that the line went through
+    remedy: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind} at {shorten(os.path.abspath(self.file))}:{self.line}"
@@ -387,7 +388,9 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
     """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change."""
     reasons, on_request = dict[str, str](), list[str]()
     for patch in PATCHES.values():
-        if target.kind not in patch.kinds or (patch.pinned and not target.pinned) or patch.via not in target.via:
+        if target.kind not in patch.kinds or (patch.pinned and not target.pinned):
+            continue
+        if patch.via not in target.via or patch.remedy not in target.remedy:
             continue
         try:
             every = ([each + line - target.line for each in target.lines],) if patch.lines else ()
@@ -424,6 +427,7 @@ def targets(findings: Iterable[Finding]) -> list[Target]:
             SEEN_PINNED in finding.evidence,
             tuple(map(int, re.findall(r"\d+", finding.evidence.partition(SAME_INDEX)[2]))),
             finding.via.file.replace("\\", "/") if finding.via else "",
+            finding.fix,
         )
         for finding in findings
         if (line := finding.line) is not None

@@ -375,3 +375,4 @@ class Patch:
     pinned: bool = False  # only for a line that was seen to copy pinned memory
     lines: bool = False  # `propose` takes all lines of the finding as well
     via: str = ""  # only for a finding through a file of this folder
+    remedy: str = ""  # only for a finding with this remedy

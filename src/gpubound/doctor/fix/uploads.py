@@ -9,6 +9,7 @@ import ast
 import re
 from collections.abc import Sequence
 
+from ..rules import remedies
 from .source import (
     Edit,
     Patch,
@@ -148,7 +149,7 @@ def propose_unchecked(source: SourceText, line: int) -> list[Edit]:
 
 
 STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
-SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice)
+SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice, remedy=remedies.SLICE)
 INDEX = Patch("index", frozenset({"h2d"}), "the index is copied once", propose_index, lines=True)
 UNVALIDATED = Patch(
     "unvalidated", frozenset({"sync"}), "distributions do not validate their parameters", propose_unchecked,
