@@ -10,7 +10,7 @@ from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
 
-from .cases import draw, pairwise, same
+from .cases import DTYPES, SOURCES, draw, pairwise, same
 
 RANKS = [(4,), (3, 5), (1, 16, 40, 100)]  # of the adapters of a weight; the last are more than a program holds
 
@@ -53,8 +53,8 @@ def normed(x, norm):
 
 
 @pairwise
-@pytest.mark.parametrize("source", ["triton", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_q_k_v(device, source, dtype, ranks, side_by_side):
@@ -70,7 +70,7 @@ def test_q_k_v(device, source, dtype, ranks, side_by_side):
 
 
 @pairwise
-@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("bare", [(), (0,)])
@@ -87,7 +87,7 @@ def test_gate_and_up(device, source, dtype, ranks, bare):
 
 
 @pairwise
-@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_residual_product(device, source, dtype, ranks):
@@ -99,17 +99,26 @@ def test_the_residual_product(device, source, dtype, ranks):
     same("stream", x.double(), want, 1e-5)
 
 
-def test_a_row_gets_the_same_bits_alone_and_in_a_batch(device):
-    x, norm = draw(device, torch.float32, 8, 48), Norm(draw(device, torch.float32, 48, seed=1), 1e-5)
-    weight = draw(device, torch.float32, 32, 48, seed=2)
+HOW = pytest.mark.parametrize("how", ["inside a product", "behind one"])
+
+
+def product(how, source, x, weight, adapters):
+    """x weightᵀ and what the adapters add, or this alone, in the order of launches of a step."""
+    y = torch.zeros(len(x), len(weight), device=x.device)
+    if how == "behind one":
+        return load(source, "add_adapters")(x, adapters, y)[0]
+    load(source, "norm_product")(x, None, weight, None, None, None, None, None, y, None, None, 0, 0.0, adapters)
+    return y
+
+
+@HOW
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(how, device):
+    x, weight = draw(device, torch.float32, 8, 48), draw(device, torch.float32, 32, 48, seed=2)
     whole = adapters_of(device, 48, (32,), [0, 1, EVERY_ADAPTER, NO_ADAPTER] * 2, (4, 8))
-    found = torch.zeros(8, 32, device=device)
-    run = load("triton", "norm_product")
-    run(x, norm, weight, None, None, None, None, None, found, None, None, 0, 0.0, whole)
+    found = product(how, "triton", x, weight, whole)
     for row in range(8):
-        alone, one = whole._replace(ids=whole.ids[row : row + 1], h=emptied(1, 12, device)), torch.zeros(1, 32, device=device)
-        run(x[row : row + 1], norm, weight, None, None, None, None, None, one, None, None, 0, 0.0, alone)
-        assert torch.equal(one[0], found[row])
+        alone = whole._replace(ids=whole.ids[row : row + 1], h=emptied(1, 12, device))
+        assert torch.equal(product(how, "triton", x[row : row + 1], weight, alone)[0], found[row])
 
 
 @pytest.mark.gpu
@@ -130,9 +139,9 @@ def test_each_warp_that_holds_a_rank_waits_for_it(warps, ranks):
     assert torch.equal(results, results[:1].expand_as(results))
 
 
-def test_products_in_turn_empty_what_the_one_before_has_used(device):
+@HOW
+def test_products_in_turn_empty_what_the_one_before_has_used(how, device):
     """So a step finds no number of the step before: here the second round is of another x, with the addresses kept."""
-    norm, out = Norm(draw(device, torch.float32, 48, seed=1), 1e-5), torch.zeros(2, 32, device=device)
     weight = draw(device, torch.float32, 32, 48, seed=2)
     first, second = (adapters_of(device, 48, (32,), [0, 0], (rank,)) for rank in (4, 70))
     first, second = first._replace(before=second.h), second._replace(before=first.h)
@@ -140,11 +149,9 @@ def test_products_in_turn_empty_what_the_one_before_has_used(device):
     for round_ in range(2):
         x = draw(device, torch.float32, 2, 48, seed=round_)
         for one, other in (turns, reversed(turns)):
-            kernels.norm_product(x, norm, weight, out=out, adapters=one)
-            h = normed(x, norm)
-            same("y", out.double(), h @ weight.double().t() + plain(one, 0, h), 1e-5)
-            if load("triton", "norm_product") is kernels.dispatch.implementation("norm_product", weight):
-                assert (other.h == EMPTY).all() and not (one.h[:2] == EMPTY).any()
+            want = plain(one, 0, x) + (x.double() @ weight.double().t() if how == "inside a product" else 0)
+            same("y", product(how, "triton", x, weight, one).double(), want, 1e-5)
+            assert (other.h == EMPTY).all() and not (one.h[:2] == EMPTY).any()
 
 
 def test_trained_adapters_are_read_where_they_lie(device):
@@ -156,27 +163,19 @@ def test_trained_adapters_are_read_where_they_lie(device):
     same("y", out.double(), x.double() @ weight.double().t() + plain(adapters, 0, x), 1e-5)
 
 
-@pytest.mark.parametrize("source", ["triton", "reference"])
+@HOW
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("half", ["a", "b"])
-def test_an_adapter_that_has_diverged_spoils_no_row_of_another(device, source, half):
+def test_an_adapter_that_has_diverged_spoils_no_row_of_another(how, source, half, device):
     x, weight = draw(device, torch.float32, 3, 48), draw(device, torch.float32, 32, 48, seed=2)
     adapters = adapters_of(device, 48, (32,), [0, 1, NO_ADAPTER], (4, 8))
     getattr(adapters.parts[0][1], half).fill_(float("nan"))
-    out = torch.zeros(3, 32, device=device)
-    load(source, "norm_product")(x, None, weight, None, None, None, None, None, out, None, None, 0, 0.0, adapters)
-    assert out.isnan().any(1).tolist() == [False, True, False]
-
-
-def behind(source, x, adapters, *products):
-    """Those products of x with what the adapters add."""
-    found = [one.clone() for one in products]
-    load(source, "add_adapters")(x, adapters, *found)
-    return found
+    assert product(how, source, x, weight, adapters).isnan().any(1).tolist() == [False, True, False]
 
 
 @pairwise
-@pytest.mark.parametrize("source", ["triton", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("outputs", [(40,), (37, 37), (130, 16, 16)])
 def test_behind_products_of_many_rows(device, source, dtype, ranks, outputs):
@@ -184,11 +183,12 @@ def test_behind_products_of_many_rows(device, source, dtype, ranks, outputs):
     x, adapters = draw(device, dtype, 5, 48), adapters_of(device, 48, outputs, ids, ranks, bare=(1,))
     products = [draw(device, torch.float32, 5, count, seed=9 + n) for n, count in enumerate(outputs)]
     want = [one.double() + plain(adapters, n, x) for n, one in enumerate(products)]
-    for found, wanted in zip(behind(source, x, adapters, *products), want):
+    load(source, "add_adapters")(x, adapters, *products)
+    for found, wanted in zip(products, want):
         same("y", found.double(), wanted, 1e-5)
 
 
-@pytest.mark.parametrize("source", ["triton", "reference"])
+@pytest.mark.parametrize("source", SOURCES)
 def test_behind_products_whose_rows_lie_apart(device, source):
     """The halves of one matrix, in 16 bits."""
     both, x = draw(device, torch.float16, 4, 64, seed=3), draw(device, torch.float16, 4, 48)
@@ -199,36 +199,6 @@ def test_behind_products_whose_rows_lie_apart(device, source):
     same("first", both[:, :24].double(), want[0], 2e-3)
     same("second", both[:, 32:56].double(), want[1], 2e-3)
     assert torch.equal(both[:, 24:32], beside)
-
-
-def test_behind_a_product_a_row_gets_the_same_bits_alone(device):
-    x, y = draw(device, torch.float32, 8, 48), draw(device, torch.float32, 8, 32, seed=1)
-    whole = adapters_of(device, 48, (32,), [0, 1, EVERY_ADAPTER, NO_ADAPTER] * 2, (4, 8))
-    (found,) = behind("triton", x, whole, y)
-    for row in range(8):
-        alone = whole._replace(ids=whole.ids[row : row + 1], h=emptied(1, 12, device))
-        assert torch.equal(behind("triton", x[row : row + 1], alone, y[row : row + 1])[0][0], found[row])
-
-
-def test_behind_products_in_turn(device):
-    """As inside of them, each empties what the one before has used."""
-    first, second = (adapters_of(device, 48, (32,), [0, 0], (rank,)) for rank in (4, 70))
-    first, second = first._replace(before=second.h), second._replace(before=first.h)
-    for round_ in range(2):
-        x, y = draw(device, torch.float32, 2, 48, seed=round_), torch.zeros(2, 32, device=device)
-        for one, other in ((first, second), (second, first)):
-            same("y", behind("triton", x, one, y)[0].double(), plain(one, 0, x), 1e-5)
-            assert (other.h == EMPTY).all() and not (one.h[:2] == EMPTY).any()
-
-
-@pytest.mark.parametrize("source", ["triton", "reference"])
-@pytest.mark.parametrize("half", ["a", "b"])
-def test_behind_a_product_an_adapter_that_has_diverged_spoils_no_row_of_another(device, source, half):
-    x, y = draw(device, torch.float32, 3, 48), torch.zeros(3, 32, device=device)
-    adapters = adapters_of(device, 48, (32,), [0, 1, NO_ADAPTER], (4, 8))
-    getattr(adapters.parts[0][1], half).fill_(float("nan"))
-    (found,) = behind(source, x, adapters, y)
-    assert found.isnan().any(1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

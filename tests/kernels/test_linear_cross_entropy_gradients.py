@@ -1,6 +1,7 @@
 """Linear cross-entropy's gradients, however asked for: any upstream, grad_scale, main_grad, frozen parts; and their cost."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -18,33 +19,32 @@ reference = definitions("cross_entropy")
 CHUNK = pytest.mark.parametrize("chunk", [None, 5], ids=["one chunk", "three chunks"])
 
 
+ASKED = {  # backward, and what the gradients are multiplied by
+    "3 * loss": (lambda loss, again: (3 * loss).backward(), lambda value: 3),
+    "loss + loss": (lambda loss, again: (loss + loss).backward(), lambda value: 2),
+    "2 * loss + loss * loss": (lambda loss, again: (2 * loss + loss * loss).backward(), lambda value: 2 + 2 * value),
+    "twice": (lambda loss, again: (loss.backward(retain_graph=True), (2 * loss).backward()), lambda value: 3),
+    "another graph between": (lambda loss, again: (again().backward(), (2 * loss).backward()), lambda value: 3),
+}
+
+
 @pairwise
 @BOTH
 @MAIN
 @CHUNK
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("asked", ["3 * loss", "loss + loss", "2 * loss + loss * loss", "twice", "another graph between"])
+@pytest.mark.parametrize("asked", ASKED)
 def test_any_upstream_gradient(asked, reduction, chunk, main, op, device):
     """Gradients are made in forward, before anybody knows what the loss is multiplied by, or how often backward runs."""
     x, weight, bias, labels = problem(device)
     if main:
         accumulate(weight, bias)
-    loss = op(x, weight, labels, bias, reduction=reduction, chunk=chunk)
-    value = loss.item()
-    if asked == "3 * loss":
-        (3 * loss).backward()
-    elif asked == "loss + loss":
-        (loss + loss).backward()
-    elif asked == "2 * loss + loss * loss":
-        (2 * loss + loss * loss).backward()
-    elif asked == "twice":
-        loss.backward(retain_graph=True)
-        (2 * loss).backward()
-    else:
-        op(x, weight, labels, bias, reduction=reduction, chunk=chunk).backward()
-        (2 * loss).backward()
-    factor = {"loss + loss": 2, "2 * loss + loss * loss": 2 + 2 * value}.get(asked, 3)
-    check(x, weight, bias, truth(x, weight, bias, labels, factor, reduction))
+    loss = partial(op, x, weight, labels, bias, reduction=reduction, chunk=chunk)
+    backward, factor = ASKED[asked]
+    first = loss()
+    value = first.item()
+    backward(first, loss)
+    check(x, weight, bias, truth(x, weight, bias, labels, factor(value), reduction))
 
 
 @BOTH

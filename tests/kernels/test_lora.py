@@ -13,7 +13,7 @@ from gpubound.kernels.triton import lora as fast
 from gpubound.kernels.triton._lora_product import _product
 from tests.messages import message
 
-from .cases import TOLERANCE, draw, pairwise, same
+from .cases import TOLERANCE, agree, draw, pairwise, same
 from .lora_cases import FP32, ROUNDED, SHAPES, arguments, dropout, reference, routed
 from .test_plans import CHIPS
 
@@ -26,10 +26,9 @@ def test_down_and_up(shape, dtype, dropping, device):
     x, _, _, a, b = arguments(shape, dtype, device, FP32)
     a, b = a.to(dtype).float(), b.to(dtype).float()  # both mirrors then multiply the same numbers
     drop = dropout(device) if dropping else None
-    want = reference.lora_down(x, a, 1.7, drop)
-    same("h", fast.lora_down(x, a, 1.7, drop), want, TOLERANCE[dtype])
-    y = draw(device, dtype, x.shape[0], b.shape[0], seed=9)
-    same("y", fast.lora_up(y.clone(), want, b, drop), reference.lora_up(y.clone(), want, b, drop), TOLERANCE[dtype])
+    agree("lora_down", x, a, 1.7, drop, limit=TOLERANCE[FP32])
+    y, h = draw(device, dtype, x.shape[0], b.shape[0], seed=9), reference.lora_down(x, a, 1.7, drop)
+    agree("lora_up", y, h, b, drop, limit=TOLERANCE[FP32])
 
 
 @pairwise
@@ -39,9 +38,7 @@ def test_down_and_up(shape, dtype, dropping, device):
 def test_rows_have_adapters_of_their_own(tokens, ranks, dtype, dropping, device):
     rows = routed(device, ranks=ranks, dtype=torch.int64 if tokens == 7 else torch.int32)
     x, _, _, a, _ = arguments((5 * tokens, 33, 8, sum(ranks)), dtype, device)
-    drop = dropout(device) if dropping else None
-    want = reference.lora_down(x, a, 1.7, drop, None, rows)
-    same("h", fast.lora_down(x, a, 1.7, drop, None, rows), want, TOLERANCE[dtype])
+    agree("lora_down", x, a, 1.7, dropout(device) if dropping else None, None, rows, limit=TOLERANCE[FP32])
 
 
 def test_rows_one_adapter_at_a_time(device):
@@ -75,12 +72,9 @@ def test_gradients(shape, dtype, begins, device):
     rows, inputs, outputs, rank = shape
     sizes = ((rows, inputs), (rows, rank), (rows, outputs), (rows, rank))
     given = [draw(device, dtype, *size, seed=i) for i, size in enumerate(sizes)]
-    for drop in (None, dropout(device)):
-        outs = [[draw(device, FP32, *size, seed=5) for size in ((rank, inputs), (outputs, rank))] for _ in range(2)]
-        fast.lora_gradients(*given, *outs[0], drop, begins)
-        reference.lora_gradients(*given, *outs[1], drop, begins)
-        for name, got, want in zip(("da", "db"), *outs):
-            same(name, got, want, TOLERANCE[FP32] if dtype == FP32 else 1e-4)  # 16-bit factors, fp32 sums
+    outs = [draw(device, FP32, *size, seed=5) for size in ((rank, inputs), (outputs, rank))]
+    for drop in (None, dropout(device)):  # of 16-bit factors fp32 sums
+        agree("lora_gradients", *given, *outs, drop, begins, limit=TOLERANCE[FP32] if dtype == FP32 else 1e-4)
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -1,5 +1,7 @@
 """Norms: both mirrors agree, the definitions are right in fp64, gradients go where they should, errors read as written."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -7,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import kernels, trace
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import RowPlan
+from gpubound.kernels.registry import load
 from gpubound.kernels.triton import norms as fast
 from tests.messages import refusals
 
-from .cases import ROW_SHAPES, TOLERANCE, definitions, draw, parity, same
+from .cases import ROW_SHAPES, SOURCES, TOLERANCE, definitions, draw, parity, same
 
 reference = definitions("norms")
 
@@ -18,15 +21,24 @@ FP32 = torch.float32
 NORMS = pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "layer_norm"])
 
 
+CENTRED = pytest.mark.parametrize("op", ["layer_norm", "group_norm"])
+
+
 def both(op: str, arguments: tuple, tolerance: float) -> None:
-    parity(getattr(fast, op), getattr(reference, op), arguments, tolerance)
+    parity(load("triton", op), load("reference", op), arguments, tolerance)
+
+
+def three_groups(source: str, op: str) -> Callable:
+    """LayerNorm, or GroupNorm of three groups, of (x, weight, bias, eps)."""
+    norm = load(source, op)
+    return norm if op == "layer_norm" else lambda x, *rest: norm(x, 3, *rest)
 
 
 def arguments_of(op: str, device, dtype, *shape: int, weight_dtype=None) -> tuple:
     x, residual = (draw(device, dtype, *shape, seed=seed) for seed in range(2))
     weight, bias = (draw(device, weight_dtype or dtype, shape[-1], seed=seed) for seed in (2, 3))
-    if op == "layer_norm":
-        return x, weight, bias, 1e-5
+    if op in ("layer_norm", "group_norm"):
+        return (x, weight, bias, 1e-5) if op == "layer_norm" else (x, 2, weight, bias, 1e-5)
     return (x, weight, 1e-6) if op == "rms_norm" else (x, residual, weight, 1e-6)
 
 
@@ -47,20 +59,25 @@ def test_the_norm_is_of_the_rounded_sum(dtype, device):
     assert torch.equal(y, fast.rms_norm(s, weight))
 
 
+def test_without_weight(device):
+    x, residual, _, eps = arguments_of("add_rms_norm", device, FP32, 5, 63)
+    both("rms_norm", (x, None, eps), TOLERANCE[FP32])
+    both("add_rms_norm", (x, residual, None, eps), TOLERANCE[FP32])
+
+
+@CENTRED
 @pytest.mark.parametrize("weight, bias", [(False, False), (True, False), (False, True)])
-def test_optional_arguments(weight, bias, device):
+def test_optional_arguments(weight, bias, op, device):
     x, w, b, eps = arguments_of("layer_norm", device, FP32, 5, 63)
-    both("layer_norm", (x, w if weight else None, b if bias else None, eps), TOLERANCE[FP32])
-    if not weight:
-        both("rms_norm", (x, None, 1e-6), TOLERANCE[FP32])
-        both("add_rms_norm", (x, x + 1, None, 1e-6), TOLERANCE[FP32])
+    arguments = x, w if weight else None, b if bias else None, eps
+    parity(three_groups("triton", op), three_groups("reference", op), arguments, TOLERANCE[FP32])
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "group_norm"])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, FP32), (FP32, torch.bfloat16), (FP32, torch.float16)], ids=str)
 def test_weight_of_another_dtype(dtypes, op, device):
     arguments = arguments_of(op, device, dtypes[0], 4, 100, weight_dtype=dtypes[1])
-    assert getattr(fast, op)(*arguments).dtype == dtypes[0]
+    assert load("triton", op)(*arguments).dtype == dtypes[0]
     both(op, arguments, TOLERANCE[torch.bfloat16])
 
 
@@ -243,14 +260,14 @@ def test_a_residual_of_other_bits_is_refused(x, residual):
         kernels.add_rms_norm(torch.ones(2, 4, dtype=x), torch.ones(2, 4, dtype=residual), torch.ones(4))
 
 
+@CENTRED
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids=str)
-def test_only_what_is_needed(needs, device, monkeypatch):
+def test_only_what_is_needed(needs, op, device, monkeypatch):
     monkeypatch.setitem(plans.TRIED, ("layer_norm", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
-    tensors = [
-        draw(device, FP32, *s, seed=i).requires_grad_(bool(n)) for i, (s, n) in enumerate(zip([(5, 40), (40,), (40,)], needs))
-    ]
+    shapes = ((5, 42), (42,), (42,))
+    tensors = [draw(device, FP32, *shapes[i], seed=i).requires_grad_(bool(need)) for i, need in enumerate(needs)]
     leaves = [t for t in tensors if t.requires_grad]
-    got, want = (torch.autograd.grad(op(*tensors).square().sum(), leaves) for op in (fast.layer_norm, reference.layer_norm))
+    got, want = (torch.autograd.grad(three_groups(source, op)(*tensors).square().sum(), leaves) for source in SOURCES)
     for i, (a, b) in enumerate(zip(got, want)):
         same(f"gradient {i}", a, b, 1e-5)
 
@@ -263,13 +280,14 @@ def test_a_mean_far_above_the_spread(device):
     same("reference", reference.layer_norm(x), want, 2e-4)
 
 
-def test_gradients_are_added_to_main_grad(device):
-    x = draw(device, torch.bfloat16, 3, 40)
-    weight, bias = (torch.nn.Parameter(draw(device, torch.bfloat16, 40, seed=s)) for s in (1, 2))
-    weight.main_grad, bias.main_grad = torch.ones(40, device=device), torch.ones(40, device=device)
-    fast.layer_norm(x, weight, bias).sum().backward()
+@CENTRED
+def test_gradients_are_added_to_main_grad(op, device):
+    x = draw(device, torch.bfloat16, 3, 42)
+    weight, bias = (torch.nn.Parameter(draw(device, torch.bfloat16, 42, seed=s)) for s in (1, 2))
+    weight.main_grad, bias.main_grad = torch.ones(42, device=device), torch.ones(42, device=device)
+    three_groups("triton", op)(x, weight, bias).sum().backward()
     assert weight.grad is None and bias.grad is None
     wide = [t.detach().float().requires_grad_() for t in (weight, bias)]
-    reference.layer_norm(x.float(), *wide).sum().backward()
-    same("weight.main_grad", weight.main_grad - 1, wide[0].grad, 2e-6)
-    same("bias.main_grad", bias.main_grad - 1, wide[1].grad, 2e-6)
+    three_groups("reference", op)(x.float(), *wide).sum().backward()
+    same("weight.main_grad", weight.main_grad - 1, wide[0].grad, 5e-6)
+    same("bias.main_grad", bias.main_grad - 1, wide[1].grad, 5e-6)
