@@ -57,7 +57,7 @@ OPTIONS = [
     {"precision": "fp32", "graph": "off"},
     {"precision": "bf16", "graph": "off"},
     {"precision": "bf16-split", "graph": "require"},
-    {"precision": "bf16", "graph": "off", "optimizer": AdamW8bit(lr=1e-2)},
+    {"precision": "bf16", "graph": "require", "optimizer": AdamW8bit(lr=1e-2)},
     {"precision": "bf16", "graph": "off", "recompute": "blocks"},
 ]
 
