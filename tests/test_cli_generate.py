@@ -198,15 +198,15 @@ def test_an_end_of_text_outside_the_vocabulary(ckpt, run, tmp_path, options):
 
 
 def test_another_architecture_through_transformers(ckpt, run, tmp_path):
-    from transformers import GPTJConfig, GPTJForCausalLM
+    from transformers import CodeGenConfig, CodeGenForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 320, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}
-    model = GPTJForCausalLM(GPTJConfig(**sizes, eos_token_id=5)).eval()
-    model.save_pretrained(tmp_path / "gptj")
+    sizes = {"vocab_size": 320, "n_positions": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
+    model = CodeGenForCausalLM(CodeGenConfig(**sizes, eos_token_id=5)).eval()
+    model.save_pretrained(tmp_path / "codegen")
     tokenizer = Tokenizer.load(ckpt)
-    tokenizer.save(tmp_path / "gptj")
-    code, out, err = run(tmp_path / "gptj", "--prompt", "the cat", "--json", "--max-new-tokens", "8")
+    tokenizer.save(tmp_path / "codegen")
+    code, out, err = run(tmp_path / "codegen", "--prompt", "the cat", "--json", "--max-new-tokens", "8")
     ids = tokenizer.encode("the cat")
     for _ in range(8):
         with torch.no_grad():

@@ -64,8 +64,10 @@ OTHERS = {
     "Ernie4_5": {"use_bias": True},
     "Glm": {"rope_parameters": HALF, "eos_token_id": []},
     "Glm4": {"rope_parameters": HALF, "attention_bias": True, "eos_token_id": []},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "head_dim": ...},
     "Exaone4": {"layer_types": LOCAL["layer_types"], "sliding_window": 9},
     "GPT2": {"n_inner": 16, "num_key_value_heads": None},
+    "GPTNeo": {"attention_types": [[["global", "local"], 1]], "window_size": 9, "num_key_value_heads": None},
     "GPTNeoX": {"rope_parameters": HALF, "num_key_value_heads": None},
     "Granite": {
         "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
@@ -78,6 +80,7 @@ OTHERS = {
         "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": ROOM, "beta_fast": 4.0,
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7,
     }},
+    "OPT": {"ffn_dim": 32, "num_key_value_heads": None},
     "Phi": {"rope_parameters": HALF},
     "SeedOss": {"attention_out_bias": True, "mlp_bias": True},
     "StableLm": {"rope_parameters": HALF, "use_qkv_bias": True, "use_parallel_residual": True},
@@ -89,6 +92,14 @@ OTHERS = {
     }},
     "Phi3": {"sliding_window": 13, "rope_parameters": HALF},
 }  # fmt: skip
+SAME = {  # read as others are
+    "Arcee": {"attention_bias": True, "mlp_bias": True},
+    "GPTBigCode": {"multi_query": False, "num_key_value_heads": None},
+    "GPTJ": {"rotary_dim": 4, "num_key_value_heads": None},
+    "Helium": {"attention_bias": True},
+    "Jais2": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "SolarOpen": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+}
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
 ALL = [*HUGGING_FACE, "own"]
 
@@ -103,12 +114,13 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
     else:
         family = kind.partition(" ")[0]
         name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-        config = getattr(transformers, name)(**SIZES | (FAMILIES | SPARSE | OTHERS)[family] | options)
+        chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME)[family] | options
+        config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})
         how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
         model = transformers.AutoModelForCausalLM.from_config(config, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name and not name.endswith("bias"):
+            if ("norm" in name or (kind in ("Falcon", "GPTNeo") and ".ln_" in name)) and not name.endswith("bias"):
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if "Gemma" in kind else 0.0)
             else:
                 parameter.normal_(std=0.2)

@@ -180,13 +180,16 @@ def test_an_option_that_a_reader_does_not_know_is_refused(kind, options, named, 
     assert isinstance(why, str) and named in why
 
 
-@pytest.mark.parametrize("kind", [*cases.FAMILIES, *cases.SPARSE, *cases.OTHERS])
+@pytest.mark.parametrize("kind", [*cases.FAMILIES, *cases.SPARSE, *cases.OTHERS, *cases.SAME])
 def test_every_option_of_the_families_is_known(kind):
     """A field that a newer transformers adds to one of these configs has to be read, or named as one without effect."""
     refused = {  # where they are not the class's defaults
         "Gemma3": {"attn_logit_softcapping"},
         "Olmoe": {"clip_qkv"},
         "GPT2": {"add_cross_attention", "scale_attn_by_inverse_layer_idx"},
+        "GPTBigCode": {"add_cross_attention"},
+        "Falcon": {"alibi"},
+        "OPT": {"do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine"},
         "Cohere": {"use_qk_norm"},
         "Cohere2": {"use_qk_norm"},
         "Phi": {"qk_layernorm"},
@@ -197,7 +200,7 @@ def test_every_option_of_the_families_is_known(kind):
     for name in signature(type(config)).parameters.keys() - signature(PreTrainedConfig).parameters.keys():
         assert name in known | refused, name
     assert unread_option(config, known) is None
-    config.hidden_size, width = 48, "n_embd" if kind == "GPT2" else "hidden_size"
+    config.hidden_size, width = 48, "n_embd" if kind in ("GPT2", "GPTBigCode", "GPTJ") else "hidden_size"
     assert unread_option(config, known - {width}) == f"{width}=48"
 
 

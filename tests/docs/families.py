@@ -14,6 +14,7 @@ from gpubound.place.candidates import STACKS
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
 NAMES = {
+    "arcee": "Arcee",
     "cohere": "Cohere (Command R)",
     "cohere2": "Cohere 2 (Command A, R7B)",
     "cwm": "CWM",
@@ -21,6 +22,7 @@ NAMES = {
     "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5",
     "exaone4": "EXAONE 4",
+    "falcon": "Falcon",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
@@ -28,10 +30,15 @@ NAMES = {
     "glm4": "GLM-4",
     "glm4_moe": "GLM-4-MoE (GLM-4.5)",
     "gpt2": "GPT-2",
+    "gpt_bigcode": "GPT-BigCode (SantaCoder, StarCoder)",
+    "gpt_neo": "GPT-Neo",
     "gpt_neox": "GPT-NeoX, Pythia",
     "gpt_oss": "gpt-oss",
+    "gptj": "GPT-J",
     "granite": "Granite",
+    "helium": "Helium",
     "internvl": "InternVL",
+    "jais2": "Jais 2",
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",
     "minimax_m2": "MiniMax-M2",
@@ -44,6 +51,7 @@ NAMES = {
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",
+    "opt": "OPT",
     "phi": "Phi",
     "phi3": "Phi-3",
     "qwen2": "Qwen2, Qwen2.5",
@@ -54,12 +62,16 @@ NAMES = {
     "qwen3_vl": "Qwen3-VL",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
+    "solar_open": "Solar Open",
     "stablelm": "StableLM",
     "starcoder2": "StarCoder2",
     "vaultgemma": "VaultGemma",
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
-CODED = ("nemotron", "phi", "stablelm", "starcoder2")  # whose MLPs no part of placing swaps
+CODED = (  # whose MLPs no part of placing swaps
+    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "jais2", "nemotron", "opt", "phi", "stablelm", "starcoder2",
+)  # fmt: skip
+PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 SPARSE = ("mixtral", "gpt_oss")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
@@ -90,7 +102,7 @@ def row(kind: str) -> list[str]:
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
     swaps = module.SWAPS
     own = family in registry.RUNNERS
-    adapters = "none" if own else "attention's" if family in SPARSE else "all projections"
+    adapters = "none" if own or kind in PLAIN else "attention's" if family in SPARSE else "all projections"
     if own:
         return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers", "as published"]
     loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"

@@ -1,4 +1,4 @@
-"""GPT-NeoX and GPT-2: copies of weights in another layout, learnt positions, and what is refused."""
+"""GPT, OPT and Falcon: copies of weights in another layout, learnt positions, options, and what is refused."""
 
 import pytest
 import torch
@@ -40,9 +40,60 @@ def test_several_devices_are_refused(kind):
         gb.decoder(cases.build(kind), 1, cases.ROOM, devices=["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "add_cross_attention"])
-def test_options_of_gpt2_that_no_reader_knows(option):
-    assert bind(cases.build("GPT2", **{option: True})).startswith(f"its config has {option}=True")
+@pytest.mark.parametrize("kind", ["GPTNeoX", "GPTBigCode"])
+def test_adapters_on_q_k_and_v_of_one_layer(kind):
+    model = cases.build(kind)
+    gb.lora.add(model, 4, alpha=8, init=False)
+    fast, before = gb.decoder(model, 1, cases.ROOM), cases.greedy_by_forwards(model, cases.PROMPT, 12)
+    assert fast.path == "" and cases.of_decoder(fast) == before
+    with gb.lora.disable(model):
+        assert cases.of_decoder(fast) == cases.greedy_by_forwards(model, cases.PROMPT, 12) != before
+
+
+OPTIONS = {
+    "Falcon of 7B": ("Falcon", {"new_decoder_architecture": False, "bias": False}),
+    "Falcon of RW": (
+        "Falcon",
+        {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": None},
+    ),
+    "Falcon 2": ("Falcon", {"num_ln_in_parallel_attn": 1}),
+    "StarCoder": ("GPTBigCode", {"multi_query": True}),
+    "GPT-J": ("GPTJ", {"scale_attn_weights": False}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    kind, options = OPTIONS[name]
+    model = cases.build(kind, **options)
+    fast = gb.decoder(model, 1, cases.ROOM)
+    assert fast.path == "" and cases.of_decoder(fast) == cases.greedy_by_forwards(model, cases.PROMPT, 12)
+
+
+@pytest.mark.parametrize(("kind", "option"), [
+    ("GPT2", {"scale_attn_by_inverse_layer_idx": True}),
+    ("GPT2", {"add_cross_attention": True}),
+    ("OPT", {"do_layer_norm_before": False}),
+    ("Falcon", {"alibi": True}),
+])  # fmt: skip
+def test_options_that_no_reader_knows(kind, option):
+    assert bind(cases.build(kind, **option)).startswith(f"its config has {next(iter(option))}=")
+
+
+def test_embeddings_of_opt_of_another_width():
+    assert bind(cases.build("OPT", word_embed_proj_dim=16)).startswith("its embeddings have another width than its layers")
+
+
+def test_projections_of_gpt2_with_hooks():
+    model = cases.build("GPT2")
+    model.transformer.h[1].attn.c_attn.register_forward_hook(lambda module, given, found: found)
+    assert bind(model).startswith("h.1: a projection is not the family's own")
+
+
+def test_quantised_q_k_and_v_of_one_layer():
+    model = cases.build("GPTNeoX")
+    gb.lora.add(model, 4, base="int8")
+    assert bind(model) == "layers.0: q, k and v of a head are neighbours in one quantised weight"
 
 
 def test_blocks_that_are_not_parallel():

@@ -11,6 +11,7 @@ from transformers import (
     OlmoeConfig,
     Qwen2MoeConfig,
     Qwen3MoeConfig,
+    SolarOpenConfig,
 )
 
 from ..place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
@@ -26,6 +27,7 @@ KINDS = {
     "qwen2_moe": (Qwen2MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "dots1": (Dots1Config, {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}),
+    "solar_open": (SolarOpenConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 

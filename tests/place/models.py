@@ -5,6 +5,7 @@ import functools
 
 import torch
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     CohereConfig,
@@ -17,6 +18,8 @@ from transformers import (
     Glm4Config,
     GlmConfig,
     GraniteConfig,
+    HeliumConfig,
+    Jais2Config,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -63,6 +66,9 @@ CONFIGS = {
     "cohere2": Cohere2Config,
     "starcoder2": Starcoder2Config,
     "phi": PhiConfig,
+    "arcee": ArceeConfig,
+    "helium": HeliumConfig,
+    "jais2": Jais2Config,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,

@@ -4,7 +4,16 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, StableLmConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    OPTConfig,
+    StableLmConfig,
+)
 
 from gpubound.errors import PlaceError
 from gpubound.place import candidates
@@ -16,13 +25,21 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+NO_DROPOUT = dict.fromkeys(
+    ("resid_dropout", "resid_pdrop", "embed_dropout", "embd_pdrop", "attention_dropout", "attn_pdrop"), 0.0
+)
 CONFIGS = {
     "stablelm": (StableLmConfig, {"hidden_dropout": 0.0}),
     "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
+    "opt": (OPTConfig, {"ffn_dim": 40, "dropout": 0.0}),
+    "falcon": (FalconConfig, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "gpt_neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]], "window_size": 5, **NO_DROPOUT}),
+    "gptj": (GPTJConfig, {"rotary_dim": 4}),
+    "gpt_bigcode": (GPTBigCodeConfig, {"multi_query": False, **NO_DROPOUT}),
 }
 if hasattr(transformers, "HyperCLOVAXConfig"):  # not in all releases
     CONFIGS["hyperclovax"] = transformers.HyperCLOVAXConfig, {"logits_scaling": 4.0}
-SWAPPED = {"hyperclovax": 9, "stablelm": 6, "gpt_neox": 6}
+SWAPPED = {"hyperclovax": 9, "gptj": 4}  # of the others 6
 NORMS_ALONE = ("hyperclovax",)  # its logits are scaled
 
 
@@ -42,7 +59,7 @@ def test_norms_and_loss_are_swapped_and_the_rest_is_named(kind):
     model = made(kind)
     other = twin(model)
     placement = place(model)
-    assert (placement.swapped, placement.verified) == (SWAPPED[kind], True)
+    assert (placement.swapped, placement.verified) == (SWAPPED.get(kind, 6), True)
     assert placement.unsupported == placement.as_dict()["unsupported"] == kind
     assert f"{kind!r} is not among the families" in placement.summary
     assert isinstance(model, Fused) is (kind not in NORMS_ALONE)

@@ -1,64 +1,85 @@
-"""GPT-NeoX (Pythia) and GPT-2: MLPs without a gate. NeoX has parallel blocks; GPT-2 has learnt positions and no rotation.
+"""GPT-2, GPT-BigCode (SantaCoder, StarCoder), GPT-Neo, GPT-J and GPT-NeoX (Pythia): MLPs without a gate.
 
-Both have weights in another layout than the kernels': NeoX's q, k and v of a head follow each other, and GPT-2's weights are
-transposed. The decoder reads copies, and copies them again when they have changed. Placing swaps norms and the loss.
+The first three have learnt positions and no rotation, the others parallel blocks. Weights in another layout than the kernels'
+are copied, and copied again when they have changed: q, k and v of a head that follow each other, and GPT-2's transposed
+weights. Placing swaps norms and the loss.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ..layers.attention import Angles
+from ..layers.attention import Angles, RotaryAngles
 from ..layers.fused_weights import hooked
+from ..layers.linear_product import format_of
 from .decoding import Linear
-from .reader import NoAngles, UngatedReader, weight_of
+from .reader import LearntReader, UngatedReader, linear_of, parts_of, weight_of
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {}
+GPT = ("ln_1", None, "ln_2", None)
+READS = frozenset((
+    "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon", "attn_pdrop",
+))  # fmt: skip
 
 
-class NeoXReader(UngatedReader):
+class FusedReader(UngatedReader):
+    """Reader of models with q, k and v in one layer, QKV: groups of query heads, each before its key and its value head.
+
+    OWN: the projections are of a class of the family's, and a step adds no adapters to them.
+    """
+
+    QKV, OWN = "query_key_value", False
+
+    def refusal(self, max_length: int) -> str | None:
+        for number, block in enumerate(self.blocks):
+            attention, mlp = self.attention_of(block), self.mlp_of(block)
+            qkv = getattr(attention, self.QKV)
+            layers = qkv, getattr(attention, self.OUTPUT), *(getattr(mlp, name) for name in self.LAYERS)
+            if self.OWN and not all(map(self.projects, layers)):
+                return f"{self.BLOCKS}.{number}: a projection is not the family's own, or carries a low-rank adapter or hooks"
+            if not self.OWN and format_of(linear_of(qkv).weight).coded and self.kv_heads(attention) > 1:
+                return f"{self.BLOCKS}.{number}: q, k and v of a head are neighbours in one quantised weight"
+        return super().refusal(max_length)
+
+    def projections(self, attention: Any) -> list[Linear]:
+        weight, bias, adapters = linear_of(getattr(attention, self.QKV))
+        groups, width = self.kv_heads(attention), self.head_dim(attention)
+        rows = [self.config.num_attention_heads * width, groups * width, groups * width]
+        if groups == 1:
+            return parts_of(getattr(attention, self.QKV), rows)
+
+        def by_kind(t: Tensor) -> Tensor:
+            heads = t.unflatten(0, (groups, -1, width))
+            return torch.cat([heads[:, :-2].flatten(0, 2), heads[:, -2].flatten(0, 1), heads[:, -1].flatten(0, 1)])
+
+        def parts(t: Tensor) -> tuple[Tensor, ...]:
+            return self.copies.of(t, by_kind).split(rows)
+
+        lows = zip(*([type(low)(low.a, b, low.scale) for b in parts(low.b)] for low in adapters))
+        biases = (None,) * 3 if bias is None else parts(bias)
+        return [Linear(*part) for part in zip(parts(weight), biases, list(lows) or [()] * 3)]
+
+
+class NeoXReader(FusedReader):
     READS = frozenset({"layer_norm_eps", "hidden_dropout", "classifier_dropout", "use_parallel_residual", "is_decoder"})
     EMBEDDING, FINAL, ATTENTION, OUTPUT = "embed_in", "final_layer_norm", "attention", "dense"
     LAYERS = ("dense_h_to_4h", "dense_4h_to_h")
 
-    def projections(self, attention: Any) -> list[Linear]:
-        layer, count, width = attention.query_key_value, self.config.num_attention_heads, attention.head_size
 
-        def by_kind(t: Tensor) -> Tensor:
-            return t.unflatten(0, (count, 3, width)).transpose(0, 1).flatten(0, 2)
-
-        weights = self.copies.of(weight_of(layer), by_kind).chunk(3)
-        biases = [None] * 3 if layer.bias is None else self.copies.of(layer.bias, by_kind).chunk(3)
-        return [Linear(*pair) for pair in zip(weights, biases)]
-
-
-class GPT2Reader(UngatedReader):
-    NORMS = ("ln_1", None, "ln_2", None)
-    READS = frozenset((
-        "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "activation_function", "layer_norm_epsilon",
-        "scale_attn_weights", "attn_pdrop", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
-        "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+class GPT2Reader(FusedReader, LearntReader):
+    NORMS = GPT
+    READS = READS | frozenset((
+        "scale_attn_weights", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
+        "summary_proj_to_labels", "summary_first_dropout",
     ))  # fmt: skip
     BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "h", "wte", "ln_f", "attn", "c_proj"
-
-    def refusal(self, max_length: int) -> str | None:
-        if max_length > (most := len(self.trunk.wpe.weight)):
-            return f"it has {most} positions, and max_length is {max_length}"
-        return super().refusal(max_length)
+    QKV, OWN = "c_attn", True
 
     def projects(self, module: nn.Module) -> bool:
         return type(module) is Conv1D and not hooked(module)
-
-    def positions(self) -> Tensor:
-        return weight_of(self.trunk.wpe)
-
-    def angles(self) -> list[Angles]:
-        return [NoAngles(self.head_dim(self.trunk.h[0].attn) // 2)]
-
-    def table(self, attention: Any) -> None:
-        return None
 
     def linear(self, layer: Any) -> Linear:
         return Linear(self.copies.of(weight_of(layer), Tensor.t), layer.bias)
@@ -69,4 +90,54 @@ class GPT2Reader(UngatedReader):
         return [Linear(*pair) for pair in zip(weight.chunk(3), bias.detach().chunk(3))]
 
 
-DECODING: dict[str, Any] = {"ForCausalLM": NeoXReader, "LMHeadModel": GPT2Reader}
+class BigCodeReader(FusedReader, LearntReader):
+    NORMS = GPT
+    READS = READS | {"scale_attn_weights", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "multi_query"}
+    BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "h", "wte", "ln_f", "attn", "c_proj"
+    QKV = "c_attn"
+
+    def kv_heads(self, attention: Any) -> int:
+        return attention.kv_heads
+
+
+class NeoReader(LearntReader):
+    NORMS = GPT
+    READS = frozenset((
+        "num_layers", "num_heads", "attention_types", "window_size", "activation_function", "resid_dropout", "embed_dropout",
+        "classifier_dropout", "layer_norm_epsilon",
+    ))  # fmt: skip
+    BLOCKS, EMBEDDING, FINAL, OUTPUT = "h", "wte", "ln_f", "out_proj"
+
+    def attention_of(self, block: Any) -> Any:
+        return block.attn.attention
+
+    def scale(self, attention: Any) -> float:
+        return 1.0
+
+    def window(self, attention: Any) -> int:
+        return self.config.window_size if attention.attention_type == "local" else 0
+
+
+class GPTJReader(UngatedReader):
+    NORMS = ("ln_1", None, None, None)
+    READS = READS | {"rotary_dim"}
+    BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "h", "wte", "ln_f", "attn", "out_proj"
+    LAYERS, INTERLEAVED, PARALLEL = ("fc_in", "fc_out"), True, True
+
+    def scale(self, attention: Any) -> float:
+        return 1 / attention.scale_attn
+
+    def pairs(self) -> int:
+        return self.config.rotary_dim // 2
+
+    def angles(self) -> list[Angles]:
+        return [RotaryAngles(self.config.rotary_dim)]
+
+
+DECODING: dict[str, Any] = {
+    "GPTNeoXForCausalLM": NeoXReader,
+    "GPT2LMHeadModel": GPT2Reader,
+    "GPTBigCodeForCausalLM": BigCodeReader,
+    "GPTNeoForCausalLM": NeoReader,
+    "GPTJForCausalLM": GPTJReader,
+}

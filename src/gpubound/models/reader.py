@@ -71,7 +71,7 @@ UNGATED_NAMES = ACTIVATION_NAMES | {"relu": "relu", "relu2": "relu2", "gelu_fast
 
 def activation_name(config: Any) -> str:
     """Return a transformers config's name of the activation."""
-    names = ("hidden_activation", "hidden_act", "activation_function")
+    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
     return str(next((value for name in names if (value := getattr(config, name, None))), ""))
 
 
@@ -231,6 +231,9 @@ class Reader:
     def attention_of(self, block: Any) -> Any:
         return getattr(block, self.ATTENTION)
 
+    def mlp_of(self, block: Any) -> Any:
+        return block.mlp
+
     def projects(self, module: nn.Module) -> bool:
         """Return whether a module that is no nn.Linear is a projection that the reader reads."""
         return False
@@ -239,8 +242,14 @@ class Reader:
         """Return learnt vectors (L, hidden) that are added to the embeddings of the first L positions."""
         return None
 
+    def pairs(self) -> int:
+        """Return the number of pairs of a head that are rotated."""
+        return len(self.trunk.rotary_emb.inv_freq)
+
     def refusal(self, max_length: int) -> str | None:
         """Return why the kernels cannot decode the model for texts of that length; None if they can."""
+        if (learnt := self.positions()) is not None and max_length > len(learnt):
+            return f"it has {len(learnt)} positions, and max_length is {max_length}"
         for kind in rope_types(getattr(self.trunk, "rotary_emb", None)):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:
@@ -271,13 +280,20 @@ class Reader:
         return Shape(
             hidden=c.hidden_size,
             heads=c.num_attention_heads,
-            kv_heads=getattr(c, "num_key_value_heads", None) or c.num_attention_heads,
+            kv_heads=self.kv_heads(attention),
             head_dim=self.head_dim(attention),
             vocab=self.model.lm_head.weight.shape[0],
-            scale=attention.scaling,
+            scale=self.scale(attention),
             embedded=1.0 if scale is None else float(scale.to(self.embedding.weight.dtype)),
             logit_cap=getattr(c, "final_logit_softcapping", None) or 0.0,
         )
+
+    def kv_heads(self, attention: Any) -> int:
+        return getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+
+    def scale(self, attention: Any) -> float:
+        """Return the factor of the scores."""
+        return attention.scaling
 
     def head_dim(self, attention: Any) -> int:
         return attention.head_dim if hasattr(attention, "head_dim") else attention.head_size
@@ -318,7 +334,7 @@ class Reader:
             table=self.table(attention),
             cap=self.cap(attention),
             post_norm=after,
-            interleaved=len(self.trunk.rotary_emb.inv_freq) if self.INTERLEAVED else 0,
+            interleaved=self.pairs() if self.INTERLEAVED else 0,
         )
 
     def linear(self, layer: Any) -> Linear:
@@ -371,7 +387,7 @@ class Reader:
 
     def together(self, block: Any) -> list[list[Any]]:
         """Return the linear layers of a block that read the same input, which are one GEMM if their weights are contiguous."""
-        parts = (self.attention_of(block), ("q_proj", "k_proj", "v_proj")), (block.mlp, ("gate_proj", "up_proj"))
+        parts = (self.attention_of(block), ("q_proj", "k_proj", "v_proj")), (self.mlp_of(block), ("gate_proj", "up_proj"))
         return [[getattr(part, name) for name in names] for part, names in parts if hasattr(part, names[0])]
 
     def routers(self) -> dict[int, nn.Module]:
@@ -397,10 +413,25 @@ class UngatedReader(LayerNormReader):
 
     def mlp(self, block: Any) -> UngatedWeights:
         before, after = self.mlp_norms(block)
-        up, down = (self.linear(getattr(block.mlp, name)) for name in self.LAYERS)
+        up, down = (self.linear(getattr(self.mlp_of(block), name)) for name in self.LAYERS)
         activation = self.activation()
         assert activation is not None
         return UngatedWeights(before, up, down, activation, after, self.parallel(block))
+
+
+class LearntReader(UngatedReader):
+    """Reader of models with learnt positions and no rotation. POSITIONS: their table's name. SKIPPED: rows before the first"""
+
+    POSITIONS, SKIPPED = "wpe", 0
+
+    def positions(self) -> Tensor:
+        return weight_of(getattr(self.trunk, self.POSITIONS)).detach()[self.SKIPPED :]
+
+    def angles(self) -> list[Angles]:
+        return [NoAngles(self.head_dim(self.attention_of(self.blocks[0])) // 2)]
+
+    def table(self, attention: Any) -> None:
+        return None
 
 
 def weight_of(module: Any) -> Tensor:

@@ -4,8 +4,8 @@ Hugging Face modules are recognised by class name and module: `LlamaMLP` of tran
 subclass lives elsewhere, may compute something else, and is not recognised.
 
 A family's module has two tables by role of a module (Attention, MLP, ForCausalLM, ...): SWAPS, how placing replaces modules,
-and DECODING, how a model is decoded (decoding.py). It is imported on first use. A family with more than one file is a package,
-which has these tables in `family.py`.
+and DECODING, how a model is decoded (decoding.py), or by class name where a module has readers of several families. It is
+imported on first use. A family with more than one file is a package, which has these tables in `family.py`.
 
 SWAPS is {role: maker}. A maker gets a module and its decoder stack, and returns a `Swap`. Placing refuses modules that it must
 not replace, verifies the replacement with inputs such as `random_case` makes, and reports it. The replacement's `fused_kernels`
@@ -210,6 +210,7 @@ FAMILIES = {
         "glm4_moe": "Glm4Moe",
         "dots1": "Dots1",
         "minimax_m2": "MiniMaxM2",
+        "solar_open": "SolarOpen",
     },
     "gemma": {"gemma": "Gemma", "gemma2": "Gemma2", "vaultgemma": "VaultGemma"},
     "gemma3": {"gemma3": "Gemma3"},
@@ -217,12 +218,15 @@ FAMILIES = {
     "phi3": {"phi3": "Phi3"},
     "exaone4": {"exaone4": "Exaone4"},
     "granite": {"granite": "Granite"},
-    "interleaved": {"glm": "Glm", "glm4": "Glm4", "ernie4_5": "Ernie4_5"},
+    "interleaved": {"glm": "Glm", "glm4": "Glm4", "ernie4_5": "Ernie4_5", "helium": "Helium"},
     "cohere": {"cohere": "Cohere", "cohere2": "Cohere2"},
     "starcoder2": {"starcoder2": "Starcoder2"},
     "phi": {"phi": "Phi"},
     "stablelm": {"stablelm": "StableLm", "nemotron": "Nemotron"},
-    "gpt": {"gpt_neox": "GPTNeoX", "gpt2": "GPT2"},
+    "gpt": {"gpt_neox": "GPTNeoX", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode", "gpt_neo": "GPTNeo", "gptj": "GPTJ"},
+    "falcon": {"falcon": "Falcon"},
+    "opt": {"opt": "OPT"},
+    "ungated": {"arcee": "Arcee", "jais2": "Jais2"},
     "gpt_oss": {"gpt_oss": "GptOss"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
@@ -261,7 +265,8 @@ def reader_of(model: Any) -> Reader | None:
     family, role = _known(model)
     if is_wrapper(model):
         family, role = _known(text_stack(model))[0], "ForCausalLM"
-    maker = _module(family).DECODING.get(role) if family else None
+    readers = _module(family).DECODING if family else {}
+    maker = readers.get(role) or readers.get(type(model).__name__)
     return None if maker is None else maker(model)
 
 

@@ -25,8 +25,4 @@ class NemotronReader(UngatedReader):
         return super().norm(module)._replace(offset=1.0)
 
 
-def read(model: Any) -> Any:
-    return (NemotronReader if model.config.model_type == "nemotron" else StableLMReader)(model)
-
-
-DECODING: dict[str, Any] = {"ForCausalLM": read}
+DECODING: dict[str, Any] = {"StableLmForCausalLM": StableLMReader, "NemotronForCausalLM": NemotronReader}
