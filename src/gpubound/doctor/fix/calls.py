@@ -1,0 +1,214 @@
+"""Patches of one call or one line: waits, loaders, copies, zeroed gradients, optimizers, the precision of products."""
+
+import ast
+
+from .source import (
+    LOOPS,
+    Edit,
+    Patch,
+    Refused,
+    SourceText,
+    check_moves_tensors,
+    constant,
+    imported,
+    keywords_of,
+    last_name,
+    makers,
+    name_of,
+    with_keywords,
+)
+
+WAITING = ("synchronize", "empty_cache")
+CLOCKS = ("time", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "elapsed_time")
+
+
+def propose_waits(source: SourceText, line: int) -> list[Edit]:
+    statement = source.statement_at(line, *WAITING)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or last_name(call) not in WAITING:
+        raise Refused(f"the line is no plain {' or '.join(f'{name}()' for name in WAITING)}")
+    if not source.text(call.func).startswith(("torch.", "cuda.")):
+        raise Refused("the line waits for one stream or event, which may order a read after a copy")
+    if last_name(call) == "synchronize" and (other := _needs_order(source)):
+        raise Refused(f"line {other} works on another stream or copies to the host without waiting, and may rely on it")
+    block = source.block(statement)
+    if _is_timed(block, statement):
+        raise Refused("a clock is read next to it, which would then time launches instead of work")
+    if len(block) == 1:
+        return [Edit(source.start(statement), source.end(statement), "pass")]
+    return [Edit(*source.line_range(statement, statement), "")]
+
+
+def _needs_order(source: SourceText) -> int:
+    """Return the first line of the file that might be wrong without a wait; 0 for none."""
+    for call in source.calls():
+        late = any(keyword.arg == "non_blocking" and constant(keyword.value) is not False for keyword in call.keywords)
+        to_host = last_name(call) in ("copy_", "cpu") or any(constant(node) == "cpu" for node in ast.walk(call))
+        if last_name(call) == "Stream" or (late and to_host):
+            return call.lineno
+    return 0
+
+
+def _is_timed(block: list[ast.stmt], statement: ast.stmt) -> bool:
+    """Return whether the statement right before or after reads a clock."""
+    at = block.index(statement)
+    neighbours = [*block[max(0, at - 1) : at], *block[at + 1 : at + 2]]
+    return any(isinstance(node, ast.Call) and last_name(node) in CLOCKS for near in neighbours for node in ast.walk(near))
+
+
+WAITS = Patch("waits", frozenset({"sync", "free"}), "the host goes on at once", propose_waits)
+
+
+WORKERS = 4  # decode four batches ahead: enough if decoding made a step up to four times longer, and little memory
+
+
+def loader_at(source: SourceText, line: int) -> ast.Call:
+    """Return the DataLoader that is created in this line, or that this line's loop iterates, or the only one in the file."""
+    loaders = [call for call in source.calls() if last_name(call) == "DataLoader"]
+    here = [call for call in source.calls(line) if call in loaders]
+    over = {name_of(node) for loop in _loops(source, line) for node in ast.walk(loop.iter) if name_of(node)}
+    named = [call for call in loaders if over & _targets(source, call)]
+    candidates = here or named or loaders
+    if not candidates:
+        raise Refused("there is no DataLoader in this file; gb.feed prepares the batches of any iterable ahead")
+    if len(candidates) > 1:
+        raise Refused(f"there are {len(candidates)} DataLoaders in this file, and the line does not say which one is meant")
+    return candidates[0]
+
+
+def _loops(source: SourceText, line: int) -> list[ast.For]:
+    statement = source.statements_at(line)[0]  # statements of one line are in the same loops
+    return [node for node in (statement, *source.above(statement)) if isinstance(node, LOOPS) and isinstance(node, ast.For)]
+
+
+def _targets(source: SourceText, call: ast.Call) -> set[str]:
+    statement = source.statement(call)
+    return {name_of(target) for target in statement.targets} if isinstance(statement, ast.Assign) else set()
+
+
+def propose_loader(source: SourceText, line: int) -> list[Edit]:
+    loader = loader_at(source, line)
+    have = keywords_of(source, loader)
+    workers = constant(have["num_workers"]) if "num_workers" in have else 0
+    if workers is None:
+        raise Refused(f"line {loader.lineno} takes num_workers from {source.text(have['num_workers'])}; raise it there")
+    if not isinstance(workers, int) or workers >= WORKERS:
+        raise Refused("the DataLoader has workers; if they are too slow, give it more, or decode less in __getitem__")
+    if b"IterableDataset" in source.data:
+        raise Refused("each worker would go over the whole IterableDataset; divide it by get_worker_info() first")
+    if len(loader.args) > 5:
+        raise Refused(f"line {loader.lineno} passes num_workers by its position")
+    wanted = {"num_workers": str(WORKERS)}
+    if "persistent_workers" not in have and not _is_touched(source, loader):
+        wanted["persistent_workers"] = "True"
+    if "pin_memory" not in have:
+        wanted["pin_memory"] = "True"
+    return with_keywords(source, loader, "num_workers", **wanted)
+
+
+def _is_touched(source: SourceText, loader: ast.Call) -> bool:
+    """Return whether the file uses the dataset itself, such as setting its epoch: persistent workers do not see that."""
+    dataset = name_of(loader.args[0]) if loader.args else ""
+    return bool(dataset) and any(
+        isinstance(node, ast.Attribute) and name_of(node.value) == dataset for node in ast.walk(source.tree)
+    )
+
+
+LOADER = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead", propose_loader)
+
+
+COPYING = ("to", "cuda")
+
+
+def _copies(source: SourceText, line: int) -> list[ast.Call]:
+    """Return the copies to the device that are written in this line."""
+    copies = [call for call in source.calls(line) if isinstance(call.func, ast.Attribute) and last_name(call) in COPYING]
+    if not copies:
+        raise Refused("no .to() or .cuda() is written in this line")
+    for call in copies:
+        check_moves_tensors(source, call)
+    if any(constant(node) == "cpu" for call in copies for node in ast.walk(call)):
+        raise Refused("it copies to the host, which must wait before it may read what arrives")
+    if len({source.text(call.args[0]) for call in copies if call.args}) > 1:
+        raise Refused("it copies to more than one place, of which one may be the host")
+    return copies
+
+
+def propose_copies(source: SourceText, line: int) -> list[Edit]:
+    """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loader, without which it has no
+    effect."""
+    copies = _copies(source, line)
+    if host_data := {maker for call in copies for maker in makers(call)} & {"tensor", "as_tensor", "Tensor", "from_numpy"}:
+        raise Refused(f"the line makes what it copies by {min(host_data)}(), so that no loader pins it")
+    try:
+        loader = loader_at(source, line)
+    except Refused as why:
+        raise Refused(f"the batches must be pinned where they are made, and {why}") from None
+    pinned = constant(keywords_of(source, loader).get("pin_memory")) is True
+    edits = [] if pinned else with_keywords(source, loader, pin_memory="True")
+    return [*edits, *_without_waiting(source, copies)]
+
+
+def _without_waiting(source: SourceText, copies: list[ast.Call]) -> list[Edit]:
+    return [edit for call in copies for edit in with_keywords(source, call, non_blocking="True")]
+
+
+def propose_pinned(source: SourceText, line: int) -> list[Edit]:
+    """Propose `non_blocking=True` alone, for a line that was seen to copy pinned memory."""
+    return _without_waiting(source, _copies(source, line))
+
+
+PINNED = Patch("pinned", frozenset({"h2d"}), "the host does not wait for the copy", propose_pinned, pinned=True)
+COPIES = Patch(
+    "copies", frozenset({"h2d", "pageable"}), "batches are copied from pinned memory without waiting", propose_copies
+)
+
+
+def propose_zero_grad(source: SourceText, line: int) -> list[Edit]:
+    calls = [call for call in source.calls(line) if last_name(call) == "zero_grad"]
+    for call in calls:
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if len(values) == 1 and constant(values[0]) is False:
+            assert isinstance(call.func, ast.Attribute)
+            return [Edit(source.end(call.func), source.end(call), "()")]
+    raise Refused("no zero_grad(set_to_none=False) is written in this line")
+
+
+ZERO_GRAD = Patch("zero_grad", frozenset({"optimizer", "zero_grad"}), "gradients are made anew", propose_zero_grad)
+
+
+FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
+
+
+def propose_optimizer(source: SourceText, line: int) -> list[Edit]:
+    optimizers = [call for call in source.calls() if last_name(call) in FUSED]
+    here = [call for call in source.calls(line) if call in optimizers]
+    candidates = here or optimizers
+    if len(candidates) != 1:
+        raise Refused(f"{len(candidates) or 'none'} of {', '.join(FUSED)} is made in this file, wanted one")
+    (call,) = candidates
+    have = keywords_of(source, call)
+    if (old := have.get("foreach")) is None:
+        return with_keywords(source, call, fused="True")
+    if "fused" in have:
+        raise Refused(f"line {call.lineno} passes both foreach and fused; leave foreach out and set fused=True")
+    at = source.start(old) - len("foreach=")
+    if source.data[at : source.start(old)] != b"foreach=":
+        raise Refused(f"line {call.lineno} writes foreach in an unusual way; set fused=True there")
+    return [Edit(at, source.end(old), "fused=True")]
+
+
+OPTIMIZER = Patch("optimizer", frozenset({"optimizer"}), "one kernel updates all parameters", propose_optimizer, equal=False)
+
+
+LINE = 'torch.set_float32_matmul_precision("high")'
+
+
+def propose_precision(source: SourceText, line: int) -> list[Edit]:
+    if b"set_float32_matmul_precision" in source.data or b"allow_tf32" in source.data or b"fp32_precision" in source.data:
+        raise Refused("the file sets the precision of fp32 products itself")
+    source.check_imports_torch()
+    return imported(source, LINE)
+
+
+TF32 = Patch("tf32", frozenset({"precision"}), "fp32 products run in TF32", propose_precision, equal=False, asked=True)
