@@ -5,7 +5,7 @@ import torch
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record import located as located_module
-from gpubound.doctor.record.located import FEWEST, LocatedPhase, SurveyPhase
+from gpubound.doctor.record.located import FEWEST, LocatedPhase, SurveyPhase, WatchedPhase
 from gpubound.doctor.record.period import LONGEST, Period, period_of, rare_steps, repeats_after
 from gpubound.doctor.record.phases import Phase, Phases, RecordedPhase, TimedPhase
 from gpubound.doctor.record.run import RunPlan, lines_once
@@ -81,7 +81,7 @@ def loop(planted: list[Phase], steps: int, rollout: int, print_every: int) -> di
                 x.sum().item()
             x.mean().item()
             phases.ended()
-    (located,) = [phase for phase in planted if isinstance(phase, LocatedPhase)]
+    (located,) = [phase for phase in planted if isinstance(phase, WatchedPhase)]
     rows = [row for row in located.ledger.rows if row.kind == "sync"]
     return {row.place.site.code: row.count / located.ledger.steps for row in rows}
 
@@ -147,8 +147,7 @@ def test_the_phases_of_a_gpu_share_the_period():
 def test_locating_goes_on_until_each_copy_has_been_seen(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     x, sizes = torch.ones(4, device=simgpu()), iter([4, 4, 4, 8, 4, 4, 4])
-    located = LocatedPhase(1, taped=True)
-    located.copied = lambda: {16, 32}  # 8 numbers of 4 bytes are copied in the fourth step alone
+    located = LocatedPhase(1, copied=lambda: {16, 32})  # 8 numbers of 4 bytes are copied in the fourth step alone
     with Phases([located], keep_going=True) as phases:
         for size in sizes:
             torch.ones(size).to(x.device)

@@ -146,42 +146,71 @@ def _add(rows: dict, name: str, seconds: float) -> None:
     row.ms += 1e3 * seconds
 
 
-class LocatedPhase(Phase):
-    """Steps under the ledger's sensors; with a GPU also on a tape, where each stall leaves a mark.
+class WatchedPhase(Phase):
+    """Steps under the ledger's sensors. `named_lines` are the lines that wait for data, by their spans' names. `unchanged` are
+    conversions that change nothing."""
 
-    `named_lines` are the lines that wait for data, by their spans' names. `unchanged` are conversions that change nothing.
-    """
-
-    name = "located"
+    name = "watched"
     without: frozenset[str] = frozenset()  # sensors that are left out
 
-    def __init__(self, steps: int, taped: bool, period: Period | None = None):
-        super().__init__(steps + taped)  # the recording's first step is not on its tape, and not counted
-        self.least = steps
-        self._taped = RecordedPhase(steps, period) if taped else None
+    def __init__(self, steps: int):
+        super().__init__(steps)
+        self._ending = ExitStack()
         self._loading: Counter[tuple[str, Place]] = Counter()
-        self.copied: Callable[[], Collection[int]] = frozenset
-        """Bytes of the blocking copies that the other recording has; each should have its line."""
 
     def begin(self) -> None:
         super().begin()
-        self._ending = ExitStack()
-        if self._taped is not None:
-            self._taped.begin()
-            self.steps = self._taped.steps
-            self._ending.callback(self._taped.end)
         self.ledger = MarkingLedger(torch.cuda.is_available(), self.without)
+        self._ending.callback(self.ledger.drop_incomplete)
         self._ending.enter_context(self.ledger)
         self._unchanged = self._ending.enter_context(unchanged())
         self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
-        if self._taped is not None:
-            self._ending.enter_context(replaced(torch.cuda, "empty_cache", self._emptied))
 
     def step(self) -> None:
         super().step()
-        if self._taped is None:
-            self.ledger.complete()
-            return
+        self.ledger.complete()
+
+    def end(self) -> None:
+        self._ending.close()
+        super().end()
+
+    def _loaded(self, original: Callable) -> Callable:
+        def following(iterator: Any) -> Any:
+            self._loading[iterator._profile_name, Place(here().site)] += 1
+            with self.ledger.paused({"cpu_op"}):  # such work belongs in the loader; waits for it are counted as data
+                return original(iterator)
+
+        return following
+
+    @property
+    def named_lines(self) -> dict[str, Place]:
+        """The line of each loader's name; of several lines the busiest."""
+        return {name: place for (name, place), _ in reversed(self._loading.most_common())}
+
+    @property
+    def unchanged(self) -> list[LedgerRow]:
+        return list(self._unchanged.values())
+
+
+class LocatedPhase(WatchedPhase):
+    """Steps under the sensors and on a tape, where each stall leaves a mark. `copied` returns the bytes of the blocking copies
+    that the other recording has; each should have its line."""
+
+    name = "located"
+
+    def __init__(self, steps: int, period: Period | None = None, copied: Callable[[], Collection[int]] = frozenset):
+        super().__init__(steps + 1)  # the recording's first step is not on its tape, and not counted
+        self.least, self._taped, self._copied = steps, RecordedPhase(steps, period), copied
+
+    def begin(self) -> None:
+        self._taped.begin()
+        self.steps = self._taped.steps
+        self._ending.callback(self._taped.end)  # after the sensors: a profiler that stops waits for the device
+        super().begin()
+        self._ending.enter_context(replaced(torch.cuda, "empty_cache", self._emptied))
+
+    def step(self) -> None:
+        Phase.step(self)
         if self.done == 1:
             self.ledger.forget()
         else:
@@ -195,21 +224,7 @@ class LocatedPhase(Phase):
         """Return whether a blocking copy of the other recording had no line yet, as long as there is time to look for it."""
         if self.steps >= LONGEST or time.perf_counter() - self.began > PATIENCE_S:
             return False
-        return not self.ledger.sizes.issuperset(self.copied())
-
-    def end(self) -> None:
-        self._ending.close()
-        if self._taped is None:
-            self.ledger.drop_incomplete()
-        super().end()
-
-    def _loaded(self, original: Callable) -> Callable:
-        def following(iterator: Any) -> Any:
-            self._loading[iterator._profile_name, Place(here().site)] += 1
-            with self.ledger.paused({"cpu_op"}):  # such work belongs in the loader; waits for it are counted as data
-                return original(iterator)
-
-        return following
+        return not self.ledger.sizes.issuperset(self._copied())
 
     def _emptied(self, original: Callable) -> Callable:
         def emptying() -> None:
@@ -219,30 +234,21 @@ class LocatedPhase(Phase):
         return emptying
 
     @property
-    def named_lines(self) -> dict[str, Place]:
-        """The line of each loader's name; of several lines the busiest."""
-        return {name: place for (name, place), _ in reversed(self._loading.most_common())}
-
-    @property
-    def unchanged(self) -> list[LedgerRow]:
-        return list(self._unchanged.values())
-
-    @property
     def tape(self) -> Tape | None:
-        return self._taped.tape if self._taped is not None else None
+        return self._taped.tape
 
 
 FEWEST = 20  # steps: two events of every tenth step are among them, and one of every sixteenth
 
 
-class SurveyPhase(LocatedPhase):
+class SurveyPhase(WatchedPhase):
     """Steps under the ledger's sensors until the loop's period is known, in whole periods: at least `steps`, and FEWEST if they
     are fast. It goes on while a line was seen in a single step, up to LONGEST steps."""
 
     without = frozenset({"allocator"})  # it records every allocation, which takes time to read
 
     def __init__(self, steps: int, period: Period, name: str = "surveyed"):
-        super().__init__(steps, taped=False)
+        super().__init__(steps)
         self.name, self.period = name, period
 
     def step(self) -> None:

@@ -24,7 +24,7 @@ from ..price.prices import Line, Measurements, line_of
 from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
-from .located import LocatedPhase, SurveyPhase
+from .located import LocatedPhase, SurveyPhase, WatchedPhase
 from .period import Period, rare_steps
 from .phases import Phase, Phases, RecordedPhase, TimedPhase
 from .sampled import SampledPhase
@@ -60,8 +60,8 @@ class RunPlan:
         period = Period()
         if self.dry:
             return [Phase(1), SurveyPhase(self.located, period, "located")]
-        recorded, located = RecordedPhase(self.taped, period), LocatedPhase(self.located, taped=True, period=period)
-        located.copied = lambda: recorded.copied
+        recorded = RecordedPhase(self.taped, period)
+        located = LocatedPhase(self.located, period, lambda: recorded.copied)
         plain, timed, sampled = TimedPhase(PLAIN, name="plain"), TimedPhase(self.timed, period), SampledPhase(SAMPLED, period)
         return [Phase(self.warmup), plain, SurveyPhase(1, period), timed, sampled, recorded, located]
 
@@ -131,7 +131,7 @@ def _measure(
     with Phases(steps, plan.keep_going, report) as phases:
         program(phases)
     located, wanted = steps[-1], sum(phase.least for phase in steps)
-    assert isinstance(located, LocatedPhase)
+    assert isinstance(located, WatchedPhase)
     if phases.total == 0:
         raise MeasureError(
             f"{name} ended without a step: neither Optimizer.step nor a gb.TrainStep was called; "
@@ -172,7 +172,7 @@ def _measure(
     return _without_idle_counts(evidence, plan.dry)
 
 
-def lines_once(located: LocatedPhase) -> frozenset[Line]:
+def lines_once(located: WatchedPhase) -> frozenset[Line]:
     """Return the lines that blocked in a single step of several, such as an evaluation's."""
     lines = ((line_of(Place(site)), steps) for site, steps in located.ledger.lines.items())
     return frozenset(line for line, steps in lines if line and len(steps) == 1 < located.ledger.steps)
@@ -194,7 +194,7 @@ def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:
     return evidence
 
 
-def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str, Any]:
+def _timed_and_taped(steps: Sequence[Phase], located: WatchedPhase) -> dict[str, Any]:
     """Return the measurements of the timed and the recorded phase."""
     measured: dict[str, Any] = {}
     for phase in steps:
@@ -209,7 +209,7 @@ def _timed_and_taped(steps: Sequence[Phase], located: LocatedPhase) -> dict[str,
             if any(call.blocks for call in tape.calls) and (rate := pinned_rate()) is not None:
                 tape = replace(tape, about={**tape.about, "pinned": rate})  # the rate that its blocking copies could have
             measured |= {"tape": tape, "named_lines": located.named_lines | phase.named_lines}
-            if located.tape is not None:
+            if isinstance(located, LocatedPhase) and located.tape is not None:
                 lines = lines_by_mark(located.tape, located.ledger.locations)
                 measured["located"] = match_lines(tape, located.tape, lines)
     return measured
