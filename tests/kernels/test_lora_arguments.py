@@ -25,8 +25,8 @@ def test_kernels_and_definition_drop_the_same_elements(seed, site, p, device):
 
 
 def test_the_mask_is_fair():
-    """Of a million elements, in whole, by row and by column; between neighbours, seeds and sites as if by chance."""
-    p, size = 0.25, 1000
+    """Of many elements, in whole, by row and by column; between neighbours, seeds and sites as if by chance."""
+    p, size = 0.25, 400
     masks = [kept(Drop(p, torch.tensor([seed]), site), size, size).double() for seed, site in ((1, 0), (2, 0), (1, 1))]
     error = (p * (1 - p)) ** 0.5
     assert abs(masks[0].mean() - (1 - p)) < 5 * error / size
@@ -34,7 +34,7 @@ def test_the_mask_is_fair():
         assert 0.9 < masks[0].mean(along).std() * size**0.5 / error < 1.1
     alike = p**2 + (1 - p) ** 2
     for other in (masks[1], masks[2], masks[0].roll(1, 0), masks[0].roll(1, 1)):
-        assert abs((masks[0] == other).double().mean() - alike) < 3e-3
+        assert abs((masks[0] == other).double().mean() - alike) < 5 * 0.5 / size
 
 
 def test_a_seed_is_drawn_for_each_call(device):

@@ -38,6 +38,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # Widest row that one program of a norm holds. At 16384 the backward's four fp32 rows (dy, x, weight, sum) fill a
 # multiprocessor's 65536 registers: wider ones spill, which is slow but right.
 WIDEST = 65536
+TOO_WIDE = f"its kernel holds rows of up to {WIDEST} elements"
 
 
 def can_launch(device: torch.device) -> bool:
@@ -203,11 +204,6 @@ def matches(t: Tensor, shape: Sequence[int | str]) -> bool:
         if got != want if isinstance(want, int) else got == 0 and want != "S":
             return False
     return True
-
-
-def too_wide(x: Tensor) -> str | None:
-    """Return the reason why a norm's kernel cannot take rows of this width, or None."""
-    return f"its kernel holds rows of up to {WIDEST} elements" if x.shape[-1] > WIDEST else None
 
 
 def require_last(op: str, name: str, t: Tensor, dimensions: str) -> None:

@@ -10,7 +10,7 @@ RMSNorm's offset is 0 but for families that store how far their gain is from 1 (
 import torch
 from torch import Tensor
 
-from .dispatch import implementation, require_residual, require_rows, too_wide
+from .dispatch import TOO_WIDE, WIDEST, implementation, require_residual, require_rows
 from .registry import definition, draw, frozen
 
 
@@ -23,7 +23,8 @@ def norm_shape(cols: int, weight: Tensor | None) -> tuple:
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x²) + eps) · (weight + offset) over the last dimension. Without a weight there is no gain."""
     require_rows("rms_norm", x, weight=weight)
-    return implementation("rms_norm", x, too_wide(x), norm_shape(x.shape[-1], weight))(x, weight, eps, offset)
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    return implementation("rms_norm", x, unable, norm_shape(x.shape[-1], weight))(x, weight, eps, offset)
 
 
 def _gain(g: torch.Generator, cols: int, frozen_weight: bool) -> Tensor:
@@ -51,7 +52,8 @@ def add_rms_norm(
     shape = norm_shape(x.shape[-1], weight)
     if residual.dtype != x.dtype:
         shape = x.shape[-1], len(shape) > 1, residual.dtype
-    return implementation("add_rms_norm", x, too_wide(x), shape)(x, residual, weight, eps, offset)
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    return implementation("add_rms_norm", x, unable, shape)(x, residual, weight, eps, offset)
 
 
 def _residual(g: torch.Generator, cols: int, rounded: torch.dtype | None) -> Tensor:
@@ -74,7 +76,8 @@ def add_rms_norm_reference(
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """(x − mean) / sqrt(var + eps) · weight + bias over the last dimension."""
     require_rows("layer_norm", x, weight=weight, bias=bias)
-    return implementation("layer_norm", x, too_wide(x), x.shape[-1:])(x, weight, bias, eps)
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    return implementation("layer_norm", x, unable, x.shape[-1:])(x, weight, bias, eps)
 
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5))

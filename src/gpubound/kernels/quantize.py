@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device import constant
-from .dispatch import implementation, require, too_wide
+from .dispatch import TOO_WIDE, WIDEST, implementation, require
 from .gated import check_half, swiglu_backward_reference, swiglu_reference
 from .registry import definition, doubles, draw
 
@@ -72,7 +72,8 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tens
         )
     if factor is not None:
         require("quantize_rows", "factor", factor, torch.float32, (x.shape[1],), x.device)
-    return implementation("quantize_rows", x, too_wide(x), (factor is not None,))(x, factor)
+    unable = TOO_WIDE if x.shape[1] > WIDEST else None
+    return implementation("quantize_rows", x, unable, (factor is not None,))(x, factor)
 
 
 @definition(lambda g, scaled=True: (draw(g, 9, 600), draw(g, 600).detach() if scaled else None))

@@ -129,7 +129,7 @@ class LowRankGroup:
         h, saved = self._down(x)
         y = y.view(-1, y.shape[-1])
         if self.as_one:
-            lora_up(y, h, self._b(), blocks=self.blocks)
+            lora_up(y, h, self._matrix("b"), blocks=self.blocks)
         else:
             for low, columns, part in self._parts(y, h):
                 lora_up(columns, part, low.b.detach())
@@ -140,16 +140,18 @@ class LowRankGroup:
         if not self.as_one:
             return None
         h, saved = self._down(x)
-        return Factors(h, self._b(), None, self.blocks, None if self.routing is None else self._own_ranks(saved[1])), saved
+        return Factors(
+            h, self._matrix("b"), None, self.blocks, None if self.routing is None else self._own_ranks(saved[1])
+        ), saved
 
     def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return h, and the tensors to save: h, then with routing the ids, then with dropout the seed."""
         drop = drawn(self.rate, x.device) if self.rate else None
         if self.routing is None:
-            h = lora_down(rows_of(x), self._a(), self.scale, drop)
+            h = lora_down(rows_of(x), self._matrix("a"), self.scale, drop)
             return h, (h,) if drop is None else (h, drop.seed)
         ids = self.routing.begin(self, x)
-        h = lora_down(rows_of(x), self._a(), self.scale, drop, None, self.routing.owners(ids, self.adapters))
+        h = lora_down(rows_of(x), self._matrix("a"), self.scale, drop, None, self.routing.owners(ids, self.adapters))
         return h, (h, ids) if drop is None else (h, ids, drop.seed)
 
     def input_factors(self, g: Tensor, saved: Sequence[Tensor]) -> Factors:
@@ -159,13 +161,13 @@ class LowRankGroup:
         gh = h.new_empty(h.shape)
         if self.as_one:
             own = None if ids is None else self.routing.owners(ids, self.adapters)
-            lora_down(g, self._b().t(), self.scale, None, gh, own, self.blocks)
+            lora_down(g, self._matrix("b").t(), self.scale, None, gh, own, self.blocks)
         else:
             for low, columns, part in self._parts(g, gh):
                 own = None if ids is None else self.routing.owners(ids, [low])
                 lora_down(columns, low.b.detach().t(), self.scale, None, part, own)
         own_ranks = None if ids is None else self._own_ranks(ids)
-        return Factors(gh, self._a().t(), Drop(self.rate, rest[0]) if rest else None, None, own_ranks)
+        return Factors(gh, self._matrix("a").t(), Drop(self.rate, rest[0]) if rest else None, None, own_ranks)
 
     def _own_ranks(self, ids: Tensor) -> OwnRanks | None:
         layout = self.routing.equal_layout(self.adapters)
@@ -199,18 +201,11 @@ class LowRankGroup:
         for low, (start, stop), part in zip(self.adapters, self.ranges, parts):
             yield low, y[..., start:stop], part
 
-    def _a(self) -> Tensor:
-        """Return the a of all adapters as one matrix."""
+    def _matrix(self, half: str) -> Tensor:
+        """Return the a, or the b, of all adapters as one matrix."""
         if len(self.adapters) == 1:
-            return self.adapters[0].a.detach().contiguous()
-        return self._matrix([low.a for low in self.adapters])
-
-    def _b(self) -> Tensor:
-        if len(self.adapters) == 1:
-            return self.adapters[0].b.detach().contiguous()
-        return self._matrix([low.b for low in self.adapters])
-
-    def _matrix(self, parameters: Sequence[Tensor]) -> Tensor:
+            return getattr(self.adapters[0], half).detach().contiguous()
+        parameters = [getattr(low, half) for low in self.adapters]
         joined = join_rows([p.detach() for p in parameters])
         if joined is None and self._packable():
             if (why := pack(parameters)) is not None:

@@ -204,16 +204,12 @@ def unfit(module: Any, never_called: set[int]) -> str | None:
 def _check_no_peft(model: nn.Module) -> None:
     for key, module in model.named_modules():
         if type(module).__module__ in ("peft.peft_model", "peft.mixed_model") or (
-            of_peft(module) and not _is_lora(module) and not key.endswith(TOKENS)
+            of_peft(module) and not type(module).__module__.startswith("peft.tuners.lora.") and not key.endswith(TOKENS)
         ):
             raise ValueError(
                 f"lora.add: {key or 'the model'} is a {type(module).__name__} of PEFT's; add the adapter to it by PEFT's "
                 f"add_adapter, or call merge_and_unload() first."
             )
-
-
-def _is_lora(module: Any) -> bool:
-    return type(module).__module__.startswith("peft.tuners.lora.")
 
 
 def _check_reached(model: nn.Module) -> None:

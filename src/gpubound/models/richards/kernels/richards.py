@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.dispatch import implementation, require_device, require_last, require_residual, require_rows, too_wide
+from ....kernels.dispatch import TOO_WIDE, WIDEST, implementation, require_device, require_last, require_residual, require_rows
 from ....kernels.gated import check_half
 from ....kernels.registry import definition, draw, load
 
@@ -223,7 +223,8 @@ def richards_glu_backward_reference(
 def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute tanh(alpha · x) · weight + bias, in place of a norm, without statistics. `alpha` is a tensor of one element."""
     _check_tanh("dynamic_tanh", x, alpha, weight, bias)
-    return implementation("dynamic_tanh", x, too_wide(x), x.shape[-1:])(x, alpha, weight, bias)
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    return implementation("dynamic_tanh", x, unable, x.shape[-1:])(x, alpha, weight, bias)
 
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
@@ -238,7 +239,8 @@ def add_dynamic_tanh(
     """Return (dynamic_tanh(s), s) with s = x + residual, in one pass."""
     _check_tanh("add_dynamic_tanh", x, alpha, weight, bias)
     require_residual("add_dynamic_tanh", residual, x)
-    return implementation("add_dynamic_tanh", x, too_wide(x), x.shape[-1:])(x, residual, alpha, weight, bias)
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    return implementation("add_dynamic_tanh", x, unable, x.shape[-1:])(x, residual, alpha, weight, bias)
 
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
@@ -253,7 +255,8 @@ def richards_norm(x: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, 
     """Compute f(x) · weight + bias. `free` is that of `richards`."""
     require_rows("richards_norm", x, weight=weight, bias=bias)
     require_free("richards_norm", "free", free, curve, x)
-    return chosen("richards_norm", x, (x.shape[-1], curve), too_wide(x))(x, free, curve, weight, bias)
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    return chosen("richards_norm", x, (x.shape[-1], curve), unable)(x, free, curve, weight, bias)
 
 
 @definition(lambda g, cols=40, curve=NORM: (draw(g, 3, cols), draw_free(g, curve), curve, draw(g, cols), draw(g, cols)))
@@ -268,7 +271,8 @@ def add_richards_norm(
     require_rows("add_richards_norm", x, weight=weight, bias=bias)
     require_residual("add_richards_norm", residual, x)
     require_free("add_richards_norm", "free", free, curve, x)
-    function = chosen("add_richards_norm", x, (x.shape[-1], curve), too_wide(x))
+    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
+    function = chosen("add_richards_norm", x, (x.shape[-1], curve), unable)
     return function(x, residual, free, curve, weight, bias)
 
 
