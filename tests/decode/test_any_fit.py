@@ -11,16 +11,14 @@ import gpubound as gb
 from gpubound.decode.hf_forward import StaticCacheRunner
 from gpubound.decode.runner import RunnerConfig
 from gpubound.models.registry import cache_word
-from tests.messages import message
+from tests.messages import message, refusal
 
 from . import cases
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
 
 
-def refusal(model, max_batch=2, max_length=32) -> str:
-    with pytest.raises(ValueError) as error:
-        StaticCacheRunner(model, RunnerConfig(max_batch, max_length))
-    return str(error.value)
+def unfit(model, max_batch=2, max_length=32) -> str:
+    return refusal(ValueError, lambda: StaticCacheRunner(model, RunnerConfig(max_batch, max_length)))
 
 
 def tiny(name: str, **sizes) -> transformers.PreTrainedModel:
@@ -75,7 +73,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED, ids=[name for name, _ in REFUSED.values()])
 def test_models_that_no_static_cache_holds(what):
     name, make = REFUSED[what]
-    said = refusal(make())
+    said = unfit(make())
     assert said == f"decoder: model: got {name}{' ' if what.startswith('with') else ', '}{what}."
 
 
@@ -89,29 +87,27 @@ def test_a_long_rotary_table_is_held_below_its_change():
 
 def test_models_that_are_not_ready():
     t5 = transformers.T5Config(vocab_size=89, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
-    assert refusal(transformers.T5ForConditionalGeneration(t5).eval()) == message("decode/any_fit:models_that_are_not_read")
-    assert refusal(nn.Linear(2, 2)) == message("decode/any_fit:models_that_are_not_read.2")
+    assert unfit(transformers.T5ForConditionalGeneration(t5).eval()) == message("decode/any_fit:models_that_are_not_read")
+    assert unfit(nn.Linear(2, 2)) == message("decode/any_fit:models_that_are_not_read.2")
     model = build("gpt2").train()
     training = (
         "decoder: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() first."
     )
-    assert refusal(model) == training
+    assert unfit(model) == training
     body = StaticCacheRunner(model.eval(), RunnerConfig(2, 32))
-    with pytest.raises(ValueError) as error:
-        body.model.train() and body.prefill(torch.zeros(1, 3, dtype=torch.long))
-    assert str(error.value) == training
+    assert refusal(ValueError, lambda: body.model.train() and body.prefill(torch.zeros(1, 3, dtype=torch.long))) == training
     model.eval()
     model.quantization_method = transformers.utils.quantization_config.QuantizationMethod.BITS_AND_BYTES
-    assert refusal(model) == message("decode/any_fit:models_that_are_not_read.3")
+    assert unfit(model) == message("decode/any_fit:models_that_are_not_read.3")
     model = build("gpt2")
     model.config._attn_implementation = "flex_attention"
-    assert refusal(model) == message("decode/any_fit:models_that_are_not_read.4")
-    assert refusal(build("gpt2").to("meta")) == message("decode/any_fit:models_that_are_not_read.5")
+    assert unfit(model) == message("decode/any_fit:models_that_are_not_read.4")
+    assert unfit(build("gpt2").to("meta")) == message("decode/any_fit:models_that_are_not_read.5")
 
 
 def test_sizes_out_of_range():
     model = model_of("gpt2")
-    assert refusal(model, max_length=97) == message("decode/any_fit:sizes_out_of_range")
+    assert unfit(model, max_length=97) == message("decode/any_fit:sizes_out_of_range")
 
 
 def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
@@ -121,10 +117,10 @@ def test_a_model_that_does_not_follow_the_mask_is_refused(monkeypatch):
         r"decoder: model: got {}, whose logits with a static cache differ from its own by [\d.]+ of the largest, wanted at "
         r"most 0\.005: its attention does not follow the mask and the positions that it is given\."
     )
-    assert re.fullmatch(sentence.format("BertLMHeadModel"), refusal(bert))
+    assert re.fullmatch(sentence.format("BertLMHeadModel"), unfit(bert))
     masks = StaticCacheRunner._masks
     monkeypatch.setattr(StaticCacheRunner, "_masks", lambda self, place, end: masks(self, place + 1, end))
-    assert re.fullmatch(sentence.format("GPT2LMHeadModel"), refusal(model_of("gpt2")))
+    assert re.fullmatch(sentence.format("GPT2LMHeadModel"), unfit(model_of("gpt2")))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +143,7 @@ def test_a_forward_that_fails_is_refused_by_what_it_fails_at(fails, facts):
         return forward(*inputs, **named)
 
     model.transformer.forward = failing
-    sentence = refusal(model)
+    sentence = unfit(model)
     assert all(fact in sentence for fact in ("GPT2LMHeadModel", "TypeError: broken", *facts)) and "\n" not in sentence
 
 
@@ -182,9 +178,9 @@ def test_a_shell_over_a_decoder_s_weights_runs_none_of_its_changes(change):
     """A gb.Decoder that the fused kernels leave alone is computed by transformers' module, which would drop them unheard."""
     model = cases.build("own", qkv_bias=False)
     CHANGES[change](model)
-    with pytest.raises(ValueError) as error:
-        gb.decoder(model, 1, 16, fused=False, verify=False)
-    assert str(error.value) == message("decode/any_fit:a_shell_over_a_decoder_s", change)
+    assert refusal(ValueError, lambda: gb.decoder(model, 1, 16, fused=False, verify=False)) == message(
+        "decode/any_fit:a_shell_over_a_decoder_s", change
+    )
 
 
 def test_a_shell_is_tried_against_the_decoder_and_refused_by_its_name():

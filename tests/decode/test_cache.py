@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import gpubound as gb
 from gpubound.decode import certificate, kv_cache, transformer
 from gpubound.models.registry import cache_word
-from tests.messages import message
+from tests.messages import message, refusal
 
 from . import cases
 
@@ -152,9 +152,9 @@ def test_accuracy_is_what_rounding_the_cache_costs(kind, device):
     assert found.kl_mean == pytest.approx(divergence.mean().item(), rel=1e-2)
     assert found.kl_max == pytest.approx(divergence.max().item(), rel=1e-2)
     assert ("accuracy", "measured", str(found)) in fast.body.report()
-    with pytest.raises(ValueError) as error:
-        cases.shared("Llama", str(device)).accuracy(ids)
-    assert str(error.value) == message("decode/cache:accuracy_is_what_roundin")
+    assert refusal(ValueError, lambda: cases.shared("Llama", str(device)).accuracy(ids)) == message(
+        "decode/cache:accuracy_is_what_roundin"
+    )
 
 
 def test_a_step_reads_codes_and_scales():
@@ -287,9 +287,7 @@ def test_wrong_arguments_are_named():
             "decoder: pages: got 8, which only the fused kernels read, and fused=False was asked for.",
         ),
     ):
-        with pytest.raises(ValueError) as error:
-            gb.decoder(model, 4, cases.ROOM, **wrong)
-        assert str(error.value) == sentence
+        assert refusal(ValueError, lambda: gb.decoder(model, 4, cases.ROOM, **wrong)) == sentence  # noqa: B023
 
 
 @FORM

@@ -8,6 +8,7 @@ import gpubound as gb
 from gpubound.data.answers import AnswerInRow, answer_rows
 from gpubound.models.language_model import logits_of
 from gpubound.train.objectives.policy import Policy
+from tests.messages import refusal
 
 from . import cases
 
@@ -139,12 +140,12 @@ def test_gradients_are_the_usual_ones(device):
     ("kind", "why"), [("Mistral", "window"), ("Qwen3Moe", "dense"), ("Gemma2 placed", "logits"), ("Granite", "logits")]
 )
 def test_models_that_are_refused(kind, why):
-    with pytest.raises(ValueError) as error:
-        gb.decoder(cases.build(kind), 2, ROOM, exact=True)
-    assert "exact" in str(error.value) and why in str(error.value)
-    with pytest.raises(ValueError) as error:
-        gb.TrainStep(cases.build(kind), "causal_lm", exact=True)
-    assert "exact" in str(error.value) and why in str(error.value)
+    for make in (
+        lambda: gb.decoder(cases.build(kind), 2, ROOM, exact=True),
+        lambda: gb.TrainStep(cases.build(kind), "causal_lm", exact=True),
+    ):
+        sentence = refusal(ValueError, make)
+        assert "exact" in sentence and why in sentence
 
 
 @pytest.mark.parametrize("options", [{"cache": "int8"}, {"weights": "int8"}, {"speculate": 2}, {"fused": False}])
@@ -158,9 +159,7 @@ def test_what_has_no_batch_invariant_kernel_is_refused():
     a, b = torch.randn(2, 3, 4), torch.randn(2, 4, 5)
     with gb.BatchInvariant():
         for call in (lambda: torch.bmm(a, b), lambda: a @ b, lambda: torch.einsum("bij,bjk->bik", a, b)):
-            with pytest.raises(ValueError) as error:
-                call()
-            assert "exact" in str(error.value)
+            assert "exact" in refusal(ValueError, call)
         assert torch.equal(a[..., :1] @ b[:, :1], a[..., :1] * b[:, :1])
 
 

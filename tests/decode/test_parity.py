@@ -6,7 +6,7 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode import transformer
-from tests.messages import message
+from tests.messages import message, refusal
 
 from . import cases
 from .any_cases import ENDS
@@ -147,9 +147,9 @@ def test_layers_that_differ_are_computed_by_their_own_forward(why, device):
     model = cases.build("Llama", device=device)
     behind = gb.decoder(model, 1, cases.ROOM)
     UNEVEN[why](model)
-    with pytest.raises(gb.GenerateError) as error:
-        behind.generate(cases.PROMPT, max_new_tokens=9)
-    assert str(error.value) == message("decode/parity:a_layer_with_other_heads", why)
+    assert refusal(gb.GenerateError, lambda: behind.generate(cases.PROMPT, max_new_tokens=9)) == message(
+        "decode/parity:a_layer_with_other_heads", why
+    )
     fast = gb.decoder(model, 1, cases.ROOM)
     assert fast.path == why
     assert fast.generate(cases.PROMPT, max_new_tokens=9).tokens[0] == cases.hugging_face(model, cases.PROMPT, 9)

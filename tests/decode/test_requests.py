@@ -13,17 +13,11 @@ import gpubound as gb
 from gpubound.decode.request import Choice, Request
 from gpubound.decode.runner import BatchState
 from gpubound.decode.weight_view import bind
-from tests.messages import message
+from tests.messages import message, refusal, refusals
 
 from . import cases
 
 PROMPT = cases.prompts(5)[0]
-
-
-def said(call, kind=ValueError) -> str:
-    with pytest.raises(kind) as error:
-        call()
-    return str(error.value)
 
 
 WRONG_PROMPTS = [  # prompts, and the facts that the error has
@@ -58,7 +52,7 @@ WRONG_PROMPTS = [  # prompts, and the facts that the error has
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_wrong_prompts(call, prompts, facts):
     """`stream` raises when it is called, not when the first token is wanted."""
-    sentence = said(lambda: getattr(cases.shared(), call)(prompts, max_new_tokens=2))
+    sentence = refusal(ValueError, lambda: getattr(cases.shared(), call)(prompts, max_new_tokens=2))
     assert sentence.startswith("generate: ") and all(fact in sentence for fact in facts)
 
 
@@ -82,7 +76,7 @@ WRONG_SETTINGS = {  # values that are refused, and what is wanted instead
 def test_wrong_settings(name):
     values, wanted = WRONG_SETTINGS[name]
     for value in values:
-        sentence = said(lambda: cases.shared().generate(PROMPT, **{name: value}))  # noqa: B023
+        sentence = refusal(ValueError, lambda: cases.shared().generate(PROMPT, **{name: value}))  # noqa: B023
         assert sentence == f"generate: {name}: got {value!r}, {wanted}"
 
 
@@ -99,58 +93,61 @@ def test_wrong_settings(name):
     ],
 )
 def test_settings_that_do_not_fit(settings, facts):
-    sentence = said(lambda: cases.shared().generate(PROMPT, **settings))
+    sentence = refusal(ValueError, lambda: cases.shared().generate(PROMPT, **settings))
     assert sentence.startswith("generate: ") and all(fact in sentence for fact in facts)
 
 
 def test_an_unknown_setting_is_no_setting():
     """It was told to `Choice.__init__()`, whom nobody calls."""
-    assert said(lambda: cases.shared().generate(PROMPT, top_q=1), TypeError) == (
-        message("decode/requests:an_unknown_setting_is_no")
+    assert refusal(TypeError, lambda: cases.shared().generate(PROMPT, top_q=1)) == message(
+        "decode/requests:an_unknown_setting_is_no"
     )
 
 
 def test_an_empty_stop_string():
     fast = cases.shared(tokenizer=cases.Bytes())
-    assert said(lambda: fast.generate("AB", stop=["x", ""])) == message("decode/requests:an_empty_stop_string")
-    assert said(lambda: fast.generate("")) == message("decode/requests:an_empty_stop_string.2")
-    assert said(lambda: fast.generate("z")) == (  # byte 122
-        message("decode/requests:an_empty_stop_string.3")
+    refusals(
+        "decode/requests:an_empty_stop_string",
+        lambda: fast.generate("AB", stop=["x", ""]),
+        lambda: fast.generate(""),
+        lambda: fast.generate("z"),  # byte 122
     )
 
 
 def test_wrong_builds():
     model = cases.shared().model
-    assert said(lambda: gb.decoder(model, tokenizer="folder/tokenizer.json")) == message("decode/requests:wrong_builds")
-    assert said(lambda: gb.decoder(model, verify="no")) == message("decode/requests:wrong_builds.2")
-    assert said(lambda: gb.decoder(model, max_batch=True)) == message("decode/requests:wrong_builds.3")
-    assert said(lambda: gb.decoder(model, max_batch=0)) == message("decode/requests:wrong_builds.4")
-    assert said(lambda: gb.decoder(model, max_length=1)) == message("decode/requests:wrong_builds.5")
-    assert said(lambda: gb.decoder(model, k=0)) == message("decode/requests:wrong_builds.6")
-    assert said(lambda: gb.decoder(model, k="many")) == message("decode/requests:wrong_builds.7")
-    assert said(lambda: gb.decoder(model, dtype=torch.bfloat16)) == message("decode/requests:wrong_builds.8")
+    refusals(
+        "decode/requests:wrong_builds",
+        lambda: gb.decoder(model, tokenizer="folder/tokenizer.json"),
+        lambda: gb.decoder(model, verify="no"),
+        lambda: gb.decoder(model, max_batch=True),
+        lambda: gb.decoder(model, max_batch=0),
+        lambda: gb.decoder(model, max_length=1),
+        lambda: gb.decoder(model, k=0),
+        lambda: gb.decoder(model, k="many"),
+        lambda: gb.decoder(model, dtype=torch.bfloat16),
+    )
     assert gb.decoder(model, max_length=16, dtype=torch.float32).max_length == 16
 
 
 def test_models_that_cannot_decode():
-    assert said(lambda: gb.decoder(cases.build("Llama", device="meta"))) == (
-        message("decode/requests:models_that_cannot_decod")
+    refusals(
+        "decode/requests:models_that_cannot_decod",
+        lambda: gb.decoder(cases.build("Llama", device="meta")),
+        lambda: gb.decoder(None),
+        lambda: gb.decoder(cases.build("Llama"), speculate=gb.Draft(None, 2)),
     )
-    assert said(lambda: gb.decoder(None)) == message("decode/requests:models_that_cannot_decod.2")
-    assert said(lambda: gb.decoder(cases.build("Llama"), speculate=gb.Draft(None, 2))) == (
-        message("decode/requests:models_that_cannot_decod.3")
-    )
-    assert "ReLU, a plain module" in said(lambda: gb.decoder(torch.nn.ReLU()))
+    assert "ReLU, a plain module" in refusal(ValueError, lambda: gb.decoder(torch.nn.ReLU()))
 
 
 def test_a_plain_module_is_refused_without_a_fallback(monkeypatch):
     """It was announced as a fallback first, and refused by the name of an internal class."""
     monkeypatch.setattr(gb.trace, "fallbacks", Counter())
     for options in ({}, {"fused": False}, {"devices": ["cpu", "cpu"]}):
-        sentence = said(lambda: gb.decoder(torch.nn.Linear(2, 2), **options))  # noqa: B023
+        sentence = refusal(ValueError, lambda: gb.decoder(torch.nn.Linear(2, 2), **options))  # noqa: B023
         assert "Linear, a plain module" in sentence and "gb.Decoder" in sentence and "Body" not in sentence
     draft = gb.Draft(torch.nn.Linear(2, 2), 2)
-    assert "Linear, a plain module" in said(lambda: gb.decoder(cases.build("Llama"), speculate=draft))
+    assert "Linear, a plain module" in refusal(ValueError, lambda: gb.decoder(cases.build("Llama"), speculate=draft))
     assert not gb.trace.fallbacks
 
 
@@ -322,7 +319,7 @@ def test_logits_that_are_not_finite_from_the_first_step():
     fast = gb.decoder(model, 1, cases.ROOM, verify=False)
     with torch.no_grad():
         model.model.embed_tokens.weight[4] = float("nan")
-    sentence = said(lambda: fast.generate([3, 4], max_new_tokens=9), gb.GenerateError)
+    sentence = refusal(gb.GenerateError, lambda: fast.generate([3, 4], max_new_tokens=9))
     assert sentence.startswith("sequence 0: the logits at position 1 are not finite; first seen in model.embed_tokens.")
 
 
@@ -331,7 +328,7 @@ def test_the_last_norm_is_named_where_it_is_not_finite():
     fast = gb.decoder(model, 1, cases.ROOM, verify=False)
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")
-    assert "first seen in model.norm." in said(lambda: fast.generate(PROMPT), gb.GenerateError)
+    assert "first seen in model.norm." in refusal(gb.GenerateError, lambda: fast.generate(PROMPT))
 
 
 def test_a_penalty_counts_every_token_of_the_prompt():
@@ -370,14 +367,14 @@ def test_one_request_at_a_time():
     busy = (
         "a decoder runs one request at a time: finish or close the stream that is open first, or build another for each thread."
     )
-    assert said(lambda: fast.generate(PROMPT), gb.GenerateError) == busy
-    assert said(lambda: fast.score(PROMPT), gb.GenerateError) == busy
-    assert said(lambda: next(later), gb.GenerateError) == busy
+    assert refusal(gb.GenerateError, lambda: fast.generate(PROMPT)) == busy
+    assert refusal(gb.GenerateError, lambda: fast.score(PROMPT)) == busy
+    assert refusal(gb.GenerateError, lambda: next(later)) == busy
     rest = [token for _, new in stream for token in new]
     assert first + rest == want  # the open stream was not disturbed
     assert fast.generate(PROMPT, max_new_tokens=20).tokens[0] == want
     own, heard = fast.body.score, []
-    fast.body.score = lambda row: (heard.append(said(lambda: fast.generate(PROMPT), gb.GenerateError)), own(row))[1]
+    fast.body.score = lambda row: (heard.append(refusal(gb.GenerateError, lambda: fast.generate(PROMPT))), own(row))[1]
     fast.score(PROMPT)  # in the cache's first row, where another thread's request would write, too
     assert heard == [busy]
 
@@ -429,6 +426,6 @@ def test_an_end_of_text_outside_the_vocabulary_is_refused(wrong):
     model = cases.build("Llama")
     fast = gb.decoder(model, 1, cases.ROOM)
     model.generation_config.eos_token_id = [3, wrong]
-    sentence = said(lambda: fast.generate([3, 4], max_new_tokens=2))
+    sentence = refusal(ValueError, lambda: fast.generate([3, 4], max_new_tokens=2))
     assert f"eos_token_id: got {wrong}" in sentence and "89" in sentence
     assert len(fast.generate([3, 4], max_new_tokens=2, stop=()).tokens[0]) == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from tests.messages import message
+from tests.messages import message, refusal
 
 from . import cases
 
@@ -58,9 +58,7 @@ def test_score_agrees_with_logprobs_and_takes_a_full_text():
 
 
 def test_score_of_too_long_a_text():
-    with pytest.raises(ValueError) as error:
-        cases.shared().score([3] * 97)
-    assert str(error.value) == message("decode/results:score_of_too_long_a_text")
+    assert refusal(ValueError, lambda: cases.shared().score([3] * 97)) == message("decode/results:score_of_too_long_a_text")
 
 
 def test_more_tokens_than_there_is_room_for():

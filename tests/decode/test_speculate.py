@@ -12,7 +12,7 @@ from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
 from gpubound.watch.pretend import simgpu
-from tests.messages import message
+from tests.messages import message, refusal
 
 from . import cases
 
@@ -316,9 +316,7 @@ def test_the_table_says_so():
 
 
 def said(speculate) -> str:
-    with pytest.raises(ValueError) as error:
-        gb.decoder(cases.shared("Llama").model, 1, cases.ROOM, speculate=speculate)
-    return str(error.value)
+    return refusal(ValueError, lambda: gb.decoder(cases.shared("Llama").model, 1, cases.ROOM, speculate=speculate))
 
 
 def test_wrong_arguments():

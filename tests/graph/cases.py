@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from gpubound.errors import GraphError
 from gpubound.graph import memory
+from tests.messages import refusal
 
 
 def drawn(*shape: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -35,9 +35,7 @@ def training_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
 
 def said(call: Callable, *arguments) -> str:
     """The sentence of the GraphError that the call raises."""
-    with pytest.raises(GraphError) as error:
-        call(*arguments)
-    return str(error.value)
+    return refusal(GraphError, lambda: call(*arguments))
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:

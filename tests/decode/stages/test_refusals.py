@@ -9,15 +9,14 @@ from gpubound.decode.placement import plan as spread
 from gpubound.decode.placement.pipeline import fused_reader
 from gpubound.decode.runner import RunnerConfig
 from gpubound.models.reader import Reader
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .. import cases
 
 
 def refused(error: type[Exception] = ValueError, model=None, **options) -> str:
-    with pytest.raises(error) as caught:
-        gb.decoder(model or cases.build("Llama"), 2, **{"max_length": cases.ROOM, "devices": ["cpu", "cpu"]} | options)
-    return str(caught.value)
+    options = {"max_length": cases.ROOM, "devices": ["cpu", "cpu"]} | options
+    return refusal(error, lambda: gb.decoder(model or cases.build("Llama"), 2, **options))
 
 
 @pytest.fixture
@@ -66,9 +65,9 @@ def test_weights_that_lie_on_two_kinds_of_device():
         "GPUs"
     )
     assert weight_view.readable_model(model, cases.ROOM, spread=True) == why
-    with pytest.raises(ValueError) as caught:
-        fused_reader(model, RunnerConfig(1, cases.ROOM), 2, spread=True)
-    assert str(caught.value) == message("decode/stages/refusals:weights_that_lie_on_two", why)
+    assert refusal(ValueError, lambda: fused_reader(model, RunnerConfig(1, cases.ROOM), 2, spread=True)) == message(
+        "decode/stages/refusals:weights_that_lie_on_two", why
+    )
     for split in ("layers", "tensors"):
         assert refused(model=model, split=split) == message("decode/stages/refusals:weights_that_lie_on_two.2")
     half = cases.build("Llama")

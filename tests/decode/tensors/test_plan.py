@@ -8,7 +8,7 @@ import torch
 import gpubound as gb
 from gpubound.decode.placement import plan as spread, tensor_parallel as body
 from gpubound.decode.placement.plan import plan_slices
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .. import cases
 
@@ -25,12 +25,8 @@ def test_heads_columns_and_words_are_dealt_out(words, count):
 
 
 def refused(error: type[Exception] = ValueError, model=None, **options) -> str:
-    with pytest.raises(error) as caught:
-        gb.decoder(
-            model or cases.build("Llama"),
-            **{"max_batch": 2, "max_length": cases.ROOM, "devices": ["cpu", "cpu"], "split": "tensors"} | options,
-        )
-    return str(caught.value)
+    options = {"max_batch": 2, "max_length": cases.ROOM, "devices": ["cpu", "cpu"], "split": "tensors"} | options
+    return refusal(error, lambda: gb.decoder(model or cases.build("Llama"), **options))
 
 
 NOT_SLICED = {
