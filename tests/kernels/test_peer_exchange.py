@@ -13,10 +13,6 @@ from .cases import assert_inside, banded, draw, pairwise
 SOURCES = pytest.mark.parametrize("source", ["triton", "reference"])
 
 
-def run(source, op, *arguments):
-    return load(source, op)(*arguments)
-
-
 def mails(device, count: int, columns: int, senders: int | None = None, epoch: int = 1, number: int = 0) -> list[Mail]:
     """What `count` devices see, each of which sends to all."""
     boxes = tuple(torch.zeros(senders or count, 4, columns, device=device, dtype=torch.int64) for _ in range(count))
@@ -36,10 +32,10 @@ def test_every_device_adds_the_words_of_all_in_one_order(device, source, count, 
     for part in parts[1:]:
         total = total + part
     for mail, part in zip(all_mail, parts):
-        run(source, "send_words", part, mail)
+        load(source, "send_words")(part, mail)
     for mail in all_mail:
         whole, out = banded((2, columns), device)
-        run(source, "take_words", out.copy_(x), mail, True)
+        load(source, "take_words")(out.copy_(x), mail, True)
         assert_inside(whole, out)
         assert torch.equal(out, want + total)
 
@@ -49,8 +45,8 @@ def test_terms_are_added_before_they_are_sent(device, source):
     """In their order: the bits are those of a sum made before."""
     y, more = draw(device, torch.float32, 2, 600), draw(device, torch.float32, 2, 3, 600, seed=1)
     mail, out = mails(device, 1, 600)[0], torch.zeros(2, 600, device=device)
-    run(source, "send_words", y, mail, 0, more)
-    run(source, "take_words", out, mail)
+    load(source, "send_words")(y, mail, 0, more)
+    load(source, "take_words")(out, mail)
     assert torch.equal(out, y + more[:, 0] + more[:, 1] + more[:, 2])
 
 
@@ -62,10 +58,10 @@ def test_columns_of_several_devices_come_together(device, source, dtype):
     parts[1][0, 2], parts[2][1, 0] = float("nan"), -0.0
     home, column = mails(device, 1, 30)[0], 0
     for part in parts:
-        run(source, "send_words", part.view(dtype), home._replace(own=None), column)
+        load(source, "send_words")(part.view(dtype), home._replace(own=None), column)
         column += part.shape[1]
     out = torch.zeros(2, 30, device=device, dtype=dtype)
-    run(source, "take_words", out, home)
+    load(source, "take_words")(out, home)
     assert torch.equal(out.view(torch.int32), torch.cat(parts, 1).view(torch.int32))
 
 
@@ -74,17 +70,17 @@ def test_what_has_not_come_is_no_number(device, source):
     """Nor is what came in the exchange before, or in the epoch before. Stamps wrap."""
     mail = mails(device, 1, 6, epoch=2**31 - 1, number=2)[0]
     y, out = torch.ones(1, 6, device=device), torch.zeros(1, 6, device=device)
-    run(source, "send_words", y[:, :4].contiguous(), mail)
-    run(source, "take_words", out, mail)
+    load(source, "send_words")(y[:, :4].contiguous(), mail)
+    load(source, "take_words")(out, mail)
     assert out.isnan().tolist() == [[False] * 4 + [True] * 2]
-    run(source, "take_words", out, mail._replace(number=3))
+    load(source, "take_words")(out, mail._replace(number=3))
     assert out.isnan().all()
     mail.state[0] += 1
     places = torch.zeros(1, 6, device=device, dtype=torch.int32)
-    run(source, "take_words", places, mail)
+    load(source, "take_words")(places, mail)
     assert places.tolist() == [[-1] * 6]
-    run(source, "send_words", y, mail)
-    run(source, "take_words", out, mail)
+    load(source, "send_words")(y, mail)
+    load(source, "take_words")(out, mail)
     assert torch.equal(out, y)
     if source == "triton":
         assert mail.state[1] == 0  # it has asked in vain, and asks no more
@@ -102,9 +98,9 @@ def test_a_product_that_devices_share(device, source, dtype, rows):
     all_mail, found = mails(device, 2, 40), []
     for mail, cut in zip(all_mail, (slice(0, 32), slice(32, 96))):
         given = h[:, cut].contiguous(), weight[:, cut].contiguous(), bias if mail.own == 0 else None
-        run(source, "send_product", *given, mail)
+        load(source, "send_product")(*given, mail)
     for mail in all_mail:
-        found.append(run(source, "take_words", x.clone(), mail, True))
+        found.append(load(source, "take_words")(x.clone(), mail, True))
     assert torch.equal(*found)
     torch.testing.assert_close(found[0].double(), want, rtol=0, atol=1e-4)
 

@@ -158,7 +158,7 @@ class ModelRunner(ABC):
 
     @property
     def keeps_prompts(self) -> bool:
-        """Whether the keys and values of a row's first tokens stay in the cache while it generates."""
+        """Return whether the keys and values of a row's first tokens stay in the cache while it generates."""
         return True
 
     @property

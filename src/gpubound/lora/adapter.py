@@ -140,9 +140,8 @@ class LowRankGroup:
         if not self.as_one:
             return None
         h, saved = self._down(x)
-        return Factors(
-            h, self._matrix("b"), None, self.blocks, None if self.routing is None else self._own_ranks(saved[1])
-        ), saved
+        own_ranks = None if self.routing is None else self._own_ranks(saved[1])
+        return Factors(h, self._matrix("b"), None, self.blocks, own_ranks), saved
 
     def _down(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Return h, and the tensors to save: h, then with routing the ids, then with dropout the seed."""
