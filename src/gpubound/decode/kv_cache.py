@@ -16,6 +16,7 @@ Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,6 +94,7 @@ class LayerStore:
         self.k_scale = self.v_scale = None
         if dtype in KINDS.values():
             self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
+        self.bytes_a_token = self.nbytes // (blocks * positions)  # of keys and values in these layers, with their scales
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -101,11 +103,6 @@ class LayerStore:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
-
-    @property
-    def bytes_a_token(self) -> int:
-        """The bytes of a token's keys and values in these layers, scales included."""
-        return self.nbytes // (self.k.shape[1] * self.k.shape[3])
 
     def of(self, place: int, rows: slice) -> LayerCache:
         """Return the cache of the store's layer number `place` for these rows."""
@@ -260,7 +257,11 @@ class Cache:
 
     def bytes_read(self, lengths: list[int]) -> int:
         """Return the bytes of keys and values that a step of rows of these lengths reads."""
-        return sum(store.bytes_a_token * sum(min(n, store.window or n) for n in lengths) for store in self.stores)
+        total = 0
+        for store in self.stores:
+            seen = map(min, lengths, repeat(store.window)) if store.window else lengths
+            total += store.bytes_a_token * sum(seen)
+        return total
 
     def reserve(self, limits: Tensor) -> None:
         """Assign pages to the first rows for `limits` tokens each (int32, on the device), and none to other rows."""

@@ -553,7 +553,7 @@ class FusedRunner(ViewRunner):
     def bytes_a_step(self, live: list[int]) -> int:
         """Return the bytes of all weights, of experts those that are chosen, and of the keys and values of these lengths."""
         chosen = sum([layer.mlp.chosen_bytes(len(live) * self.tokens) for layer in self.sparse])
-        cached = sum(group.cache.bytes_read(live) for group in self.spans)
+        cached = sum([group.cache.bytes_read(live) for group in self.spans])
         return self.weight_bytes + cached + round(chosen)
 
     def exact(self) -> Any:

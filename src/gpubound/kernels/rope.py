@@ -69,8 +69,9 @@ def _packed_example(generator: torch.Generator, heads: int = 4, kv_heads: int = 
 @definition(_packed_example)
 def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     total = heads + 2 * kv_heads
-    q, k, v = qkv.unflatten(-1, (total, qkv.shape[-1] // total)).split([heads, kv_heads, kv_heads], 2)
-    return _turned(q, cos, sin), _turned(k, cos, sin), v.clone(memory_format=torch.contiguous_format)
+    rotated, v = qkv.unflatten(-1, (total, qkv.shape[-1] // total)).split([heads + kv_heads, kv_heads], 2)
+    q, k = _turned(rotated, cos, sin).split([heads, kv_heads], 2)
+    return q.contiguous(), k.contiguous(), v.clone(memory_format=torch.contiguous_format)
 
 
 def apart(x: Tensor, pairs: int) -> Tensor:
