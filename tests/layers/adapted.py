@@ -40,6 +40,14 @@ def low_rank(inputs, outputs, rank=4, seed=5, dtype=torch.float32, scale=0.5, dr
     return LowRank(a, b, scale, nn.Dropout(dropout))
 
 
+def draw(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gradients(y, tensors):
+    return torch.autograd.grad(y, tensors, draw(*y.shape, seed=9, dtype=y.dtype))
+
+
 @contextmanager
 def recomputing(model, least):
     """Let the parts of `model` recompute results of `least` bytes and more inside."""

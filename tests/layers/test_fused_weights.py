@@ -48,8 +48,7 @@ def test_stacked_equals_apart(bias):
     want_gradients = gradients(want, parameters)
     got = layers.Stacked().product(x, modules)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-    for got_gradient, want_gradient in zip(gradients(got, parameters), want_gradients):
-        torch.testing.assert_close(got_gradient, want_gradient, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients(got, parameters), want_gradients, rtol=1e-12, atol=1e-14)
     assert one_behind_the_other([m.weight for m in modules])
 
 
@@ -62,8 +61,7 @@ def test_fused_linear_equals_apart_packed_or_not(bias):
     for _ in ("one each", "one product"):
         got = layers.fused_linear(x, weights, biases)
         torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-        for a, b in zip(gradients(got, [x, *modules.parameters()]), want_gradients):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients(got, [x, *modules.parameters()]), want_gradients, rtol=1e-12, atol=1e-14)
         layers.Stacked().product(x, modules)  # packs them
     assert layers.fused_linear(x, weights, biases).grad_fn.name() == "_ProductBackward"
 
@@ -85,8 +83,7 @@ def test_frozen_weights_get_no_gradient_and_no_product():
     trained = [p for p in modules.parameters() if p.requires_grad]
     want_gradients = gradients(want, [x, *trained])
     got = layers.Stacked().product(x, modules)
-    for a, b in zip(gradients(got, [x, *trained]), want_gradients):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients(got, [x, *trained]), want_gradients, rtol=1e-12, atol=1e-14)
     layers.Stacked().product(x, modules).sum().backward()
     assert modules[1].weight.grad is None and modules[2].bias.grad is None
 
@@ -245,9 +242,8 @@ def test_autocast_as_torch_does():
         want, got = apart(x, modules), layers.Stacked().product(x, modules)
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=8e-3, atol=8e-3)
-    for a, b in zip(gradients(got, leaves), gradients(want, leaves)):  # outside autocast, as trainers call backward
-        assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    # Outside autocast, as trainers call backward.
+    torch.testing.assert_close(gradients(got, leaves), gradients(want, leaves), rtol=2e-2, atol=2e-2)
 
 
 def test_weight_changed_before_backward_raises():

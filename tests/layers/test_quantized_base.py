@@ -65,8 +65,7 @@ def test_an_adapter_trains_on_top(kind, bias, shape):
     want = F.linear(x, numbers(layer), layer.bias) + adapter.plain(x)
     got = Adapted(layer, adapter)(x)
     torch.testing.assert_close(got, want)
-    for a, b in zip(gradients(got, leaves), gradients(want, leaves)):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(Adapted(layer, adapter)(x), want)
 
@@ -102,8 +101,7 @@ def test_fp8_under_an_adapter():
     more, *wanted = gradients(added, [x, *adapter.parameters])
     got = Adapted(layer, adapter)(x)
     torch.testing.assert_close(got, alone + added)
-    for a, b in zip(gradients(got, [x, *adapter.parameters]), [dx + more, *wanted]):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(got, [x, *adapter.parameters]), [dx + more, *wanted], rtol=1e-5, atol=1e-5)
 
 
 @kinds

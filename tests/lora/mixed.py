@@ -8,6 +8,7 @@ import gpubound as gb
 from gpubound.layers import Stacked
 from gpubound.layers.fused_weights import Projecting
 
+from ..layers.adapted import draw as draw
 from ..place.models import place, tiny
 from .cases import placed
 
@@ -15,10 +16,6 @@ NAMES = ["one", "two", "three"]
 RANKS, ALPHAS = (4, 2, 3), (8, 3, 1)
 IDS = torch.tensor([1, 0, -1, 2, 1, 0])
 K = 24
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def adapted(model, names=NAMES, **options):

@@ -13,13 +13,9 @@ from gpubound.lora.adapter import LowRank, LowRankGroup
 from gpubound.train import Accumulators
 
 from ..layers import adapted
-from ..layers.adapted import Adapted
+from ..layers.adapted import Adapted, draw, gradients
 
 K, RANK = 24, 4
-
-
-def draw(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def frozen(outputs, dtype=torch.float32, bias=True):
@@ -42,15 +38,6 @@ def formula(layer, x, *lows):
     return y
 
 
-def gradients(y, tensors):
-    return torch.autograd.grad(y, tensors, draw(*y.shape, seed=9, dtype=y.dtype))
-
-
-def assert_same(got, want, **tolerance):
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
-
-
 @pytest.mark.parametrize("shape", [(5, K), (2, 3, K), (2, 2, 2, K), (0, K), (1, K)], ids=str)
 @pytest.mark.parametrize("outputs", [8, K, 40])
 @pytest.mark.parametrize("rank", [1, RANK])
@@ -60,7 +47,7 @@ def test_it_is_the_formula(shape, outputs, rank):
     leaves = [x, low.a, low.b]
     got, want = layer(x), formula(layer, x, low)
     torch.testing.assert_close(got, want)
-    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), want)
 
@@ -87,7 +74,7 @@ def test_where_one_kernel_multiplies_and_adds(shape, dropout, monkeypatch):
             without = layers[0](x)
         found.append([y, without, *gradients(y, leaves)])
         assert len(products) == (4 if interpret == "1" else 0), "y of one weight, with and without gradients, and dx of both"
-    assert_same(*found, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_in_fp64():
@@ -120,7 +107,7 @@ def test_several_on_one_weight():
     leaves = [x, *(p for low in lows for p in low.parameters)]
     got, want = layer(x), formula(layer, x, *lows)
     torch.testing.assert_close(got, want)
-    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
 
 
 def test_weights_that_are_multiplied_as_one_read_x_once(monkeypatch):
@@ -135,7 +122,7 @@ def test_weights_that_are_multiplied_as_one_read_x_once(monkeypatch):
     got = Stacked().product(x, layers)
     assert sorted(groups) == [1, 3]
     torch.testing.assert_close(got, want)
-    assert_same(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_frozen_gets_no_gradient():
@@ -146,7 +133,7 @@ def test_what_is_frozen_gets_no_gradient():
     x = draw(5, K)
     want = torch.cat([formula(layer, x, low) for layer, low in zip(layers, lows)], -1)
     leaves = [lows[0].b, lows[1].a]
-    assert_same(gradients(Stacked().product(x, layers), leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(Stacked().product(x, layers), leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
     Stacked().product(x, layers).sum().backward()
     assert lows[0].a.grad is None and lows[1].b.grad is None
 
@@ -168,7 +155,7 @@ def test_micro_batches_sum_in_fp32_to_one_batch(dtype):
         sums.finish()
         found.append([p.main_grad.clone() for p in parameters])
     assert all(p.grad is None and p.main_grad.any() for p in parameters)
-    assert_same(found[1], found[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
@@ -194,7 +181,7 @@ def test_neighbours_are_one_adapter(dropout, monkeypatch):
         sums.finish()
         found.append([y.detach(), leaf.grad, *(p.main_grad.clone() for p in parameters(model))])
     assert written == [(64, 4)] * 2 + [(32, 4), (16, 4), (16, 4)] * 2
-    assert_same(*found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_it_keeps_x_and_the_narrow_product():
@@ -224,7 +211,7 @@ def test_dropout_has_one_mask_in_forward_and_backward():
     want = F.linear(x, layer.weight, layer.bias) + (x * keep / 0.75) @ low.a.t() @ low.b.t()
     leaves = [x, low.a, low.b]
     torch.testing.assert_close(y, want)
-    assert_same(gradients(y, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients(y, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
     _, again = dropping(layer, x)
     assert not torch.equal(again, keep), "each call draws its own"
     low.dropout.eval()
@@ -244,4 +231,4 @@ def test_dropout_under_a_checkpoint(reentrant):
             leaf.grad = None
         y.backward(draw(*y.shape, seed=9))
         found.append([y.detach(), *(leaf.grad.clone() for leaf in leaves)])
-    assert_same(*found)
+    torch.testing.assert_close(*found)
