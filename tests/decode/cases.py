@@ -97,9 +97,14 @@ SAME = {  # read as others are
     "GPTBigCode": {"multi_query": False, "num_key_value_heads": None},
     "GPTJ": {"rotary_dim": 4, "num_key_value_heads": None},
     "Helium": {"attention_bias": True},
+    "HyperCLOVAX": {
+        "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
+        "rms_norm_eps": 1e-2,
+    },
     "Jais2": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "Olmo": {"attention_bias": True},
     "SolarOpen": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
-}
+}  # fmt: skip
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
 ALL = [*HUGGING_FACE, "own"]
 

@@ -183,6 +183,7 @@ def test_every_option_of_the_families_is_known(kind):
     """A field that a newer transformers adds to one of these configs has to be read, or named as one without effect."""
     refused = {  # where they are not the class's defaults
         "Gemma3": {"attn_logit_softcapping"},
+        "Olmo": {"clip_qkv"},
         "Olmoe": {"clip_qkv"},
         "GPT2": {"add_cross_attention", "scale_attn_by_inverse_layer_idx"},
         "GPTBigCode": {"add_cross_attention"},

@@ -37,6 +37,7 @@ NAMES = {
     "gptj": "GPT-J",
     "granite": "Granite",
     "helium": "Helium",
+    "hyperclovax": "HyperCLOVA X",
     "internvl": "InternVL",
     "jais2": "Jais 2",
     "llama": "Llama, SmolLM, SmolLM2",
@@ -48,6 +49,7 @@ NAMES = {
     "mistral3": "Mistral Small 3, Ministral 3 with images",
     "mixtral": "Mixtral",
     "nemotron": "Nemotron",
+    "olmo": "OLMo",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",
@@ -69,7 +71,7 @@ NAMES = {
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
 CODED = (  # whose MLPs no part of placing swaps
-    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "jais2", "nemotron", "opt", "phi", "stablelm", "starcoder2",
+    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "nemotron", "opt", "phi", "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 SPARSE = ("mixtral", "gpt_oss")  # families whose MLPs are experts
@@ -94,6 +96,8 @@ def placed(swaps) -> str:
 def loss(kind: str, swaps) -> str:
     if swaps and "ForCausalLM" not in swaps:
         return "transformers'"
+    if not swaps and getattr(config_of(kind), "logits_scaling", None):
+        return "transformers': its logits are scaled"
     return "transformers': its logits are capped" if getattr(config_of(kind), "final_logit_softcapping", None) else "fused"
 
 

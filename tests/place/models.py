@@ -26,6 +26,7 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoConfig,
     Phi3Config,
     PhiConfig,
     Qwen2Config,
@@ -69,6 +70,7 @@ CONFIGS = {
     "arcee": ArceeConfig,
     "helium": HeliumConfig,
     "jais2": Jais2Config,
+    "olmo": OlmoConfig,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -11,6 +10,7 @@ from transformers import (
     GPTJConfig,
     GPTNeoConfig,
     GPTNeoXConfig,
+    HyperCLOVAXConfig,
     OPTConfig,
     StableLmConfig,
 )
@@ -36,9 +36,8 @@ CONFIGS = {
     "gpt_neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]], "window_size": 5, **NO_DROPOUT}),
     "gptj": (GPTJConfig, {"rotary_dim": 4}),
     "gpt_bigcode": (GPTBigCodeConfig, {"multi_query": False, **NO_DROPOUT}),
+    "hyperclovax": (HyperCLOVAXConfig, {"logits_scaling": 4.0}),
 }
-if hasattr(transformers, "HyperCLOVAXConfig"):  # not in all releases
-    CONFIGS["hyperclovax"] = transformers.HyperCLOVAXConfig, {"logits_scaling": 4.0}
 SWAPPED = {"hyperclovax": 9, "gptj": 4}  # of the others 6
 NORMS_ALONE = ("hyperclovax",)  # its logits are scaled
 

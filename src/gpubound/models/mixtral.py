@@ -18,7 +18,7 @@ from .registry import Maker, Swap, role_of
 
 
 def sparse_attention(module: Any, stack: Any) -> Swap:
-    """Return the Swap of Llama's attention, or of OLMoE's, which norms whole rows of q and k."""
+    """Return the Swap of Llama's attention, or of OLMoE's, which norms whole rows of q and k. OLMo's may clamp them, too."""
     norm = module._modules.get("q_norm")
     wide = norm is not None and len(norm.weight) > module.head_dim
     swap = attention(module, stack, WideNormAttention if wide else HFAttention)
