@@ -3,6 +3,8 @@
 import errno
 import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -169,6 +171,20 @@ def test_a_closed_stdout_is_no_error():
     called = [sys.executable, "-m", "gpubound", "report", "--help"]
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *called], stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("importing", [False, True])
+def test_ctrl_c_while_torch_is_imported_ends_the_process(importing, capfd, monkeypatch):
+    """An exception there passes through torch's C++, which aborts."""
+    monkeypatch.setattr(torch.__spec__, "_initializing", importing, raising=False)
+    monkeypatch.setattr(os, "_exit", lambda code: sys.exit(code))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.guarded("env", lambda argv: signal.raise_signal(signal.SIGINT), []) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr() == ("", "gpubound: interrupted\n")
 
 
 def test_a_traceback_on_request(capsys, monkeypatch):

@@ -12,12 +12,14 @@ import os
 import re
 import select
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 import types
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -99,7 +101,8 @@ def guarded(name: str, command: Callable[[Sequence[str]], int | None], argv: Seq
 
             if launched():
                 return run_as_rank(name, run, _explain)
-        code = run()
+        with nullcontext() if name == "doctor" else interruptible_imports():  # a script finds the handlers that it expects
+            code = run()
         sys.stdout.flush()  # a failure of which is reported below
         return code
     except KeyboardInterrupt:
@@ -113,6 +116,28 @@ def guarded(name: str, command: Callable[[Sequence[str]], int | None], argv: Seq
         code, text = _explain(error)
         print(f"gpubound {name}: {text.removeprefix(f'{name}: ')}", file=sys.stderr)  # the library's functions name themselves
         return code
+
+
+@contextmanager
+def interruptible_imports() -> Iterator[None]:
+    """Let Ctrl-C end the process at once while it imports torch, whose C++ answers a KeyboardInterrupt with abort()."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+            os.write(2, b"gpubound: interrupted\n")
+            os._exit(130)
+        signal.default_int_handler(number, frame)
+
+    ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:  # else it is ignored, or the caller has a handler
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if ours and signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _explain(error: Exception) -> tuple[int, str]:
