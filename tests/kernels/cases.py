@@ -1,6 +1,7 @@
 """What the kernel tests share: shapes at the edges, argued tolerances, and the comparison of both mirrors in guard bands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations, product
@@ -141,6 +142,19 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     if a.is_floating_point() and a.itemsize == 1:
         a, b = a.float(), b.float()
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+@contextmanager
+def no_copies(least: int = 0) -> Iterator[None]:
+    """Refuse copies of `least` elements or more by Tensor.contiguous: a view is read where it lies."""
+
+    def contiguous(t: Tensor) -> Tensor:
+        assert t.numel() < least, "a view was copied"
+        return t
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "contiguous", contiguous)
+        yield
 
 
 def draw(device: torch.device, dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
