@@ -325,12 +325,15 @@ class Recipe:
 
 
 def check_model(name: str) -> None:
-    from ..models.registry import is_named, presets
+    from ..models.registry import family_of, is_named, presets
 
-    if not is_named(name) and not Path(name).is_dir():
+    if is_named(name):
+        return
+    folder = Path(name)
+    if not folder.is_dir():
         raise ValueError(
             f"model: got {name!r}, wanted one of {', '.join(presets())} (with -tiny added: a small one like it), "
             f"or a Hugging Face folder."
         )
-    if not is_named(name) and not Path(name, "config.json").is_file():  # known before the data is read and tokenised
+    if not (folder / "config.json").is_file() and not family_of(name).reads(folder):  # known before the data is tokenised
         raise ValueError(f"model: {name} holds no config.json; give a Hugging Face folder.")
