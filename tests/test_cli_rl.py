@@ -82,6 +82,7 @@ def test_names_of_trl_are_read(config, tmp_path):
     [
         ({"samples": 0}, "samples"),
         ({"sample": 8}, "samples"),
+        ({"zzzzz": 8}, "gpubound rl --help"),
         ({"rewards": {"exact": 1.0}}, "exact_match"),
         ({"rewards": {"none.py:f": 1.0}}, "none.py"),
         ({"prompts": "none.jsonl"}, "none.jsonl"),

@@ -107,14 +107,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def hint(name: Any, known: Iterable[str], others: str) -> str:
-    """Return the end of a refusal of `name`: the most similar known name, else all of them after `others`.
+    """Return the end of a refusal of `name`: the most similar known name, else all of them after `others`, which may also be a
+    sentence that says where they are listed.
 
     >>> hint("stpes", ["steps", "lr"], "the keys are"), hint("x", ["steps", "lr"], "the keys are")
     ("did you mean 'steps'?", 'the keys are steps, lr.')
+    >>> hint("x", ["steps", "lr"], "--help lists the keys.")
+    '--help lists the keys.'
     """
     names = list(known)
     close = difflib.get_close_matches(str(name)[:40], names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"{others} {', '.join(names) or 'none'}."
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return others if others.endswith(".") else f"{others} {', '.join(names) or 'none'}."
 
 
 def listed(names: Any) -> list[Any]:

@@ -117,7 +117,8 @@ def from_file(path: str) -> RLOptions:
         values = read({NAMES[key] if key in named else key: value for key, value in values.items()}, OPTIONS)
         for key in values:
             if key not in OPTIONS:
-                raise ValueError(f"config: {shown(key)} is unknown; {hint(key, OPTIONS, 'the keys are')}")
+                near = hint(key, OPTIONS, "gpubound rl --help lists the keys.")
+                raise ValueError(f"config: {shown(key)} is unknown; {near}")
         options = RLOptions(**{key: _converted(key, value) for key, value in values.items()})
         options.recipe()
         return options

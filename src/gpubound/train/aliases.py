@@ -206,8 +206,7 @@ def advice(name: Any, known: Collection[str]) -> str:
     others = [alias for alias in ALIASES if alias not in known and SAME.get(alias, "").partition(".")[0] in ("", *known)]
     close = difflib.get_close_matches(normal(name)[:40], [*known, *others], n=1, cutoff=0.7)
     if not close or close[0] in known:
-        near = hint(name, known, "")
-        return near if "?" in near else "gpubound train --help lists the keys."
+        return hint(name, known, "gpubound train --help lists the keys.")
     alias = close[0]
     ours = SAME.get(alias)
     if ours is None and alias in READ:
