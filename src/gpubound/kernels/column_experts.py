@@ -10,10 +10,8 @@ from torch import Tensor
 
 from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
 from .dispatch import implementation, require
-from .experts import check_plain, draw_routes
+from .experts import STACKED, check_plain, draw_routes
 from .registry import definition, draw, zeros
-
-STACKED = "an expert's weight follows the other's"
 
 
 def clamped_unit(both: Tensor, alpha: float, limit: float) -> Tensor:

@@ -4,25 +4,17 @@ As in decode_product.py, outputs are written in place, one token for each of B r
 dependent launch. A LayerNorm has its own launch: within a product, each weight's row would need two more sums.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decode_product import WRITTEN
+from .decode_product import ACTIVATIONS, WRITTEN
 from .dispatch import implementation, require
 from .registry import definition, draw, zeros
 
-ACTIVATED: dict[str, Callable[..., Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
+ACTIVATED = ACTIVATIONS | {"relu": F.relu, "relu2": lambda x: F.relu(x).square()}
 
 
 class LayerNorm(NamedTuple):

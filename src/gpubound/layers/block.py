@@ -349,7 +349,7 @@ def visiting(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Non
     So the forward of a model that no device has memory for takes as long as its weights are copied.
     """
     others = [module for module in modules if next(module.parameters()).device.type != device.type]
-    handles = [handle for module in others for handle in _Visit(module, device).hooks()]
+    handles = [handle for module in others for handle in _visit(module, device)]
     try:
         yield
     finally:
@@ -357,26 +357,24 @@ def visiting(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Non
             handle.remove()
 
 
-class _Visit:
-    def __init__(self, module: nn.Module, device: torch.device):
-        self.module, self.device, self.home = module, device, next(module.parameters()).device
-        self.saved: list[tuple[dict, dict]] = []  # registries of tensors by name, and their contents
+def _visit(module: nn.Module, device: torch.device) -> tuple[Any, Any]:
+    """Register the hooks of `visiting` on a module."""
+    home = next(module.parameters()).device
+    saved: list[tuple[dict, dict]] = []  # registries of tensors by name, and their contents
 
-    def hooks(self) -> tuple[Any, Any]:
-        begin = self.module.register_forward_pre_hook(self.begin, with_kwargs=True)
-        return begin, self.module.register_forward_hook(self.end, always_call=True)
-
-    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         for part in module.modules():
             registries: tuple[dict[str, Any], ...] = part._parameters, part._buffers
             for registry in registries:
-                self.saved.append((registry, dict(registry)))
-                registry.update({name: None if t is None else t.to(self.device) for name, t in registry.items()})
+                saved.append((registry, dict(registry)))
+                registry.update({name: None if t is None else t.to(device) for name, t in registry.items()})
         return to_device_of(module, args), to_device_of(module, kwargs)
 
-    def end(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def end(module: nn.Module, args: tuple, output: Any) -> Any:
         """Restore the weights, also after a call that failed and has no output."""
-        while self.saved:
-            registry, tensors = self.saved.pop()
+        while saved:
+            registry, tensors = saved.pop()
             registry.update(tensors)
-        return to_device(output, self.home)
+        return to_device(output, home)
+
+    return module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end, always_call=True)

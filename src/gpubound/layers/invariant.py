@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..kernels import invariant_attention, invariant_linear
-from .packed_attention import HALVES, WIDEST, Segments
+from ..kernels.dispatch import SIXTEEN_BITS
+from .packed_attention import WIDEST, Segments
 
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 OTHERS = {
@@ -173,7 +174,7 @@ class _Attention(torch.autograd.Function):
         (q, k, v, y, lse, bounds), length = ctx.saved_tensors, ctx.length
         width = q.shape[-1]
         with torch._C.DisableTorchFunction():
-            if q.is_cuda and q.dtype in HALVES and width <= WIDEST and width % 8 == 0:
+            if q.is_cuda and q.dtype in SIXTEEN_BITS and width <= WIDEST and width % 8 == 0:
                 none = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that there is not
                 gradients = torch.ops.aten._flash_attention_backward(
                     g.contiguous(), q, k, v, y, lse, bounds, bounds, length, length, 0.0, True, none, none[0], scale=ctx.scale

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.dispatch import transformed
+from ..kernels.dispatch import SIXTEEN_BITS, transformed
 from ..trace import fallback
 
 WIDEST, SMALL = 256, 192  # heads of torch's flash attention, in multiples of 8, on data centre and on other GPUs
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Segments:
@@ -127,7 +126,7 @@ def _unable(q: Tensor, k: Tensor, v: Tensor, segments: Segments, dtype: torch.dt
     width = q.shape[-1]
     if segments.cu_seqlens is None:
         return "the batch has no cu_seqlens"
-    if dtype not in HALVES:
+    if dtype not in SIXTEEN_BITS:
         return f"it computes in 16 bits, not in {dtype}"
     if width > WIDEST or width % 8 or v.shape[-1] != width:
         return f"its heads are up to {WIDEST} wide, a multiple of 8, not {width} and {v.shape[-1]}"
