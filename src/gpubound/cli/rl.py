@@ -22,7 +22,7 @@ from ..trace import notice
 from ..train.aliases import read
 from . import arguments, split_config
 from .ranks import resume_command
-from .train_options import export_folder, read_config, write_export
+from .train_options import RunOptions, export_folder, read_config, write_export
 
 # TRL's names of a run's keys. Those of training are read as by gpubound train.
 NAMES = {
@@ -34,7 +34,7 @@ PATHS = ("out", "model", "prompts", "eval_prompts", "tokenizer", "chat_template"
 
 
 @dataclass(frozen=True)
-class RLOptions(RLRecipe):
+class RLOptions(RunOptions, RLRecipe):
     """Train a model by reinforcement learning, from rewards of the answers that it samples.
 
     Each step samples several answers to each of some prompts, scores them, and makes those likelier that are better than the
@@ -48,19 +48,6 @@ class RLOptions(RLRecipe):
 
     lora: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     rewards: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
-    resume: bool = False
-    """Go on from the newest whole checkpoint in --out. A larger --steps extends the run."""
-    export: str | None = None
-    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
-    with lora these are the adapters, in PEFT's layout."""
-    merge: bool = False
-    """With --export of a run with lora: write the whole model, the adapters merged into its weights."""
-    log: str | None = None
-    """Also write the records to tensorboard, wandb or trackio."""
-    quiet: bool = False
-    """Log only warnings, fallbacks, and a run that was stopped."""
-    json: bool = False
-    """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
 
     def __post_init__(self) -> None:
         """Leave checks to the RLRecipe made from it: its errors are one line, a parser's are a box."""

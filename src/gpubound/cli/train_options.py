@@ -34,7 +34,26 @@ class RecipeOptions(Recipe):
 
 
 @dataclass(frozen=True)
-class Train(RankOptions, RecipeOptions):
+class RunOptions:
+    """Options of a command that trains."""
+
+    resume: bool = False
+    """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
+    export: str | None = None
+    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
+    with lora these are the adapters, in PEFT's layout."""
+    merge: bool = False
+    """With --export of a run with lora: write the whole model, the adapters merged into its weights."""
+    log: str | None = None
+    """Also write the records to tensorboard, wandb or trackio."""
+    quiet: bool = False
+    """Log only warnings, fallbacks, and a training that failed or was stopped."""
+    json: bool = False
+    """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
+
+
+@dataclass(frozen=True)
+class Train(RunOptions, RankOptions, RecipeOptions):
     """Train a decoder on text.
 
     The folder --out gets the corpus, the checkpoints, a line for each step (steps.jsonl) and the report. Ctrl-C ends the run
@@ -52,8 +71,6 @@ class Train(RankOptions, RecipeOptions):
     variants: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
     seeds: int = 1
     """With --compare: train each variant with this many seeds, --seed and those after it. Three show the random variation."""
-    resume: bool = False
-    """Go on from the newest whole checkpoint in --out. A larger --steps extends the run, a finished one too."""
     allow: tuple[str, ...] = ()
     """With --resume: what the recipe may change, which is refused otherwise: lr, schedule, clip, weight_decay, betas, seq,
     batch, data, validation. In a config file: resume: {allow: [lr]}."""
@@ -61,15 +78,6 @@ class Train(RankOptions, RecipeOptions):
     """Try micro-batches and use the largest that fits on the GPU. A step keeps its number of tokens."""
     memory: str | None = None
     """Use no more of the GPU than this, as on a smaller card: 24 GB, 22.5 GiB, or a number of GiB."""
-    export: str | None = None
-    """Write the best weights to this folder, in the layout that transformers loads; hf is the folder hf in --out. Of a run
-    with lora these are the adapters, in PEFT's layout."""
-    merge: bool = False
-    """With --export of a run with lora: write the whole model, the adapters merged into its weights."""
-    log: str | None = None
-    """Also write the records to tensorboard, wandb or trackio."""
-    quiet: bool = False
-    """Log only warnings, fallbacks, and a training that failed or was stopped."""
     from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")] = None
     """A config of axolotl, TRL, transformers, LLaMA-Factory or torchtune, translated; what could not be is listed. Options
     override it."""
@@ -77,8 +85,6 @@ class Train(RankOptions, RecipeOptions):
     """With --from: print the translated config, and exit."""
     list: bool = False
     """List the models that --model knows by name, and exit."""
-    json: bool = False
-    """Print the last record, the verdict and the paths of the report and the export as JSON on stdout."""
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("variants", "from_", "print")}
