@@ -142,6 +142,31 @@ def test_set_ids_keep_their_place():
         assert_near(model(x), formula(model, x, IDS.flip(0)))
 
 
+def test_a_decoder_of_this_library_takes_them_in_a_batch():
+    """The loss of rows with different adapters is that of each row with its adapter alone on."""
+    torch.manual_seed(0)
+    model = gb.Decoder(gb.DecoderConfig(hidden=16, intermediate=24, layers=1, heads=2, kv_heads=1, vocabulary=20))
+    for name in NAMES[:2]:
+        gb.lora.add(model, rank=2, name=name)
+    for p in gb.lora.parameters(model):
+        torch.nn.init.normal_(p, std=0.5)
+    ids, which, want = torch.randint(20, (3, 6)), torch.tensor([1, -1, 0]), []
+    for row, number in zip(ids, which.tolist()):
+        for place_, name in enumerate(NAMES[:2]):
+            (gb.lora.enable if place_ == number else gb.lora.disable)(model, name)
+        logits = model(row[None])[0, :-1]
+        want.append(F.cross_entropy(logits, row[1:]).item())
+    gb.lora.enable(model)
+    with gb.lora.rows(model, NAMES[:2]):
+        step = gb.TrainStep(model.train(), "causal_lm", gb.AdamW(lr=1e-2), precision="fp32")
+        got = step([{"input_ids": ids, "labels": ids, "adapter_ids": which}]).read().loss
+        step.close()
+    assert got == pytest.approx(sum(want) / 3, abs=1e-5) and len(set(want)) == 3
+    step = gb.TrainStep(model, "causal_lm", gb.AdamW(lr=1e-2), precision="fp32")
+    with pytest.raises(ValueError, match="adapter_ids"):
+        step([{"input_ids": ids, "labels": ids, "adapter_ids": which}])
+
+
 def test_rows_of_one_leave_the_others_as_they_are():
     """Bit for bit: their gradients are sums of zeros, and AdamW's moments begin at zero."""
     model = ours().train()

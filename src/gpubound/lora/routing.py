@@ -130,6 +130,11 @@ class Routing:
         return Owners(ids, *self._tables[key])
 
 
+def is_routed(model: nn.Module) -> bool:
+    """Return whether the model's calls take adapter ids."""
+    return any(isinstance(getattr(hook, "__self__", None), Routing) for hook in model._forward_pre_hooks.values())
+
+
 def _table(columns: Sequence[Sequence[tuple[int, int, float]]], device: torch.device) -> tuple[Tensor, Tensor]:
     each = [(index, scale) for of_weight in columns for index, rank, scale in of_weight for _ in range(rank)]
     owner = torch.tensor([index for index, _ in each], dtype=torch.int32, device=device)

@@ -19,6 +19,7 @@ from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import INTEGERS, Call
 from ...layers.embedding_and_head import head_of, shift, within
+from ...lora.routing import KEY, is_routed
 from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
 from ...models.packed_rows import FIELDS, UNPACKED
 from ...models.registry import mode
@@ -211,7 +212,7 @@ def check_arguments(who: str, model: nn.Module, names: Iterable[str], complete: 
     except (TypeError, ValueError):  # compiled code may have no signature
         return
     accepted = {name: p for name, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
-    names, kind = list(names), type(model).__name__
+    names, kind = [name for name in names if name != KEY or not is_routed(model)], type(model).__name__
     if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters.values()):
         unknown = [name for name in names if name not in accepted or accepted[name].kind is Parameter.POSITIONAL_ONLY]
         if "input_ids" in unknown:
