@@ -12,7 +12,7 @@ from gpubound.layers.quantized_base import KINDS, Base, InPacked
 from gpubound.lora.base import dequantize_base, quantize_base
 from gpubound.models import Decoder
 from gpubound.models.llama.checkpoint import as_transformers, load_hf
-from tests.kernels.test_published_kinds import drawn
+from tests.kernels.test_quantized_product import weight
 from tests.models.quantized.cases import CONFIG, write
 
 from .cases import build, prompts
@@ -57,7 +57,7 @@ def with_codes(kinds: dict[str, str], device: torch.device, layers: int = CONFIG
     model = Decoder(replace(CONFIG, layers=layers), device=device)
     for seed, (name, layer) in enumerate(model.named_modules()):
         if (kind := kinds.get(name.rpartition(".")[2])) is not None:
-            packed = drawn(kind, *layer.weight.shape, device, seed)
+            packed = weight(device, kind, *layer.weight.shape, seed)
             packed = packed._replace(scale=packed.scale / 64, extra=None if packed.extra is None else packed.extra / 64)
             layer.weight = torch.nn.Parameter(torch.empty(layer.weight.shape, device="meta"))
             Base(layer, KINDS[kind], InPacked.split(packed), torch.float32)
