@@ -1,5 +1,7 @@
 """Layers with a window keep its last positions alone: the same tokens as with all positions, in a fraction of the memory."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -59,6 +61,29 @@ def test_a_queue_of_prompts(device):
     given = cases.prompts(80, 4, 66)
     for one in fast.rollout(given, n=2, max_new_tokens=[6, 25, 9], temperature=0.0):
         assert cases.likeliest(fast.model, given[one.prompt], one.tokens) == one.tokens
+
+
+@pytest.mark.slow
+def test_steps_of_a_draft_that_are_taken_back_overwrite_no_key_of_the_window(monkeypatch):
+    """A draft writes the keys of all its tokens, and begins again after the last right one."""
+    monkeypatch.setattr("gpubound.decode.cpu_step.fits", lambda _: False)
+    model, other = (
+        cases.build("Mistral", num_hidden_layers=layers, sliding_window=PAGE, max_position_embeddings=LENGTH)
+        for layers in (2, 1)
+    )
+    given, seen = cases.prompts(80)[0], []
+    for rings in (True, False):
+        with monkeypatch.context() as patch:
+            if not rings:
+                patch.setattr("gpubound.decode.kv_cache.ring_pages", lambda *_: 99)
+            fast = gb.decoder(model, 1, LENGTH, speculate=gb.Draft(other, 6), verify=False)
+        draft: Any = fast.stepper.drafting
+        assert draft.cache.ringed == rings
+        step, logits = draft.step, []
+        draft.step = lambda *inputs, step=step, logits=logits: logits.append(step(*inputs).clone()) or logits[-1]
+        assert fast.generate(given, max_new_tokens=5).tokens_a_step < 6  # some drafts were wrong
+        seen.append(torch.cat(logits))
+    torch.testing.assert_close(*seen, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow

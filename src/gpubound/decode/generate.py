@@ -345,7 +345,7 @@ def decoder(
             runner = runner_for(model, config, fused, target)
         else:
             runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
-        drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length), fused) if drafts else None
+        drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length, redone=width - 1), fused) if drafts else None
         state = BatchState(runner.max_batch, runner.vocab, max(ladder) * width, runner.device)
         if speculate is None:
             stepper = (ExactStepper if exact else Stepper)(runner, state)

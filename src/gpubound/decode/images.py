@@ -69,9 +69,11 @@ def _prefill(model: Any, body: Any, inputs: Mapping[str, Any], ids: Tensor, leng
     at = (torch.arange(count, device=body.device) + first[:, None]) % count  # the row's tokens at the left
     width = int(mask.sum(1).max())
     body.cache.ends = mask.sum(1)
-    for number, layer in enumerate(cache.layers):
-        moved = (t.transpose(1, 2).take_along_dim(at[:, :width, None, None], 1) for t in (layer.keys, layer.values))
-        body.cache.extend(number, 0, *moved)
-    body.cache.ends = None
+    try:
+        for number, layer in enumerate(cache.layers):
+            moved = (t.transpose(1, 2).take_along_dim(at[:, :width, None, None], 1) for t in (layer.keys, layer.values))
+            body.cache.extend(number, 0, *moved)
+    finally:
+        body.cache.ends = None
     if body.host:
         body.host.finite = width

@@ -75,7 +75,7 @@ def pages_for(length: int) -> int:
 
 
 def ring_pages(window: int, tokens: int) -> int:
-    """Return the pages of a row of a layer with a window, where a step takes this many tokens."""
+    """Return the pages of a row of a layer with a window, where a step takes, or steps take back, this many tokens."""
     return pages_for(window + tokens - 1)
 
 
@@ -217,7 +217,7 @@ class Cache:
         self.kind = None if layout.kind is None else KINDS[layout.kind]
         kept: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
         for number, window in windows.items():
-            pages = ring_pages(window, build.tokens) if window and rings else 0
+            pages = ring_pages(window, build.tokens + build.redone) if window and rings else 0
             kept.setdefault((window, pages) if 0 < pages < pages_for(self.length) else (0, 0), []).append(number)
         self.stores: list[LayerStore] = []
         self._places: dict[int, tuple[LayerStore, int]] = {}

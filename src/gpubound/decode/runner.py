@@ -43,6 +43,7 @@ class RunnerConfig:
     tokens: int = 1  # of a row that a step may take
     weights: str | None = None  # their format, by name
     cache: CacheLayout = PLAIN
+    redone: int = 0  # of a row's last positions that a later step may write again, as after wrong drafts
 
     def __post_init__(self) -> None:
         for what, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):

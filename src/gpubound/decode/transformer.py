@@ -485,10 +485,12 @@ class FusedRunner(ViewRunner):
     def _fill(self, ids: Tensor, begin: int, lengths: Tensor) -> None:
         for group in self.spans:
             group.cache.ends = (begin + lengths).to(group.device)
-        for at in range(0, ids.shape[1], CHUNK):
-            self.streamed(ids[:, at : at + CHUNK], begin + at)  # a device may read a chunk while the next has the previous one
-        for group in self.spans:
-            group.cache.ends = None
+        try:
+            for at in range(0, ids.shape[1], CHUNK):
+                self.streamed(ids[:, at : at + CHUNK], begin + at)  # a device may read one while the next has the previous one
+        finally:
+            for group in self.spans:
+                group.cache.ends = None
 
     @torch.no_grad()
     def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:

@@ -91,7 +91,7 @@ class TokenRing:
     """Ring buffer of the last tokens of each sequence."""
 
     def __init__(self, span: int, width: int, build: RunnerConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self.size = span + build.tokens - 1
+        self.size = span + build.tokens + build.redone - 1
         self.data = torch.zeros(build.max_batch, self.size, width, device=device, dtype=dtype)
 
     def part(self, rows: slice) -> "TokenRing":
