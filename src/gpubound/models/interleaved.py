@@ -1,4 +1,4 @@
-"""GLM, GLM-4 and ERNIE 4.5: rotation of pairs (2i, 2i + 1), which for GLM are a part of each head.
+"""GLM, GLM-4, ERNIE 4.5 and Helium: rotation of pairs (2i, 2i + 1), which for GLM are a part of each head.
 
 The kernels rotate pairs (i, i + P). So each head's dimensions are put in that order first. Scores are the same where q and k
 have one order, and only keys for a cache of transformers get their own back.

@@ -1,7 +1,7 @@
 """Llama's attention, and sparse layers, whose router chooses a few experts for each token.
 
-Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE choose by a softmax. GLM-4-MoE, dots.llm1 and MiniMax-M2 choose by sigmoid scores plus a
-correction, the first two within groups. Qwen2-MoE, GLM-4-MoE and dots.llm1 also have an expert of every token.
+Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE choose by a softmax. MiniMax-M2, and GLM-4-MoE, dots.llm1 and Solar Open within groups,
+choose by sigmoid scores plus a correction. These three and Qwen2-MoE also have an expert of every token.
 
 Placing replaces norms and attention. Experts, the loop over layers, and the loss, which may include the router's, stay those of
 transformers.
