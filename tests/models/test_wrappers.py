@@ -99,8 +99,8 @@ def test_an_adapter_of_the_part_for_images_is_not_in_a_steps_way():
 
 
 def test_a_text_model_of_another_family_is_named():
-    model = build("llava", {"model_type": "olmo"})
-    assert "LlavaForConditionalGeneration around olmo" in gb.decoder(model, 1, 48).path
+    model = build("llava", {"model_type": "persimmon"})
+    assert "LlavaForConditionalGeneration around persimmon" in gb.decoder(model, 1, 48).path
 
 
 def test_a_step_on_texts_leaves_the_part_for_images_as_it_is():
