@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 import gpubound as gb
 from gpubound.models.hf_loading import load_foreign
+from gpubound.models.quantized import experts as fp4
 from gpubound.models.quantized.mxfp4 import MxExperts
 
 transformers = pytest.importorskip("transformers")
@@ -48,7 +49,7 @@ def write(folder):
     return model
 
 
-def test_experts_stay_in_mxfp4(tmp_path):
+def test_experts_stay_in_mxfp4(tmp_path, monkeypatch):
     twin = write(tmp_path)
     model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
     experts = [m for m in model.modules() if isinstance(m, MxExperts)]
@@ -56,10 +57,17 @@ def test_experts_stay_in_mxfp4(tmp_path):
     dense = twin.model.layers[0].mlp.experts
     assert torch.equal(experts[0].numbers("gate_up", 3, torch.float32), dense.gate_up_proj[3].t())
     assert torch.equal(experts[0].numbers("down", torch.tensor([5, 1]), torch.float32), dense.down_proj[[5, 1]].transpose(1, 2))
+    numbers, asked = MxExperts.numbers, []
+    recorded = lambda layer, part, some, dtype: asked.append(some) or numbers(layer, part, some, dtype)  # noqa: E731
+    monkeypatch.setattr(MxExperts, "numbers", recorded)
     with torch.no_grad():
-        for length in (3, 24):  # the chosen experts alone, and one expert at a time
+        for length, most in ((3, fp4.AT_ONCE), (3, 5 * 192 * 64 * 4), (24, fp4.AT_ONCE)):
+            monkeypatch.setattr(fp4, "AT_ONCE", most)
             ids = torch.randint(96, (1, length), generator=torch.Generator().manual_seed(length))
+            asked.clear()
             torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-5, atol=1e-5)
+            together = length == 3 and most > 6 * 192 * 64 * 4  # the chosen experts alone, or one expert at a time
+            assert {isinstance(one, torch.Tensor) for one in asked} == {together}
     decoder = gb.decoder(model, max_length=48)
     ids = torch.tensor([[5, 6, 7, 8]])
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -18,6 +18,7 @@ from ...layers.quantized_base import OnlyCodes
 from ..folder import CURE
 
 PARTS = ("gate_up", "down")
+AT_ONCE = 1 << 32  # bytes of gate and up that are dequantised together: 128 experts of gpt-oss-120b, 4.2 GB
 
 
 class Fp4Experts(OnlyCodes):
@@ -70,10 +71,12 @@ class Fp4Experts(OnlyCodes):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x = hidden_states
-        if top_k_index.numel() <= self.num_experts and not torch.is_grad_enabled():
+        rows, columns = self.shapes["gate_up"]
+        most = min(self.num_experts, AT_ONCE // (rows * columns * x.itemsize))
+        if top_k_index.numel() <= most and not torch.is_grad_enabled():
             ids = top_k_index.flatten()
-            rows = x.repeat_interleave(top_k_index.shape[1], 0)[..., None]
-            both = torch.bmm(self.numbers("gate_up", ids, x.dtype), rows)[..., 0] + self.bias("gate_up", ids)
+            each = x.repeat_interleave(top_k_index.shape[1], 0)[..., None]
+            both = torch.bmm(self.numbers("gate_up", ids, x.dtype), each)[..., 0] + self.bias("gate_up", ids)
             y = torch.bmm(self.numbers("down", ids, x.dtype), self.gated(both)[..., None])[..., 0] + self.bias("down", ids)
             return (y * top_k_weights.flatten()[:, None]).view(len(x), -1, x.shape[1]).sum(1).to(x.dtype)
         out = torch.zeros_like(x)
