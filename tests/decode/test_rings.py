@@ -11,6 +11,7 @@ from gpubound.decode.kv_cache import PAGE, Cache, WindowRing
 from gpubound.decode.runner import RunnerConfig
 from gpubound.kernels import dispatch
 from gpubound.models.decoding import Shape
+from gpubound.watch import watch
 
 from . import cases
 
@@ -84,6 +85,20 @@ def test_steps_of_a_draft_that_are_taken_back_overwrite_no_key_of_the_window(mon
         assert fast.generate(given, max_new_tokens=5).tokens_a_step < 6  # some drafts were wrong
         seen.append(torch.cat(logits))
     torch.testing.assert_close(*seen, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"cache": "fp8"}, {"pages": 9}], ids=str)
+def test_prompts_and_rollouts_never_wait_for_the_device(form, sim):
+    fast = gb.decoder(cases.build("Gemma3", device=sim, max_position_embeddings=LENGTH), 3, LENGTH, verify=False, **form)
+    assert fast.path == "" and fast.body.cache.ringed
+    given = cases.prompts(100, 3, 66)
+    want = fast.generate(given, max_new_tokens=4).tokens
+    with watch() as ledger:
+        assert fast.generate(given, max_new_tokens=4).tokens == want
+        found = {one.prompt: one.tokens for one in fast.rollout(given, n=2, max_new_tokens=[2, 4, 3], temperature=0.0)}
+    assert ledger.totals["syncs"] == 0, str(ledger)
+    assert [found[number] for number in range(3)] == [want[0][:2], want[1], want[2][:3]]
 
 
 @pytest.mark.slow
