@@ -382,7 +382,7 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.devi
     many = config.weights is None and config.max_batch * config.tokens > gemv_rows(config)
     view: Any  # of the weights, or the reason why the fused kernels cannot read them
     if family is not None:
-        view = "the model's layers have a step of their own"
+        view = "the model's layers have their own step"
     else:
         view = bind(model, config.max_length, many) if fused else "fused=False was asked for"
     for name, value in (("weights", config.weights), ("cache", config.cache.kind), ("pages", config.cache.pages)):

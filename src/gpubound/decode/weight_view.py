@@ -57,7 +57,7 @@ class WeightView:
         if isinstance(reader, str):
             raise GenerateError(f"{changed}: {reader}; build a new one.")
         if _devices(reader) != self.layer_devices:
-            raise GenerateError("decoder: layers lie on other devices than when their decoder was built; build a new one.")
+            raise GenerateError("decoder: layers are on other devices than when their decoder was built; build a new one.")
         shape, embed = reader.shape(), weight_of(reader.embedding)
         for name in (field.name for field in fields(shape) if field.name != "vocab"):
             before, after = getattr(self.shape, name), getattr(shape, name)
@@ -249,7 +249,7 @@ def _unlike(layers: Sequence[LayerWeights]) -> str | None:
 def unadded(model: nn.Module) -> str | None:
     """Return which projection has adapters, for a step that adds none."""
     name = next((key for key, layer in adapted_layers(model) if site_of(layer).adapters), None)
-    return None if name is None else f"{name}: it carries a low-rank adapter, which a step of its own does not add"
+    return None if name is None else f"{name}: it carries a low-rank adapter, which its own step does not add"
 
 
 def _closed(layer: nn.Module, coded: bool = False) -> str | None:

@@ -132,7 +132,7 @@ class ShardedModel:
                 kind = "another DTensor" if isinstance(parameter, DTensor) else "whole on every rank"
                 raise ValueError(
                     f"parameters: {name} is {kind}, others are sharded by fully_shard; call fully_shard on the whole model, "
-                    f"too, or freeze what is not to be sharded."
+                    f"too, or freeze the parameters that are not sharded."
                 )
         odd = next((p for p in self.pieces if tuple(p.parameter.placements) != (Shard(0),)), None)
         if odd is not None:

@@ -121,7 +121,7 @@ class Weights:
         if now != self._addresses:
             moved = next(slot.name for slot, a, b in zip(self.layout.slots, now, self._addresses) if a != b)
             raise ValueError(
-                f"parameters: {moved} no longer lies in the flat buffer it was moved to (a .to(), .data = or "
+                f"parameters: {moved} is no longer in the flat buffer it was moved to (a .to(), .data = or "
                 f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
             )
         if (versions := list(map(VERSION, self._parameters))) != self._versions:

@@ -35,7 +35,7 @@ def check_data(recipe: Recipe) -> None:
                     f"data_weights: {name} cannot have one; give files, folders and datasets of the hub, each once."
                 )
             if len(own.data) > 1 and name not in SOURCES and _is_corpus(name):
-                raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more beside it; give it alone.")
+                raise ValueError(f"data: {name} is a built corpus, got {len(own.data) - 1} more with it; give it alone.")
         for name in own.eval_data:
             if not Path(name).exists() and not is_hub_id(name):
                 raise ValueError(f"eval_data: {name} does not exist; give text files or folders, or a built corpus.")
@@ -141,7 +141,7 @@ def _build(recipe: Recipe, tokenizer: Tokenizer, path: Path, progress: bool) -> 
             classes=recipe.new_objective().class_names(),
         )
     except OtherCorpus as error:
-        advice = "Put back the data that this run began with to go on with it, or give another --out to begin anew."
+        advice = "Restore the data that this run began with to go on with it, or give another --out to begin anew."
         if not any(Path(recipe.out, "checkpoints").glob("step-*")):
             advice = "No checkpoint needs it yet: delete that folder, or give another --out."
         raise DataError(f"data: {path}: {error.what}. {advice}") from error

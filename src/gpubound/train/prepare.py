@@ -314,7 +314,7 @@ def fit_micro_batch(stages: list[Stage], tokenizer: Tokenizer, device: torch.dev
     if device.type != "cuda":
         raise ValueError("auto_batch: there is no GPU memory to try; on a CPU give --micro-batch yourself.")
     if len(stages) > 1:
-        raise ValueError("auto_batch: got phases, wanted a single one; give each phase a micro_batch of its own.")
+        raise ValueError("auto_batch: got phases, wanted a single one; give each phase its own micro_batch.")
     stage = stages[0]
 
     def attempt(recipe: Recipe) -> None:

@@ -282,7 +282,7 @@ class ShardedWeights(Weights):
         for piece in self._pieces:
             if not piece.settled():
                 raise ValueError(
-                    f"parameters: {piece.name} no longer lies in the flat buffer it was moved to (a .to() or "
+                    f"parameters: {piece.name} is no longer in the flat buffer it was moved to (a .to() or "
                     f"load_state_dict(assign=True) since?); copy new values into it in place, or make a new TrainStep."
                 )
 

@@ -239,7 +239,7 @@ def _check_optimizer(optimizer: Any, parameters: list[Parameter]) -> None:
     if ids != {id(p) for p in parameters}:
         raise ValueError(
             f"TrainStep: optimizer must hold the {len(parameters)} parameters that it is given, got one with {len(ids)}, "
-            f"some of them others; make it of the whole list that it is given, and freeze what is not to be trained."
+            f"some of them others; make it of the whole list that it is given, and freeze the parameters that are not trained."
         )
     arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]  # a scheduler wraps the instance's
     if needed := [p.name for p in arguments if p.default is p.empty and p.kind < 2]:

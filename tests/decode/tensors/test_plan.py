@@ -34,7 +34,7 @@ NOT_SLICED = {
     "columns": ("Llama", {"intermediate_size": 45}, 2, "layer 0 has 45 columns in its MLP, which do not divide by 2"),
     "words": ("Llama", {"vocab_size": 16}, 2, "its 16 words are fewer than 16 a device"),
     "experts": ("Mixtral", {}, 2, "layer 0 is a mixture of experts, of which none is sliced"),
-    "norms": ("Olmo2", {}, 2, "layer 0 norms all heads of a row together, which lie on different devices"),
+    "norms": ("Olmo2", {}, 2, "layer 0 norms all heads of a row together, which are on different devices"),
 }
 
 

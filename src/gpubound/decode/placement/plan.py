@@ -265,7 +265,7 @@ def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str
         if type(mlp) is not DenseWeights:
             return f"layer {number} is a mixture of experts, of which none is sliced"
         if any(norm is not None and len(norm.weight) != shape.head_dim for norm in (attention.q_norm, attention.k_norm)):
-            return f"layer {number} norms all heads of a row together, which lie on different devices"
+            return f"layer {number} norms all heads of a row together, which are on different devices"
         if len(mlp.gate.weight) % count:
             return f"layer {number} has {len(mlp.gate.weight)} columns in its MLP, which do not divide by {count}"
     return None

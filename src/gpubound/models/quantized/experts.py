@@ -118,7 +118,7 @@ def keep_fp4(place: Packed, codes: Tensor, scales: Tensor | None, name: str) -> 
 
 @contextmanager
 def built_with(module: Any, name: str, kind: type | None) -> Iterator[None]:
-    """Make a module of transformers build models with `kind` instead of its class `name` within the context. None: as it is"""
+    """Make a module of transformers build models with `kind` instead of its class `name` within the context. None: unchanged"""
     own = getattr(module, name)
     setattr(module, name, kind or own)
     try:

@@ -347,7 +347,7 @@ class PolyAttention(Attention):
         if keys.dim() != 2 or keys.dtype != torch.bool or keys.shape[1] != v.shape[1] or len(keys) not in (1, len(v)):
             raise ValueError(
                 f"PolyAttention: mask must be bool (batch, tokens) or (batch, 1, 1, tokens), True where there is a key, for a "
-                f"batch {tuple(v.shape[:2])}, got {mask.dtype} {shape}; what each token sees is said by causal and window."
+                f"batch {tuple(v.shape[:2])}, got {mask.dtype} {shape}; causal and window set what each token sees."
             )
         return torch.where(keys[..., None, None], v, 0.0)
 

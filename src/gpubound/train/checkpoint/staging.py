@@ -57,7 +57,7 @@ class Staging:
         if on_host := sum(size for name, size in sizes.items() if not copies[name].is_cuda):
             total = sum(sizes.values())
             most = f"{readable(total - on_host)} of {readable(total)}"
-            fallback(WHAT, f"beside the steps the GPU has room for {most}; the next step waits until the host has the rest")
+            fallback(WHAT, f"besides the steps the GPU has room for {most}; the next step waits until the host has the rest")
         # The reading stream waits for this event.
         self._done = None if self._gpu is None else torch.cuda.current_stream(self._gpu).record_event()
         return copies

@@ -97,7 +97,7 @@ class Distillation(WordLoss):
         if teacher is model or shared:
             raise ValueError(
                 f"distillation: teacher: its {shared[0] if shared else 'weights'} would train with the model; give a copy "
-                f"(copy.deepcopy), which stays as it is."
+                f"(copy.deepcopy), which stays unchanged."
             )
         elsewhere = next((p.device for p in teacher.parameters() if p.device != device), device)
         if elsewhere != device:

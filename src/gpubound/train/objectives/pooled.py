@@ -353,6 +353,6 @@ class _GatherTexts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, gradients):
-        gradients = gradients.clone(memory_format=torch.contiguous_format)  # autograd's own may not be written
+        gradients = gradients.clone(memory_format=torch.contiguous_format)  # autograd's own must not be written
         ctx.ranks.sum(gradients)
         return gradients[ctx.ranks.rank], None

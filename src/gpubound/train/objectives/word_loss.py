@@ -153,7 +153,7 @@ class WordLoss(Objective):
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
                 f"{self.name}: {type(model).__name__} gives logits for {tuple(logits.shape[:-1])} (rows, tokens), wanted "
-                f"{tuple(labels.shape)} as there are labels; where the model adds tokens of its own, as PEFT's prompts do, "
+                f"{tuple(labels.shape)} as there are labels; where the model adds its own tokens, as PEFT's prompts do, "
                 f"pass a loss that knows them: (model, batch) -> (sum, count)."
             )
 
