@@ -90,7 +90,7 @@ def test_what_a_run_cannot_begin_with(corpus, tmp_path):
             prepare(recipe(corpus, tmp_path / "new", **changes), progress=False)
         return str(error.value)
 
-    assert refusal(model="12m").startswith(f"model: got '12m', wanted one of {', '.join(presets())} (-tiny behind ")
+    assert refusal(model="12m").startswith(f"model: got '12m', wanted one of {', '.join(presets())} (with -tiny added: ")
     assert refusal(data=("nowhere.txt",)) == message("train/run_refusals:what_a_run_cannot_begin")
     book = tmp_path / "book.txt"
     book.write_text("A text. " * 500)
