@@ -68,6 +68,23 @@ def edges() -> list[int]:
 
 @pytest.mark.slow
 @torch.no_grad()
+@pytest.mark.slow
+def test_steps_of_a_draft_that_are_taken_back_leave_the_window_as_it_was():
+    """A draft takes a step a token, and begins again after the last right one: as a body with room for all of them."""
+    model, other = build(), build()
+    with torch.no_grad():
+        other.lm_head.weight.neg_()  # so that no draft is right
+    fast = gb.decoder(model, 1, ROOM, speculate=gb.Draft(other, 6), verify=False)
+    draft, given = fast.stepper.drafting, text(40).tolist()
+    one, logits = draft.step, []
+    draft.step = lambda *inputs: logits.append(one(*inputs).clone()) or logits[-1]
+    found = fast.generate(given, max_new_tokens=4)
+    assert found.tokens_a_step == 1
+    firsts = torch.cat(logits[:: fast.stepper.tokens])  # after the tokens of the text
+    want = own_logits(other, torch.tensor([*given, *found.tokens[0]]))[len(given) - 1 :]
+    torch.testing.assert_close(firsts, want[: len(firsts)], **EXACT)
+
+
 def test_what_was_recorded_at_one_length_serves_any_other():
     """The ops of a step as a graph would hold them: traced at one length, replayed at others, beside the model."""
     model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["moe", "hash_moe"], hc_sinkhorn_iters=1)
