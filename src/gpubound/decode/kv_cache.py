@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .runner import RunnerConfig
 
 PAGE = 64  # positions: a tile of the attention kernel
+Pairs = list[tuple[Tensor, Tensor]]  # a layer's tensor, and what is written to it
 
 
 @dataclass(frozen=True)
@@ -112,32 +113,37 @@ class LayerStore:
             cache = cache._replace(k_scale=self.k_scale[place, stored], v_scale=self.v_scale[place, stored])
         return cache if self.pages is None else cache._replace(pages=self.pages[rows])
 
-    def write(self, cache: Tensor, new: Tensor, start: int, targets: Tensor | None, ends: Tensor | None) -> Tensor:
-        """Write a prompt's values (B, T, K, ...) to one layer's tensor, from position `start` on.
+    def write(self, pairs: Pairs, start: int, targets: Tensor | None, ends: Tensor | None) -> list[Tensor]:
+        """Write a prompt's values (B, T, K, ...) to the tensors of one layer, from position `start` on.
 
-        Return what the prompt attends to: all values of the rows so far, or those since the first that is in a window.
+        Return what the prompt attends to of each tensor: all values of the rows so far, or those since the first in a window.
 
         targets: (B, C) rows that get C copies each; None: the first B. ends: (B,) positions after the rows' last tokens, after
         which the prompts are padded; None: there is no padding.
         """
-        rows, end = len(new), start + new.shape[1]
+        rows, tokens, device = len(pairs[0][1]), pairs[0][1].shape[1], pairs[0][1].device
+        end = start + tokens
         if self.pages is None and targets is None:
-            cache[:rows, :, start:end] = new.transpose(1, 2)
-            return cache[:rows, :, :end]
+            for cache, new in pairs:
+                cache[:rows, :, start:end] = new.transpose(1, 2)
+            return [cache[:rows, :, :end] for cache, _ in pairs]
         if self.pages is None:
             assert targets is not None
-            words(cache, new)[targets, :, start:end] = words(new, cache).transpose(1, 2)[:, None]
-            return cache[targets[:, 0], :, :end] if start else new.transpose(1, 2)
+            for cache, new in pairs:
+                words(cache, new)[targets, :, start:end] = words(new, cache).transpose(1, 2)[:, None]
+            return [cache[targets[:, 0], :, :end] if start else new.transpose(1, 2) for cache, new in pairs]
         pages = (self.pages[:rows, None] if targets is None else self.pages[targets]).long()  # (B, C, pages of a row)
-        position = torch.arange(start, end, device=new.device)
-        words(cache, new)[pages.index_select(2, position // PAGE), :, position % PAGE] = words(new, cache)[:, None]
-        stored = cache[pages[:, 0, : pages_for(end)]]  # (B, pages, K, PAGE, ...)
-        return stored.transpose(1, 2).flatten(2, 3)[:, :, :end]
+        position = torch.arange(start, end, device=device)
+        at = pages.index_select(2, position // PAGE), slice(None), position % PAGE
+        for cache, new in pairs:
+            words(cache, new)[at] = words(new, cache)[:, None]
+        stored = pages[:, 0, : pages_for(end)]
+        return [cache[stored].transpose(1, 2).flatten(2, 3)[:, :, :end] for cache, _ in pairs]  # (B, pages, K, PAGE, ...)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` positions of the rows `sources` to the rows `targets`. Pages move by their table instead."""
         for t in self.tensors if self.pages is None else ():
-            for layer in t.view(torch.uint8) if t.dtype in KINDS.values() else t:
+            for layer in as_integers(t):
                 layer[targets, :, :length] = layer[sources, :, :length]
 
 
@@ -165,26 +171,26 @@ class WindowRing(LayerStore):
         first = count * torch.arange(rows, device=device, dtype=torch.int32)
         self.pages = first[:, None] + torch.arange(pages_for(length), device=device, dtype=torch.int32) % count
 
-    def write(self, cache: Tensor, new: Tensor, start: int, targets: Tensor | None, ends: Tensor | None) -> Tensor:
-        rings, end, size = cache.unflatten(0, (-1, self.count)), start + new.shape[1], self.count * PAGE
-        place = torch.arange(size, device=new.device)
+    def write(self, pairs: Pairs, start: int, targets: Tensor | None, ends: Tensor | None) -> list[Tensor]:
+        (rows, tokens), device, size = pairs[0][1].shape[:2], pairs[0][1].device, self.count * PAGE
         # The last position of each place that the row has by now. A place whose position came before `start` stays.
-        last = torch.full((len(new),), end, device=new.device) if ends is None else ends.clamp(max=end)
-        position = last[:, None] - 1 - (last[:, None] - 1 - place) % size
-        row = torch.arange(len(new), device=new.device)[:, None]
-        written = new[row, (position - start).clamp(min=0)]  # (B, size, K, ...)
-        rows = slice(len(new)) if targets is None else targets[:, 0]
-        before = rings[rows].transpose(2, 3).flatten(1, 2)
-        kept = (position < start).view(*position.shape, *[1] * (new.dim() - 2))
-        after = torch.where(kept, before, written).unflatten(1, (self.count, PAGE)).transpose(2, 3)
-        first = max(0, start + 1 - self.window)
-        seen = torch.cat([before[:, torch.arange(first, start, device=new.device) % size], new], 1) if start else new
-        if targets is None:
-            rings[: len(new)] = after
-        else:
-            copies = after[:, None].expand(-1, targets.shape[1], *after.shape[1:]).flatten(0, 1)
-            as_integers(rings).index_copy_(0, targets.flatten(), as_integers(copies))
-        return seen.transpose(1, 2)
+        last = torch.full((rows,), start + tokens, device=device) if ends is None else ends.clamp(max=start + tokens)
+        position = last[:, None] - 1 - (last[:, None] - 1 - torch.arange(size, device=device)) % size
+        source = torch.arange(rows, device=device)[:, None], (position - start).clamp(min=0)
+        earlier = torch.arange(max(0, start + 1 - self.window), start, device=device) % size  # in the window of the first token
+        results = []
+        for cache, new in pairs:
+            rings = cache.unflatten(0, (-1, self.count))
+            before = rings[slice(rows) if targets is None else targets[:, 0]].transpose(2, 3).flatten(1, 2)
+            stays = (position < start).view(*position.shape, *[1] * (new.dim() - 2))
+            after = torch.where(stays, before, new[source]).unflatten(1, (self.count, PAGE)).transpose(2, 3)
+            results.append((torch.cat([before[:, earlier], new], 1) if start else new).transpose(1, 2))
+            if targets is None:
+                rings[:rows] = after
+            else:
+                copies = after[:, None].expand(-1, targets.shape[1], *after.shape[1:]).flatten(0, 1)
+                as_integers(rings).index_copy_(0, targets.flatten(), as_integers(copies))
+        return results
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         for t in self.tensors:
@@ -201,6 +207,7 @@ class Cache:
     first = 0  # the cache's row of a step's first row; not 0 for a later lane
     targets: Tensor | None = None  # see LayerStore.write
     ends: Tensor | None = None
+    shared: LayerStore | None = None  # whose pages all rows share
 
     def __init__(
         self,
@@ -215,14 +222,14 @@ class Cache:
         layout, self.rows, self.length = build.cache, build.max_batch, build.max_length
         self.layout, self.dtype, self.layers, self.device = layout, dtype, [*windows], device
         self.kind = None if layout.kind is None else KINDS[layout.kind]
-        kept: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
+        groups: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
         for number, window in windows.items():
             pages = ring_pages(window, build.tokens + build.redone) if window and rings else 0
-            kept.setdefault((window, pages) if 0 < pages < pages_for(self.length) else (0, 0), []).append(number)
+            groups.setdefault((window, pages) if 0 < pages < pages_for(self.length) else (0, 0), []).append(number)
         self.stores: list[LayerStore] = []
         self._places: dict[int, tuple[LayerStore, int]] = {}
         rest = shape, self.kind or dtype, device
-        for (window, pages), numbers in kept.items():
+        for (window, pages), numbers in groups.items():
             if pages:
                 store: LayerStore = WindowRing(len(numbers), self.rows, self.length, window, pages, *rest)
             elif layout.pages is None:
@@ -233,8 +240,6 @@ class Cache:
             self.stores.append(store)
             self._places |= {number: (store, place) for place, number in enumerate(numbers)}
         self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
-
-    shared: LayerStore | None = None  # whose pages all rows share
 
     @property
     def pages(self) -> Tensor | None:
@@ -259,8 +264,8 @@ class Cache:
         """Return the bytes of keys and values that a step of rows of these lengths reads."""
         total = 0
         for store in self.stores:
-            seen = map(min, lengths, repeat(store.window)) if store.window else lengths
-            total += store.bytes_a_token * sum(seen)
+            read = map(min, lengths, repeat(store.window)) if store.window else lengths
+            total += store.bytes_a_token * sum(read)
         return total
 
     def reserve(self, limits: Tensor) -> None:
@@ -292,17 +297,16 @@ class Cache:
 
         Return those that the prompt attends to, (B, K, S, D); the last T are the new ones.
         """
-        (store, place), results = self._places[number], []
+        store, place = self._places[number]
+        if self.kind is None or store.k_scale is None or store.v_scale is None:
+            k, v = store.write([(store.k[place], k), (store.v[place], v)], start, self.targets, self.ends)
+            return k, v
+        pairs: Pairs = []
         for cache, scales, new in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
-            if self.kind is None or scales is None:
-                results.append(store.write(cache[place], new, start, self.targets, self.ends))
-                continue
             codes, scale = encode(new, self.kind)
-            # fp8 has no index
-            stored = store.write(cache[place].view(torch.uint8), codes.view(torch.uint8), start, self.targets, self.ends)
-            scale = store.write(scales[place], scale, start, self.targets, self.ends)
-            results.append(decode(stored.view(self.kind), scale, self.dtype))
-        return results[0], results[1]
+            pairs += [(as_integers(cache[place]), as_integers(codes)), (scales[place], scale)]  # fp8 has no index
+        k, k_scale, v, v_scale = store.write(pairs, start, self.targets, self.ends)
+        return decode(k.view(self.kind), k_scale, self.dtype), decode(v.view(self.kind), v_scale, self.dtype)
 
     def clear_after(self, end: int) -> None:
         """Fill the positions of the targets from `end` on with zeros, of a cache without rings and pages."""
