@@ -177,8 +177,7 @@ class Run:
         self.objective = self.stage.recipe.new_objective(self.tokenizer)
         with self.memory("make step"):
             self.step = self.stage.recipe.make_step(self.model, self.objective, self.device, self.ranks)
-        frozen = sum(p.nbytes for p in self.model.parameters() if not p.requires_grad)
-        self.memory.known = self.step.memory | {"frozen weights": frozen}
+        self.memory.known = self.step.memory
         self.references = []
         if self.objective.needs_reference(self.model):
             stored = stored_values(checkpoint, self.stage, new_rows) if checkpoint else None
