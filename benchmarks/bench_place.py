@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,10 +19,12 @@ from gpubound import measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import resolve
 from gpubound.errors import MeasureError
+from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.trace import strict
 
 from . import results
 from .harness import Bench, chosen, need_transformers
+from .memory_rows import keep_phases, peaks_in
 from .shapes import SHAPES, llama_config
 
 CONTESTANTS = ("ours", "liger", "eager", "compile")
@@ -33,7 +36,7 @@ class Setting:
     shape: str
     seq: int
     micro: int
-    gate: float
+    gate: float | None
     work: str = "forward+backward"
 
     @property
@@ -41,7 +44,11 @@ class Setting:
         return f"{self.shape} seq {self.seq} micro {self.micro} {self.work}"
 
 
-SETTINGS = {"1b": Setting("1b", 2048, 4, 1.05), "350m": Setting("350m", 1024, 16, 1.10), "tiny": Setting("tiny", 16, 2, 1.0)}
+SETTINGS = {
+    "1b": Setting("1b", 2048, 4, 1.05), "350m": Setting("350m", 1024, 16, 1.10), "8b": Setting("8b", 2048, 1, None),
+    "tiny": Setting("tiny", 16, 2, 1.0),
+}  # fmt: skip
+PLACING = int(1.5 * 2**30)  # bytes that placing may reserve besides the weights
 # Each contestant rounds to bf16 at its own places through every layer; the loss is a mean over thousands of tokens.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-2, 5e-2
 
@@ -54,7 +61,7 @@ class Place:
     """
 
     shapes: str = "1b,350m"
-    """Shapes, by comma: 1b (seq 2048, micro 4), 350m (seq 1024, micro 16)."""
+    """Shapes, by comma: 1b (seq 2048, micro 4), 350m (seq 1024, micro 16), 8b (seq 2048, micro 1)."""
     peers: str = "liger,eager,compile"
     """Peers, by comma."""
     rounds: int = 10
@@ -85,12 +92,23 @@ def main(argv: Sequence[str]) -> int:
 def contest(bench: Bench, setting: Setting, names: Sequence[str], rounds: int, flops_per_s: float) -> None:
     """Build every contestant, check that they agree on loss and gradient norm, then let them run in turn."""
     ready, seconds = in_turn(bench, setting.case, {name: Worker(name, setting.shape, bench.dry) for name in names}, rounds)
+    if peaks := peaks_in(ready.get("ours", {}).get("phases", {})):
+        limits = {"place": ("the weights and 1.5 GiB", ready["ours"]["weights"] + PLACING, 1.0)}
+        peers = {name: peaks_in(ready[name]["phases"]) for name in seconds if name != "ours"}
+        keep_phases(bench, setting.case, peaks, limits, peers)
     if len(seconds) < 2:
         return
     found = measure.compare_samples(seconds, clock="device events" if bench.device.type == "cuda" else "perf_counter")
     tokens = setting.seq * setting.micro
     ceiling = ("bf16 rate", flops_per_s / SHAPES[setting.shape].train_flops_per_token(setting.seq))
-    bench.keep(setting.case, found, unit="tok/s", amount=tokens, ceiling=ceiling, gates={"liger": setting.gate})
+    bench.keep(
+        setting.case,
+        found,
+        unit="tok/s",
+        amount=tokens,
+        ceiling=ceiling,
+        gates={} if setting.gate is None else {"liger": setting.gate},
+    )
     if bench.device.type == "cuda":
         peaks = {name: ready[name]["peak_gib"] for name in seconds}
         bench.figure(f"{setting.case} peak memory", "GiB", peaks.pop("ours"), peaks, {})
@@ -166,27 +184,33 @@ class Worker:
 
 def serve(name: str, setting: Setting, device: torch.device) -> int:
     """A contestant's life: build, warm up, say the loss and the gradient norm, then a round for every line on stdin."""
-    step = contestant(name, setting, device)
-    on_gpu = device.type == "cuda"
-    model, loss = step()
+    memory, on_gpu = MemoryPhases(device), device.type == "cuda"
+    step = contestant(name, setting, device, memory)
+    with memory("first step"):
+        model, loss = step()
+        answer: dict[str, Any] = {"loss": loss.item(), "peak_gib": 0.0}
     norm = torch.nn.utils.get_total_norm([p.grad.float() for p in model.parameters() if p.grad is not None])
-    answer = {"loss": loss.item(), "gradient_norm": norm.item(), "peak_gib": 0.0}
-    for _ in range(3 if on_gpu else 1):
-        step()
+    answer |= {"gradient_norm": norm.item(), "weights": sum(p.nbytes for p in model.parameters())}
+    if on_gpu:
+        torch.cuda.empty_cache()  # of the gradients in fp32
+    with memory("steps"):
+        for _ in range(3 if on_gpu else 1):
+            step()
     if on_gpu:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
         answer["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
-    tell(answer)
+    tell(answer | {"phases": {phase: peak._asdict() for phase, peak in memory.peaks.items()}})
     for _ in sys.stdin:
         tell({"seconds": measure.time(step, warmup=0, runs=3 if on_gpu else 1, device=device).median_s})
     return 0
 
 
-def contestant(name: str, setting: Setting, device: torch.device) -> Callable[[], tuple]:
-    """One step of it: gradients cleared, forward with the loss, backward. Weights and batch are the same for all."""
+def contestant(name: str, setting: Setting, device: torch.device, memory: MemoryPhases) -> Callable[[], tuple]:
+    """One step of it: gradients cleared, forward with the loss, backward. Weights and batch are the same for all. `memory`
+    measures the phase of placing."""
     from transformers import LlamaForCausalLM
 
     if name == "liger":
@@ -205,7 +229,9 @@ def contestant(name: str, setting: Setting, device: torch.device) -> Callable[[]
     if name == "ours":
         from gpubound.place import place
 
-        print(place(model, device), file=sys.stderr)
+        with memory("place"):
+            table = place(model, device)
+        print(table, file=sys.stderr)
     forward = torch.compile(model) if name == "compile" else model
 
     def step() -> tuple:

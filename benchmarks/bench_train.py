@@ -18,6 +18,7 @@ from gpubound.device import resolve
 
 from . import results
 from .harness import Bench, asked, chosen, importable
+from .memory_rows import keep_phases, peaks_in
 from .serving import Job
 from .shapes import SHAPES
 from .train_worker import CONTENDERS
@@ -141,22 +142,13 @@ def first_step(bench: Bench, case: str, worker: Worker) -> None:
     bench.figure(case, "s", worker.facts["first_step_s"], {"budget": FIRST_STEP_S}, {"budget": 1.0})
 
 
-def tell_phases(bench: Bench, name: str, mine: Worker) -> None:
-    """What each phase reserved of the GPU at its peak, and allocated. A first step may reserve 5 % more than others."""
-    peaks = mine.facts.get("phases", {})
-    for phase, peak in peaks.items():
-        beside, gates = {"allocated": peak["allocated"] / 2**30}, dict[str, float]()
-        if phase == "first step":
-            beside, gates = {"a later step": peaks["steps"]["reserved"] / 2**30} | beside, {"a later step": 1 / 1.05}
-        bench.figure(f"{name} memory, {phase}", "GiB", peak["reserved"] / 2**30, beside, gates)
-
-
 def tell_start(bench: Bench, name: str, mine: Worker) -> None:
     """What is known of ours before anything is timed: that it is a graph, how long it took to begin, that no step waits."""
     if bench.device.type == "cuda" and not mine.facts["captured"]:
         bench.wrong.append(f"{name}: ours did not run as a graph; the reason is above")
     first_step(bench, f"{name} first step", mine)
-    tell_phases(bench, name, mine)
+    if peaks := peaks_in(mine.facts.get("phases", {})):  # a first step may reserve 5 % more than others
+        keep_phases(bench, name, peaks, {"first step": ("a later step", peaks["steps"].reserved, 1 / 1.05)})
     if "syncs" in mine.facts:
         bench.figure(f"{name} host syncs", "syncs", mine.facts["syncs"], {"budget": 0}, {"budget": 1.0})
 

@@ -11,9 +11,11 @@ import torch
 import gpubound
 from gpubound import measure
 from gpubound.kernels.decode_attention import KINDS
+from gpubound.measure.memory_phases import MemoryPhases
 
 from .decode_peers import NEW
 from .harness import Bench, release
+from .memory_rows import keep_phases
 from .shapes import shape_of
 
 ROWS, PLACES = 32, 4096
@@ -30,9 +32,13 @@ def measure_cache(bench: Bench, name: str, model: Any, rounds: int, read_bytes_p
     seconds: dict[str, list[float]] = {}
     least: dict[str, int] = {}
     for form, options in forms.items():  # one after the other: together their caches would not leave room for the prompts
-        decoder = gpubound.decoder(model, rows, places, **options)
+        memory = MemoryPhases(bench.device)
+        with memory("make decoder"):
+            decoder = gpubound.decoder(model, rows, places, **options)
         least[form] = decoder.body.bytes_a_step([places - NEW // 2] * rows)
-        found = [decoder.generate(ids, max_new_tokens=NEW, stop=()) for _ in range(rounds + 1)][1:]
+        with memory("generate"):
+            found = [decoder.generate(ids, max_new_tokens=NEW, stop=()) for _ in range(rounds + 1)][1:]
+        keep_phases(bench, f"{name} batch {rows} at {places} tokens, {form} cache", memory.peaks)
         seconds[form] = [result.seconds - result.first_token_s for result in found]
         del decoder
         release(bench.device)

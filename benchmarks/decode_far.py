@@ -10,11 +10,13 @@ import torch
 
 import gpubound
 from gpubound import measure
+from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.trace import strict
 
 from .decode_goals import GOALS
 from .decode_peers import GAP, NEW, SPARSE_GAP, gap, is_sparse
 from .harness import Bench, asked, release
+from .memory_rows import keep_phases
 from .shapes import shape_of
 
 TEXT, DRY = 4096, 40
@@ -25,9 +27,12 @@ def measure_far(bench: Bench, name: str, model: Any, rounds: int, read_bytes_per
     text = DRY if bench.dry else TEXT
     case = f"{name} batch 1 behind {text} tokens"
     ids = torch.randint(shape_of(name).vocab, (1, text), generator=torch.Generator().manual_seed(0))
-    with strict():
+    memory = MemoryPhases(bench.device)
+    with memory("make decoder"), strict():
         decoder = gpubound.decoder(model, 1, text + NEW)
-    results = [decoder.generate(ids.tolist(), max_new_tokens=NEW, stop=()) for _ in range(rounds + 1)]
+    with memory("generate"):
+        results = [decoder.generate(ids.tolist(), max_new_tokens=NEW, stop=()) for _ in range(rounds + 1)]
+    keep_phases(bench, case, memory.peaks)
     far = gap(model, ids.to(bench.device), torch.tensor(results[0].tokens))
     if not far <= (SPARSE_GAP if is_sparse(name) else GAP):
         bench.wrong.append(f"{case}: tokens lie up to {far:.2f} deviations below the model's own; not timed")

@@ -14,6 +14,7 @@ from gpubound.errors import MeasureError
 from .decode_goals import GOALS
 from .decode_start import MARK
 from .harness import Bench
+from .memory_rows import keep_phases, peaks_in
 
 BEYOND_BYTES = 100e6  # beyond weights and cache
 
@@ -32,6 +33,7 @@ def measure_start(bench: Bench, name: str) -> None:
             case = f"{name} first token, fresh process, {state} Triton cache"
             bench.figure(case, "s", facts["first_token_s"], {"budget": goal.first_token_s}, gates)
             print(f"{'':44} {facts['built_s']:.2f} s of it until the decoder is built and verified", flush=True)
+    keep_phases(bench, f"{name} fresh process", peaks_in(facts["phases"]))
     if facts["path"]:
         bench.wrong.append(f"{name}: ours took the model's own forward: {facts['path']}")
     if "syncs" in facts:

@@ -9,12 +9,14 @@ import torch
 import gpubound
 from gpubound import measure
 from gpubound.formatting import quantity
+from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.trace import strict
 
 from .decode_goals import GOALS
 from .decode_peers import CONTENDERS, GAP, LENGTH, NEW, PROMPT, SPARSE_GAP, Contender, build_model, is_sparse, ours, prompts
 from .decode_turns import judged, take_turns
 from .harness import Bench, asked, release
+from .memory_rows import keep_phases
 
 ROOFLINE = 0.5  # of a batch: no step takes longer than reading its weights and its cache twice; one row is latency
 PACKED = {"int4": 1.8, "int8": None, "fp8": None}  # copies of the weights -> gate at 8b, over the live ones
@@ -32,14 +34,17 @@ def measure_speed(
 ) -> dict[str, list[float]]:
     """Seconds of each, round by round; nothing where ours could not be timed. `note` stands behind the shape's name."""
     case, ids = f"{name}{note} batch {rows}", prompts(name, rows, bench.device)
-    with strict():
+    memory = MemoryPhases(bench.device)
+    with memory("make decoder"), strict():
         decoder = gpubound.decoder(model, rows, LENGTH)
     if decoder.path:
         bench.wrong.append(f"{case}: ours took the model's own forward: {decoder.path}")
         return {}
     mine = ours(decoder)
-    for _ in range(2):  # a prefill is captured when its size comes again
-        mine(ids)
+    with memory("generate"):
+        for _ in range(2):  # a prefill is captured when its size comes again
+            mine(ids)
+    keep_phases(bench, case, memory.peaks)
     makers: dict[str, Callable[[], Contender]] = {"ours": lambda: mine}
     makers |= {peer: partial(CONTENDERS[peer], model, rows) for peer in peers}
     limit = SPARSE_GAP if is_sparse(name) else GAP
@@ -79,11 +84,18 @@ def measure_packed(bench: Bench, name: str, model: Any, rounds: int, read_bytes_
     """One row over rounded copies of the weights, beside the live ones; each kind beside its own roofline."""
     ids = prompts(name, 1, bench.device)
     for kind, gate in PACKED.items():
-        decoders = {"ours": gpubound.decoder(model, 1, LENGTH, weights=kind), "bf16": gpubound.decoder(model, 1, LENGTH)}
+        memory = MemoryPhases(bench.device)
+        with memory("make decoder"):
+            decoders = {"ours": gpubound.decoder(model, 1, LENGTH, weights=kind)}
+        with memory("generate"):
+            for _ in range(2):
+                ours(decoders["ours"])(ids)
+        case = f"{name} batch 1 {kind}"
+        keep_phases(bench, case, memory.peaks)
+        decoders["bf16"] = gpubound.decoder(model, 1, LENGTH)
         contenders = {who: ours(decoder) for who, decoder in decoders.items()}
-        for work in contenders.values():
-            work(ids)
-            work(ids)
+        for _ in range(2):
+            contenders["bf16"](ids)
         least = decoders["ours"].body.bytes_a_step([PROMPT + NEW // 2])
         budget, gates, moonshots = asked(GOALS[name].packed.get(kind), NEW, rounds)
         seconds = take_turns(contenders, ids, rounds) | budget
@@ -91,7 +103,7 @@ def measure_packed(bench: Bench, name: str, model: Any, rounds: int, read_bytes_
         if gate and name == "8b":
             gates |= {"bf16": gate}
         bench.keep(
-            f"{name} batch 1 {kind}", found, unit="tok/s", amount=NEW, ceiling=("roofline", read_bytes_per_s / least),
+            case, found, unit="tok/s", amount=NEW, ceiling=("roofline", read_bytes_per_s / least),
             gates=gates, moonshots=moonshots,
         )  # fmt: skip
         del decoders, contenders

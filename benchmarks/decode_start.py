@@ -26,17 +26,22 @@ def main(shape: str, device: torch.device) -> dict[str, Any]:
     begun = time.perf_counter()
 
     import gpubound
+    from gpubound.measure.memory_phases import MemoryPhases
     from gpubound.trace import strict
 
+    memory = MemoryPhases(device)
     with strict():
-        decoder = gpubound.decoder(model, max_length=LENGTH)
+        with memory("make decoder"):
+            decoder = gpubound.decoder(model, max_length=LENGTH)
         built_s = time.perf_counter() - begun
-        stream = decoder.stream(ids, max_new_tokens=NEW, stop=())
-        next(stream)
-        facts: dict[str, Any] = {"first_token_s": time.perf_counter() - begun, "built_s": built_s, "path": decoder.path}
-        for _ in stream:
-            pass
-        decoder.generate(ids, max_new_tokens=NEW, stop=())  # by now everything is captured
+        with memory("generate"):
+            stream = decoder.stream(ids, max_new_tokens=NEW, stop=())
+            next(stream)
+            facts: dict[str, Any] = {"first_token_s": time.perf_counter() - begun, "built_s": built_s, "path": decoder.path}
+            for _ in stream:
+                pass
+            decoder.generate(ids, max_new_tokens=NEW, stop=())  # by now everything is captured
+        facts["phases"] = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
         if device.type == "cuda":
             facts["beyond_bytes"] = free_before - free_bytes(device) - cache_bytes(shape, model.dtype)
             facts["syncs"] = syncs(lambda: decoder.generate(ids, max_new_tokens=NEW, stop=()))

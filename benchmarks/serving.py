@@ -59,6 +59,8 @@ def introduce(job: Job, contender: Contender) -> tuple[Step, dict[str, Any]]:
     """The step, ready, and what is known of it: seconds to the first one done, its loss, peak memory, host syncs."""
     torch.ones(256, 256, device=job.device) @ torch.ones(256, 256, device=job.device)  # the context is nobody's first step
     settle(job.device)
+    if job.device != "cpu":  # what drawing fp32 weights has left is not reserved by a phase
+        torch.cuda.empty_cache()
     memory = contender.memory or MemoryPhases(torch.device(job.device))
     began = time.perf_counter()
     step = contender.start()

@@ -206,7 +206,7 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
             ("--only", "rmsnorm"),
             "gpubound bench: --only: got 'rmsnorm', wanted some of rms_norm, add_rms_norm, ",
         ),
-        (bench_place, ("--shapes", "2b"), "gpubound bench: --shapes: got '2b', wanted some of 1b, 350m, tiny."),
+        (bench_place, ("--shapes", "2b"), "gpubound bench: --shapes: got '2b', wanted some of 1b, 350m, 8b, tiny."),
         (bench_graph, ("--shape", "2b"), "gpubound bench: --shape: got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
     ],
 )
@@ -227,7 +227,10 @@ def test_bench_place_takes_turns_and_checks_the_loss(monkeypatch, tmp_path):
             if self.name == "compile":
                 return None  # it could not start
             loss = {"ours": 5.0, "eager": 5.001, "liger": 5.5}[self.name]
-            return {"loss": loss, "gradient_norm": 1.0, "peak_gib": 1.0}
+            phases = {"first step": {"allocated": 6 * 2**30, "reserved": 7 * 2**30}}
+            if self.name == "ours":
+                phases["place"] = {"allocated": 3 * 2**30, "reserved": 4 * 2**30}
+            return {"loss": loss, "gradient_norm": 1.0, "peak_gib": 1.0, "weights": 2**30, "phases": phases}
 
         def round(self):
             return {"ours": 0.1, "eager": 0.2}[self.name]
@@ -242,7 +245,14 @@ def test_bench_place_takes_turns_and_checks_the_loss(monkeypatch, tmp_path):
     case = "1b seq 2048 micro 4 forward+backward"
     assert bench.wrong == [message("bench:bench_place_takes_turns", case)]
     assert bench.unmeasured == [f"{case}: compile could not start"] and stopped == names
-    found = {line.peer_name: line for line in bench.lines}
+    memory = [(line.case, line.ours, line.peer_name, line.peer, line.gate) for line in bench.lines if line.unit == "GiB"]
+    assert memory == [
+        (f"{case} memory, first step", 7, "allocated", 6, None),
+        (f"{case} memory, first step", 7, "eager", 7, None),
+        (f"{case} memory, place", 4, "the weights and 1.5 GiB", 2.5, 1.0),
+        (f"{case} memory, place", 4, "allocated", 3, None),
+    ]
+    found = {line.peer_name: line for line in bench.lines if line.unit != "GiB"}
     assert found.keys() == {"eager", "bf16 rate"} and found["eager"].ratio == 2.0
     assert found["eager"].ours == pytest.approx(8192 / 0.1)
     assert found["bf16 rate"].ratio == pytest.approx(8192 / 0.1 * SHAPES["1b"].train_flops_per_token(2048) / 800e12, rel=1e-3)

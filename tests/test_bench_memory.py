@@ -3,8 +3,11 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import bench_memory, memory_worker
+from benchmarks.harness import Bench
+from benchmarks.memory_rows import keep_phases, peaks_in
 from benchmarks.serving import MARK
 from gpubound.device import CONTEXT
 
@@ -22,6 +25,18 @@ def test_the_command_of_a_script_is_decoded(capsys):
     memory_worker.main({"recipe": str(bench_memory.RECIPES / "decode_8b_8gb.sh"), "device": "cpu", "dry": True})
     facts = json.loads(capsys.readouterr().out.splitlines()[-1].removeprefix(MARK))
     assert facts["peaks"] == {} and 0 < facts["state"]["weights"] < facts["room"] == 8 * 10**9 - CONTEXT
+
+
+def test_a_line_for_each_phase(tmp_path):
+    peaks = peaks_in(
+        {phase: {"allocated": 2**30, "reserved": reserved * 2**30} for phase, reserved in (("first step", 4), ("steps", 2))}
+    )
+    bench = Bench("train", torch.device("cpu"), "gpubound bench train", folder=tmp_path)
+    keep_phases(bench, "tiny", peaks, {"first step": ("a later step", peaks["steps"].reserved, 1 / 1.05)})
+    first, allocated, steps = bench.lines
+    assert (first.case, first.ours, first.peer, first.ratio, first.short) == ("tiny memory, first step", 4, 2, 0.5, True)
+    assert (allocated.peer_name, allocated.peer, allocated.gate) == ("allocated", 1, None)
+    assert (steps.case, steps.ours, steps.peer_name) == ("tiny memory, steps", 2, "allocated")
 
 
 def test_an_unknown_recipe_is_named():
