@@ -5,18 +5,28 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.doctor_wild import __main__ as runner, peers
+import pytest
+
+from benchmarks.doctor_wild import __main__ as runner, alone, measure, outcome, peers
+from benchmarks.doctor_wild.outcome import Outcome, sums, table
 from benchmarks.doctor_wild.peers import score_peer, waiting_functions
 from benchmarks.doctor_wild.score import Script, score, scripts
-from gpubound.doctor.finding import KINDS
+from gpubound.doctor.finding import KINDS, Finding
+from gpubound.doctor.fix import prove
+from gpubound.watch.source_line import Site
+
+from .doctor.verdicts import judged, looped
 
 
-def finding(kind: str, line: int, file: str = "main.py", end: int | None = None) -> dict:
-    site = {"file": file, "line": line, "end": end or line}
-    return {"kind": kind, "file": file, "line": line, "site": site, "built": None}
+def finding(kind: str, line: int, file: str = "main.py", end: int | None = None, via: str = "") -> dict:
+    site = Site(file, line, "", "", end or line)
+    library = Site(via, 1, "", "", 1) if via else None
+    return Finding(kind, site, library, "", None, 1, 1.0, "replayed", "", "").as_dict()
 
 
-SCRIPT = Script("a", "", "", ".", "main.py --x", "", {6: ["data"], 7: ["h2d"], 9: ["sync"]}, (12,))
+SCRIPT = Script(
+    "a", "", "", ".", "main.py --x", "", {6: ["data"], 7: ["h2d"], 9: ["sync"]}, largest=("data",), minor=(12,), small="--tiny"
+)
 
 
 def test_a_stall_is_found_by_a_right_kind_on_its_line():
@@ -35,26 +45,124 @@ def test_a_stall_is_found_by_a_right_kind_on_its_line():
 
 def test_the_table_names_kinds_lines_and_a_commit():
     for script in scripts().values():
-        assert script.stalls and script.file.endswith(".py") and script.repository.startswith("https://") and script.commit
-        assert all(kind in KINDS for kinds in script.stalls.values() for kind in kinds)
+        assert (
+            script.stalls
+            and script.largest
+            and script.file.endswith(".py")
+            and script.repository.startswith("https://")
+            and script.commit
+        )
+        assert all(kind in KINDS for kinds in [*script.stalls.values(), script.largest] for kind in kinds)
         assert not set(script.stalls) & set(script.minor)
 
 
-def test_the_runner_takes_a_folder_and_names_what_is_absent(tmp_path, monkeypatch, capsys):
-    ran: list[str] = []
+def test_a_line_of_a_library_s_loop_has_a_stall_for_each_file():
+    script = replace(SCRIPT, stalls={"6 via trainer.py": ["sync"], "6 via masking.py": ["sync"], "buffers.py:3": ["h2d"]})
+    found = [finding("sync", 6, via="/site-packages/transformers/trainer.py"), finding("h2d", 3, "buffers.py")]
+    result = score(script, {"step_ms": 1.0, "findings": found, "harmless": []})
+    assert result.found == ("6 via trainer.py", "buffers.py:3") and result.missed == ("6 via masking.py",) and not result.wrong
 
-    def run(command, cwd, **_):
-        ran.append(Path(cwd, "main.py").read_text())
-        verdict = {"step_ms": None, "findings": [finding("h2d", 7)], "harmless": []}
-        return subprocess.CompletedProcess(command, 0, json.dumps(verdict), "")
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "main.py").write_text("text")
-    monkeypatch.setattr(runner, "scripts", lambda: {"a": SCRIPT, "b": replace(SCRIPT, name="b", commit="77f55b9")})
-    monkeypatch.setattr(runner.subprocess, "run", run)
-    runner.main(runner.Options(tmp_path, dry_run=True))
+    absent = replace(SCRIPT, name="b", commit="77f55b9")
+    monkeypatch.setattr(runner, "scripts", lambda: {"a": SCRIPT, "b": absent})
+    return tmp_path
+
+
+def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[list[str]]:
+    """Let programs of the runner answer so. Return their arguments."""
+    ran: list[list[str]] = []
+
+    def run(command, cwd, **_):
+        assert Path(cwd, "main.py").read_text() == "text"
+        name, *words = command[5:]
+        ran.append([name, *words])
+        (cwd / "notes.json").write_text(json.dumps({"first": 0.0, "waited": 0.0}))
+        (cwd / "verdict").mkdir(exist_ok=True)
+        for file in ("doctor.json", "doctor.html"):
+            (cwd / "verdict" / file).write_text(json.dumps(verdict))
+        text = {"doctor": verdict, "fix": answer, "plain": {"plain_ms": 8.0}}[name]
+        return subprocess.CompletedProcess(
+            command, code, f"the script prints\n{json.dumps(text)}" if name == "plain" else json.dumps(text), "why"
+        )
+
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    return ran
+
+
+LOADER = {"kind": "data", "file": "main.py", "line": 6, "patch": "loader"}
+PROOF = {"timed": True, "before_ms": [8.0, 8.0, 9.0], "after_ms": [2.0, 2.0, 2.0], "holds": True, "faster": True}
+ANSWER = {"patched": [LOADER], "refused": [], "expected_ms": 2.0, "proof": PROOF}
+
+
+def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch, capsys):
+    verdict = judged(*looped()).as_dict() | {
+        "step_ms": 8.0,
+        "findings": [finding("data", 6), finding("h2d", 7)],
+        "harmless": [],
+    }
+    ran = answering(monkeypatch, verdict, ANSWER)
+    monkeypatch.setattr(runner.results, "provenance", lambda device, command: {"gpu": "NVIDIA H200", "command": command})
+    runner.main(runner.Options(folder, results=folder / "kept", keep=folder / "reports"))
     out = capsys.readouterr().out
-    assert ran == ["text"] and "1 of 2 stalls; missed 9" in out and "absent" in out and "77f55b9" in out
+    assert [each[0] for each in ran] == ["plain", "doctor", "plain", "fix"] and "absent" in out and "77f55b9" in out
+    assert "--tiny" not in ran[1] and ran[1][-2:] == ["main.py", "--x"]
+    about, (kept,) = outcome.read(folder / "kept" / "wild-nvidia-h200.json")
+    assert about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
+    assert kept.beside_plain == 1.0 and kept.saving == 0.75 == kept.expected_saving and kept.foreseen and kept.faster
+    assert {file.name for file in (folder / "reports").iterdir()} == {"a-doctor.json", "a-doctor.html", "a-fix.json"}
+    assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
+
+
+def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
+    verdict = judged(*looped()).as_dict() | {"step_ms": None, "findings": [finding("h2d", 7)], "harmless": []}
+    ran = answering(monkeypatch, verdict, ANSWER | {"expected_ms": None, "proof": None})
+    runner.main(runner.Options(folder, dry_run=True))
+    assert [each[0] for each in ran] == ["doctor", "fix"] and ran[0][-1] == "--tiny" and "--dry-run" in ran[0]
+    assert "1 of 2 stalls; missed 9" in capsys.readouterr().out
+    answering(monkeypatch, verdict, ANSWER, code=3)
+    runner.main(runner.Options(folder, dry_run=True))
+    assert "exit code 3: why" in capsys.readouterr().out
+    runner.main(runner.Options(folder, dry_run=True, budget=0.0))
+    assert "not begun" in capsys.readouterr().out
+
+
+def test_a_table_of_outcomes_names_what_is_apart():
+    proof = {"expected_ms": 4.0, "before_ms": [8.0], "after_ms": [3.0], "holds": True, "faster": True}
+    good = Outcome(
+        "vae", ["95"], [], [], "data main.py:95", True, 8.0, [7.9, 8.1, 8.0], patched=["loader"], findings=1, **proof
+    )
+    good = replace(good, seconds=9.0)
+    late = Outcome(
+        "dcgan", ["1"], ["2"], ["main.py:3 sync"], "sync main.py:3", False, 8.0, [5.0], seconds=50.0, findings=2, holds=False
+    )
+    lines = table([good, late, Outcome("ppo", failed="exit code 2: no module")])
+    assert len({len(line) for line in lines}) == 1 and "50 %, 62 %" in lines[2] and "not the largest" in lines[3]
+    assert "losses differ" in lines[3] and "no module" in lines[4]
+    text = "\n".join(sums([good, late]))
+    assert "2 of 3" in text and "1 of 3" in text and text.count("1 of 2 scripts") == 4 and "0 of 1 scripts" in text
+
+
+def test_a_script_has_the_gpu_from_its_first_step_on(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
+        "for step in range(1000):\n    opt.step()\nraise SystemExit('not stopped')\n"
+    )
+    monkeypatch.setattr(alone.torch.cuda, "synchronize", lambda: None)
+    locks = []
+    monkeypatch.setattr(alone.os, "open", lambda file, flags: file)
+    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how: locks.append(file))
+    notes = tmp_path / "notes"
+    alone.main([str(tmp_path / "lock"), str(notes), "plain", str(script)])
+    assert json.loads(capsys.readouterr().out)["plain_ms"] > 0
+    assert locks == [str(tmp_path / "lock")] and json.loads(notes.read_text())["waited"] >= 0
+    monkeypatch.setattr(prove, "RUN", prove.RUN)
+    assert alone.main([str(tmp_path / "lock"), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
+    assert prove.RUN[1] == str(tmp_path / "lock") and len(locks) == 1, "its runs take turns, not the process that starts them"
 
 
 def test_a_peer_is_scored_by_the_lines_or_functions_that_it_names():

@@ -1,21 +1,24 @@
-"""Run the doctor on the scripts of a folder, and print how many of their true stalls it finds."""
+"""Run the doctor, or another tool, on the scripts of a folder, and print and keep what it finds, foresees and fixes."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import shutil
-import subprocess
-import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import tyro
 
-from .peers import PEERS, score_peer, spans_in
-from .score import Score, Script, score, scripts
+from benchmarks import results
+
+from .measure import Measurement
+from .outcome import Outcome, sums, table, write
+from .peers import PEERS
+from .score import Script, scripts
 
 
 @dataclass(frozen=True)
@@ -29,54 +32,68 @@ class Options:
     """What names stalls: doctor, sync_debug_mode or profiler (both need a GPU), torch-preflight or torchfix (if installed)."""
     only: tuple[str, ...] = ()
     """Names of scripts; all of them by default."""
+    rounds: int = 3
+    """How often a proof runs a script, unmodified and patched. 0: patches are made and not run."""
+    processes: int = 4
+    """How many scripts start at the same time. One at a time runs its steps."""
     seconds: float = 300.0
-    """After which a script is ended."""
-
-
-def result_of(script: Script, folder: Path, options: Options) -> Score | str:
-    """Return the score of a run on a copy of the script's folder, since scripts write next to themselves; or why there is none.
-
-    The copy is next to it, so that "../data" is what it was.
-    """
-    command = [sys.executable, "-m", "gpubound", "doctor", "--json", *(["--dry-run"] if options.dry_run else [])]
-    if options.eye != "doctor":
-        command = [sys.executable, "-m", "benchmarks.doctor_wild.peers", options.eye]
-    with tempfile.TemporaryDirectory(dir=options.folder) as there:
-        shutil.copytree(folder, there, dirs_exist_ok=True)
-        try:
-            ran = subprocess.run(
-                [*command, *shlex.split(script.command)], cwd=there, capture_output=True, text=True, timeout=options.seconds
-            )
-        except subprocess.TimeoutExpired:
-            return f"no verdict in {options.seconds:.0f} s"
-    if ran.returncode > 1 or not ran.stdout.strip():
-        return f"exit code {ran.returncode}: {(ran.stderr.strip().splitlines() or [''])[-1][:100]}"
-    if options.eye != "doctor":
-        return score_peer(script, options.eye, spans_in(ran.stdout))
-    return score(script, json.loads(ran.stdout))
+    """After which a run of a script is ended."""
+    budget: float = inf
+    """Seconds after which neither a script nor a proof begins."""
+    results: Path | None = None
+    """Keep what was measured in this folder, as wild-GPU.json."""
+    keep: Path | None = None
+    """Keep the reports of each script in this folder."""
 
 
 def main(options: Options) -> None:
     if options.eye not in (EYES := ("doctor", *PEERS)):
         raise SystemExit(f"eye: got {options.eye!r}, wanted one of {', '.join(EYES)}.")
-    stalls = found = wrong = 0
+    if 0 < options.rounds < 3:
+        raise SystemExit(f"rounds: got {options.rounds}, wanted 0 or at least 3.")
+    wanted: list[Script] = []
     for script in scripts().values():
-        folder = options.folder / script.name
+        folder = options.folder / script.place
         if options.only and script.name not in options.only:
             continue
-        if not (folder / script.file).is_file():
+        if (folder / script.file).is_file():
+            wanted.append(script)
+        else:
             print(f"{script.name:22} absent: {script.folder} of {script.repository} at {script.commit}, as {folder}")
-            continue
-        result = result_of(script, folder, options)
-        if isinstance(result, str):
-            print(f"{script.name:22} {result}", flush=True)
-            continue
-        every = len(result.found) + len(result.missed)
-        stalls, found, wrong = stalls + every, found + len(result.found), wrong + len(result.wrong)
-        missed = f"; missed {', '.join(map(str, result.missed))}" if result.missed else ""
-        untrue = f"; wrong {', '.join(result.wrong)}" if result.wrong else ""
-        print(f"{script.name:22} {len(result.found)} of {every} stalls{missed}{untrue}", flush=True)
-    print(f"{'all':22} {found} of {stalls} stalls, {wrong} wrong" if stalls else "no script was measured")
+    if not wanted:
+        raise SystemExit("no script was measured")
+    outcomes: dict[str, Outcome] = {}
+    with tempfile.TemporaryDirectory() as lock, ThreadPoolExecutor(1 if options.dry_run else options.processes) as pool:
+        how = Measurement(
+            options.folder.resolve(), Path(lock) / "gpu", options.keep and options.keep.resolve(), options.rounds,
+            options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye,
+        )  # fmt: skip
+        for done in as_completed([pool.submit(how.of, script) for script in wanted]):
+            outcome = done.result()
+            outcomes[outcome.name] = outcome
+            print(line_of(outcome), flush=True)
+            keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
+    measured = [outcomes[script.name] for script in wanted]
+    print("\n".join(["", *table(measured), "", *sums(measured)] if options.eye == "doctor" else sums(measured)[:2]))
+
+
+def line_of(outcome: Outcome) -> str:
+    """Return what is printed when a script is done."""
+    if outcome.failed:
+        return f"{outcome.name:22} {outcome.failed}"
+    every = len(outcome.found) + len(outcome.missed)
+    missed = f"; missed {', '.join(outcome.missed)}" if outcome.missed else ""
+    untrue = f"; wrong {', '.join(outcome.wrong)}" if outcome.wrong else ""
+    return f"{outcome.name:22} {len(outcome.found)} of {every} stalls{missed}{untrue}"
+
+
+def keep(options: Options, outcomes: list[Outcome]) -> None:
+    """Write what was measured so far, so that a run which is cut short keeps what it had."""
+    if options.results is None or options.dry_run or options.eye != "doctor":
+        return
+    only = f" --only {' '.join(options.only)}" if options.only else ""
+    about = results.provenance(torch.device("cuda"), f"python -m benchmarks.doctor_wild FOLDER --rounds {options.rounds}{only}")
+    write(options.results / f"wild-{results.file_of(about['gpu']).stem}.json", about, outcomes)
 
 
 if __name__ == "__main__":

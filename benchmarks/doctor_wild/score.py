@@ -15,7 +15,10 @@ WHOLE = frozenset({"launch_bound", "precision", "attention", "optimizer", "gc", 
 
 @dataclass(frozen=True)
 class Script:
-    """A public script, and its stalls: line -> the kinds that name it rightly. A line of another file is "file.py:12"."""
+    """A public script, and its stalls: line -> the kinds that name it rightly.
+
+    A line of another file is "file.py:12"; a line that stalls within a library is "651 via trainer.py", by the library's file.
+    """
 
     name: str
     repository: str
@@ -24,9 +27,18 @@ class Script:
     command: str
     data: str
     stalls: dict[int | str, list[str]]
+    at: str = ""
+    small: str = ""
+    largest: tuple[str, ...] = ()
+    """Kinds that name the largest loss rightly."""
     minor: tuple[int, ...] = ()
     loaders: tuple[int, ...] = ()
     """Lines that make a DataLoader, where linters name what its loop and its copies pay for."""
+
+    @property
+    def place(self) -> str:
+        """The folder that the script is looked for in."""
+        return self.at or self.name
 
     @property
     def file(self) -> str:
@@ -44,7 +56,7 @@ class Score:
 
 def scripts(file: Path = FILE) -> dict[str, Script]:
     table = yaml.safe_load(file.read_text(encoding="utf-8"))
-    lists = ("minor", "loaders")
+    lists = ("largest", "minor", "loaders")
     return {name: Script(name, **about | {each: tuple(about.get(each, ())) for each in lists}) for name, about in table.items()}
 
 
@@ -55,9 +67,12 @@ def score(script: Script, verdict: dict[str, Any]) -> Score:
     named = [(each, each["kind"]) for each in (*verdict["findings"], *verdict["harmless"])]
 
     def covers(finding: dict[str, Any], line: int | str) -> bool:
-        site = finding["site"] or finding["built"] or {}
-        file, _, number = str(line).rpartition(":")
-        return Path(finding["file"] or "").name == Path(file or script.file).name and site["line"] <= int(number) <= site["end"]
+        site = finding["site"] or finding["built"] or {"line": 0, "end": 0}
+        at, _, via = str(line).partition(" via ")
+        file, _, number = at.rpartition(":")
+        library = Path((finding["via"] or {}).get("file", "")).name
+        here = Path(finding["file"] or "").name == Path(file or script.file).name and via in ("", library)
+        return here and site["line"] <= int(number) <= site["end"]
 
     found = tuple(line for line, kinds in stalls.items() if any(kind in kinds and covers(each, line) for each, kind in named))
     true = {*script.stalls, *script.minor}

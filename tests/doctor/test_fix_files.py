@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpubound.doctor.finding import Finding
-from gpubound.doctor.fix.repair import Repair, Target, patched, repair
+from gpubound.doctor.fix.repair import Repair, Target, expected_ms, patched, repair
 from gpubound.errors import DataError
 from gpubound.watch.source_line import Site
 from tests.messages import message
@@ -123,5 +123,9 @@ def test_findings_get_their_patches(tmp_path, monkeypatch):
     assert (third, whole) == ("", "") and list(after.harmless) == [harmless]
     assert made.changes[script][1].decode() == SCRIPT.replace("(False)", "()").replace("    torch.cuda.synchronize()\n", "")
     assert len(made.patches) == 2 and len(made.refused) == 1  # what has no line is no target
+    assert expected_ms(replace(verdict, step_ms=10.0, together_ms=4.0), made) == 10.0 - 0.5 - 0.5
+    assert expected_ms(replace(verdict, step_ms=10.0, together_ms=0.6), made) == 9.4, "their waits overlap"
+    assert expected_ms(replace(verdict, step_ms=10.0, loader={"workers": 1, "ms": 10.0}), made) == 10.0, "the loader is late"
+    assert expected_ms(replace(verdict, step_ms=None), made) is None
     asked, _ = patched(verdict, asked=["tf32"])
     assert "+torch.set_float32_matmul_precision" in asked.findings[2].patch

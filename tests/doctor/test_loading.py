@@ -14,7 +14,7 @@ from gpubound.doctor.record.loading import LoaderClock, batches_ahead, is_ready
 from gpubound.doctor.record.phases import Phases, TimedPhase
 from gpubound.doctor.rules.diagnose import diagnose
 
-from .evidences import at, seen
+from .evidences import at, replace, seen
 from .tapes import Synthetic
 
 
@@ -124,6 +124,8 @@ def test_a_loader_that_a_recorded_host_hides_has_its_price():
     bar = diagnose(evidence).bar
     assert bar["late"]["data"] == pytest.approx(100 / 3.05, rel=0.1)
     assert sum(bar["late"].values()) == pytest.approx(bar["shares"]["host_late"])
+    assert not diagnose(evidence).loader["workers"] and diagnose(evidence).loader["ms"] == 1.0
+    assert diagnose(replace(evidence, workers=2)).loader == {"workers": 2, "ms": 6.1}, "both make batches all the time"
     blind = diagnose(seen(recorded, step_ms=[3.05] * 6, named_lines={"loader": line}))
     assert all(found.ms < 0.1 for found in [*blind.findings, *blind.harmless] if found.kind == "data")
 

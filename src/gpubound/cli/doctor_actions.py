@@ -14,7 +14,7 @@ from ..distributed import launched
 from ..distributed.rendezvous import rank_and_world
 from ..doctor.finding import Verdict
 from ..doctor.fix.prove import Proof, prove
-from ..doctor.fix.repair import PATCHES, Repair, patched
+from ..doctor.fix.repair import PATCHES, Repair, expected_ms, patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Budgets, gate, read_allowances, read_baseline
 from ..errors import DataError
 from ..formatting import hint
@@ -62,6 +62,11 @@ class FixResult:
     def diff(self) -> str:
         return "" if self.repair is None else self.repair.diff()
 
+    @property
+    def expected_ms(self) -> float | None:
+        """Milliseconds of a patched step, by the prices; None without patches or prices."""
+        return expected_ms(self.verdict, self.repair) if self.repair is not None and self.repair.patches else None
+
 
 def check_fix(options: "Doctor") -> None:
     """Raise ValueError for options of --fix that make no sense."""
@@ -107,6 +112,9 @@ def finish_fix(options: "Doctor", result: FixResult) -> Result:
     if result.repair is None:
         return [], OK
     lines = [str(result.repair) or "--fix: no finding has a line that could be patched.", result.diff]
+    if result.expected_ms is not None:
+        step = result.verdict.step_ms or 0.0
+        lines.append(f"expected by the prices: {step:.2f} ms before, {result.expected_ms:.2f} ms a step after")
     code = OK
     if options.prove is not None:
         code = NOT_MEASURED if result.proof is None else OK if result.proof.holds else FAILED

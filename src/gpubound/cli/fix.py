@@ -6,13 +6,14 @@ gpubound fix --try --apply           writes the patches if the losses are the sa
 
 With --json one object is printed:
 
-version   1
-patched   `kind`, `file`, `line` and the name of the `patch` of each
-refused   `kind`, `file`, `line` and the `reason` of each
-diff      all patches as one diff
-proof     with --try: `holds` (the losses are the same), `faster` (the whole interval is above 1), `speedup`, `before_ms`,
-          `after_ms` and `difference`; else null
-applied   whether the files were written
+version      1
+patched      `kind`, `file`, `line` and the name of the `patch` of each
+refused      `kind`, `file`, `line` and the `reason` of each
+diff         all patches as one diff
+expected_ms  a patched step by the prices of the findings; null without prices
+proof        with --try: `holds` (the losses are the same), `faster` (the whole interval is above 1), `speedup`, `before_ms`,
+             `after_ms` and `difference`; else null
+applied      whether the files were written
 """
 
 import json
@@ -83,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
             "patched": [{"kind": t.kind, "file": t.file, "line": t.line, "patch": p.name} for t, p in patched.items()],
             "refused": [{"kind": t.kind, "file": t.file, "line": t.line, "reason": why} for t, why in refused.items()],
             "diff": result.diff,
+            "expected_ms": result.expected_ms,
             "proof": None if result.proof is None else result.proof.as_dict(),
             "applied": options.apply and code == 0,
         }

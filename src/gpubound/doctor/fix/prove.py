@@ -43,6 +43,7 @@ from ...watch.pretend_cuda import cuda_is_pretended
 from ..record.script import Script, Steps, TrainSteps
 
 LOSSES = 100_000  # recorded at most in a run
+RUN = ("gpubound.doctor.fix.prove",)  # the module that makes a run, and arguments before the job's file
 
 
 @dataclass
@@ -310,7 +311,7 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
     for result in results:
         result.unlink(missing_ok=True)
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks else []
-    command = [sys.executable, "-m", *start, "gpubound.doctor.fix.prove", str(folder / "job.json")]
+    command = [sys.executable, "-m", *start, *RUN, str(folder / "job.json")]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not all(result.exists() for result in results):
         lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, done.stderr.splitlines())

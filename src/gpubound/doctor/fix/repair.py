@@ -16,7 +16,7 @@ from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
 from .autocast import BF16
-from .calls import COPIES, LOADER, OPTIMIZER, PINNED, TF32, WAITS, ZERO_GRAD
+from .calls import COPIES, LOADER, OPTIMIZER, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
 from .libraries import ACCELERATE, PIN_LOADERS, UNFILTERED
 from .meters import METERS
 from .reads import ELEMENTS, RARELY, READS
@@ -182,6 +182,16 @@ def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Rep
     """
     findings = [replace(finding, patch=repair(targets([finding]), asked).diff()) for finding in verdict.findings]
     return replace(verdict, findings=findings), repair(targets(findings), asked)
+
+
+def expected_ms(verdict: Verdict, made: Repair) -> float | None:
+    """Return milliseconds of a step with these patches, by the prices of their findings; None without prices."""
+    if verdict.step_ms is None or verdict.together_ms is None:
+        return None
+    fixed = [finding for finding in verdict.findings if any(target in made.patches for target in targets([finding]))]
+    saved = min(sum(finding.ms or 0.0 for finding in fixed), verdict.together_ms)
+    workers = WORKERS if LOADER in made.patches.values() else int(verdict.loader.get("workers", 0))
+    return max(verdict.step_ms - saved, verdict.loaded_ms(workers) if workers else 0.0)
 
 
 def targets(findings: Iterable[Finding]) -> list[Target]:

@@ -166,6 +166,7 @@ class Measurements:
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     loading_ms: float | None = None  # of a timed step, in the script's DataLoader
+    workers: int = 0  # that it has
     samples: Samples = field(default_factory=Samples)  # of the launching thread's stack, in steps that were not recorded
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin
     about: Mapping[str, Any] = field(default_factory=dict)  # versions and settings

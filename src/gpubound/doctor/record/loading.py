@@ -25,6 +25,7 @@ class LoaderClock:
         self.seconds = 0.0
         self.ahead = 0  # batches that workers may have made in advance
         self.waited = False  # whether a batch was not ready when it was asked for
+        self.workers = 0  # of the loader that has the most
         self._home = 0
         self._ending = ExitStack()
 
@@ -44,6 +45,7 @@ class LoaderClock:
             if threading.get_ident() != self._home:
                 return original(iterator)
             self.ahead = max(self.ahead, batches_ahead(iterator))
+            self.workers = max(self.workers, getattr(iterator, "_num_workers", 0))
             self.waited |= not is_ready(iterator)
             began = time.perf_counter()
             try:

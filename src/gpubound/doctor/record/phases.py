@@ -71,6 +71,7 @@ class TimedPhase(Phase):
 
     step_ms: Sequence[float] = ()
     loading_ms = 0.0  # in the loader, a step
+    workers = 0  # of the loader
 
     def __init__(self, steps: int, period: Period | None = None, name: str = "timed"):
         super().__init__(steps)
@@ -110,7 +111,7 @@ class TimedPhase(Phase):
         timed = self.done - self.drained
         ran = self._events[: timed + 1]
         self.step_ms = [before.elapsed_time(after) for before, after in pairwise(ran)]
-        self.loading_ms = 1e3 * self.loader.seconds / max(timed, 1)
+        self.loading_ms, self.workers = 1e3 * self.loader.seconds / max(timed, 1), self.loader.workers
         after = statistics()
         self.memory = {kind: (after[kind] - self._before[kind]) / max(timed, 1) for kind in after}
         super().end()

@@ -7,6 +7,7 @@ from math import floor
 
 from ...trace import printable
 from ..finding import GPU_TIME, KINDS, Finding, Verdict
+from ..fix.calls import WORKERS
 from ..rules.diagnose import HARMLESS
 
 SHARES = {
@@ -282,17 +283,20 @@ def conclusion(verdict: Verdict) -> str:
         return _unnamed(verdict, left)
     if first is None:
         return _nothing(verdict)
-    return _priced(first, first.ms, verdict.step_ms) if first.ms and verdict.step_ms else _counted(first, verdict)
+    return _priced(first, first.ms, verdict.step_ms, verdict) if first.ms and verdict.step_ms else _counted(first, verdict)
 
 
-def _priced(finding: Finding, ms: float, step_ms: float) -> str:
+def _priced(finding: Finding, ms: float, step_ms: float, verdict: Verdict) -> str:
     share, work = _percent(ms / step_ms), ", as work of the GPU" if finding.kind in GPU_TIME else ""
     if subject := _subject(finding):
         cost = f"{subject} costs {share} of a step{work}: {_reason(finding)}."
     else:
         cost = f"{share} of a step goes to {kind_of(finding)}, on no single line{work}: {_reason(finding)}."
-    left, step = milliseconds(max(step_ms - ms, 0.0)), milliseconds(step_ms)
-    return f"{cost} {OUTCOMES.get(finding.kind, 'Without it')} a step takes about {left} instead of {step.removesuffix(' ms')}."
+    outcome, left = OUTCOMES.get(finding.kind, "Without it"), max(step_ms - ms, 0.0)
+    if finding.kind == "data" and verdict.loader and verdict.loader["workers"] < WORKERS:
+        outcome, left = f"With num_workers={WORKERS}", max(left, verdict.loaded_ms(WORKERS))
+    step = milliseconds(step_ms).removesuffix(" ms")
+    return f"{cost} {outcome} a step takes about {milliseconds(left)} instead of {step}."
 
 
 def _counted(finding: Finding, verdict: Verdict) -> str:

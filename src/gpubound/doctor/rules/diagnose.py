@@ -74,6 +74,7 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         plain_ms=evidence.plain_ms,
         timed_ms=median(evidence.step_ms) if evidence.step_ms else None,
         rare=dict(evidence.rare),
+        loader=_loader(evidence, [finding for _, finding in costly]),
     )
 
 
@@ -115,6 +116,13 @@ def _priced(claim: StallCandidate, evidence: Measurements, prices: Prices) -> Fi
         ms, certainty = ((most or 0.0), "replayed") if small else (None, "counted")
     place, fix = claim.place, claim.fix or KINDS[claim.kind].remedy
     return Finding(claim.kind, place.site, place.via, place.node, place.built, claim.count, ms, certainty, claim.evidence, fix)
+
+
+def _loader(evidence: Measurements, findings: Iterable[Finding]) -> dict[str, float]:
+    """Return what a DataLoader needs for a step, if steps wait for it: then its workers do nothing else."""
+    if evidence.ms is None or evidence.loading_ms is None or all(finding.kind != "data" for finding in findings):
+        return {}
+    return {"workers": evidence.workers, "ms": evidence.workers * evidence.ms or evidence.loading_ms}
 
 
 HOST_TIME = frozenset({"cpu_op", "host_work", "launch_bound"})  # kinds that are the host's own time, not a wait

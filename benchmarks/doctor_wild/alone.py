@@ -1,0 +1,71 @@
+"""Measurements that have the GPU to themselves from their script's first step on, while other scripts start.
+
+    python -m benchmarks.doctor_wild.alone LOCK NOTES plain | doctor | fix | run  [arguments]
+
+A script starts for several seconds (imports, data, CUDA) and is then measured in one. So a process takes the lock when its
+first step has ended, and keeps it to its end. NOTES receives when that was, and how long it waited for its turn.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gpubound import cli
+from gpubound.doctor.fix import prove
+from gpubound.doctor.record.script import Steps
+
+from .peers import steps_of
+
+PLAIN = 80  # steps: whole periods of loops that print every 10th and roll out every 16th
+
+
+class Turn:
+    """The lock of the GPU, taken at the first step. The kernel gives it back when the process ends, whatever ends it."""
+
+    def __init__(self, lock: str, notes: str):
+        self.lock, self.notes = lock, Path(notes)
+        self.taken = False
+
+    def stepped(self) -> None:
+        if self.taken:
+            return
+        self.taken = True
+        first = time.time()
+        file = os.open(self.lock, os.O_RDWR | os.O_CREAT)  # open until the process ends
+        fcntl.lockf(file, fcntl.LOCK_EX)  # a record lock: a forked worker of a loader does not keep it
+        self.notes.write_text(json.dumps({"first": first, "waited": time.time() - first}), encoding="utf-8")
+
+
+def plain(argv: Sequence[str]) -> int:
+    """Print the milliseconds of a step of a script that nothing looks at."""
+    script, *arguments = argv
+    times: list[float] = []
+
+    def clock() -> None:
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
+
+    steps_of(Path(script), arguments, PLAIN, clock, clock)
+    print("\n" + json.dumps({"plain_ms": 1e3 * (times[1] - times[0]) / PLAIN}), flush=True)
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    lock, notes, name, *arguments = argv
+    if name == "fix":  # its runs take turns, not this process
+        prove.RUN = ("benchmarks.doctor_wild.alone", lock, notes, "run")
+        return cli.main(["fix", *arguments])
+    with Steps(Turn(lock, notes).stepped):
+        return plain(arguments) if name == "plain" else prove.main(arguments) if name == "run" else cli.main([name, *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

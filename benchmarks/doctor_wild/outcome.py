@@ -1,0 +1,149 @@
+"""What a run on public scripts measured: one outcome a script, kept as JSON, shown as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SAME_STEP, SAME_SAVING, IN_TIME = 0.05, 0.15, 45.0  # the gates: of a step, of a saving, seconds to a verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Measurements of one script. What was not measured is None or empty; `failed` has the reason if there is no verdict."""
+
+    name: str
+    found: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    first: str = ""
+    """Kind and line of the first finding."""
+    largest: bool | None = None
+    """Whether it is the script's largest loss."""
+    step_ms: float | None = None
+    plain_ms: list[float] = field(default_factory=list)
+    """Steps of runs without the doctor, each a mean."""
+    unnamed_ms: float | None = None
+    """Of a step, in which the GPU waits for the host and which no finding has."""
+    seconds: float | None = None
+    """To the verdict, from the script's first step on."""
+    findings: int = 0
+    patched: list[str] = field(default_factory=list)
+    """The findings that have a patch, and its name."""
+    refused: list[str] = field(default_factory=list)
+    expected_ms: float | None = None
+    before_ms: list[float] = field(default_factory=list)
+    after_ms: list[float] = field(default_factory=list)
+    holds: bool | None = None
+    """Whether the losses are the same."""
+    faster: bool | None = None
+    failed: str = ""
+
+    @property
+    def beside_plain(self) -> float | None:
+        """The doctor's step as a multiple of the plain one."""
+        return self.step_ms / median(self.plain_ms) if self.step_ms and self.plain_ms else None
+
+    @property
+    def expected_saving(self) -> float | None:
+        """The part of a step that the patches save, by the prices."""
+        return 1 - self.expected_ms / self.step_ms if self.expected_ms is not None and self.step_ms else None
+
+    @property
+    def saving(self) -> float | None:
+        """The part of a step that the patches save, as measured."""
+        return 1 - median(self.after_ms) / median(self.before_ms) if self.after_ms else None
+
+    @property
+    def foreseen(self) -> bool | None:
+        """Whether the measured saving is as expected."""
+        if self.expected_saving is None or self.saving is None:
+            return None
+        return abs(self.expected_saving / self.saving - 1) <= SAME_SAVING if self.saving else False
+
+
+HEAD = (
+    "script",
+    "stalls found",
+    "wrong",
+    "first finding",
+    "step / plain",
+    "saving: expected, measured",
+    "patched",
+    "proven",
+    "verdict",
+)
+
+
+def row(each: Outcome) -> list[str]:
+    if each.failed:
+        return [each.name, each.failed, *[""] * (len(HEAD) - 2)]
+    beside, expected, saving = each.beside_plain, each.expected_saving, each.saving
+    return [
+        each.name,
+        f"{len(each.found)} of {len(each.found) + len(each.missed)}",
+        f"{len(each.wrong)} of {each.findings}",
+        f"{each.first}{'' if each.largest is not False else ' (not the largest)'}",
+        "" if beside is None else f"{each.step_ms:.2f} / {median(each.plain_ms):.2f} ms",
+        f"{_percent(expected)}, {_percent(saving)}" if saving is not None else _percent(expected),
+        f"{len(each.patched)} of {each.findings}",
+        "" if each.holds is None else ("losses differ" if not each.holds else "yes" if each.faster else "losses the same"),
+        "" if each.seconds is None else f"{each.seconds:.0f} s",
+    ]  # fmt: skip
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return the lines of a table in Markdown, padded so that it can be read as it is."""
+    rows = [list(HEAD), *map(row, outcomes)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    padded = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(each, widths)) + " |" for each in rows]
+    return [padded[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *padded[1:]]
+
+
+def sums(outcomes: Iterable[Outcome]) -> list[str]:
+    """Return a line for each gate that could be measured."""
+    ran = [each for each in outcomes if not each.failed]
+    found, missed, wrong = (sum(len(getattr(each, name)) for each in ran) for name in ("found", "missed", "wrong"))
+    findings, patched = sum(each.findings for each in ran), sum(len(each.patched) for each in ran)
+    lines = [
+        f"stalls found: {found} of {found + missed} (wanted 95 %)",
+        f"wrong findings: {wrong} of {findings} (at most 5 %)",
+        f"findings patched without asking: {patched} of {findings} (wanted 60 %)",
+    ]
+    gates: dict[str, list[bool | None]] = {
+        "the first finding is the largest loss (wanted 90 %)": [each.largest for each in ran],
+        "step within 5 % of the plain one": [
+            None if each.beside_plain is None else abs(each.beside_plain - 1) <= SAME_STEP for each in ran
+        ],
+        "saving within 15 % of the expected one": [each.foreseen for each in ran],
+        "losses of the patched script are the same": [each.holds for each in ran],
+        "patched script is faster": [each.faster for each in ran],
+        f"verdict within {IN_TIME:.0f} s of the first step": [
+            None if each.seconds is None else each.seconds <= IN_TIME for each in ran
+        ],
+    }  # fmt: skip
+    for gate, each in gates.items():
+        measured = [holds for holds in each if holds is not None]
+        if measured:
+            lines.append(f"{gate}: {sum(measured)} of {len(measured)} scripts")
+    return lines
+
+
+def write(file: Path, about: Mapping[str, Any], outcomes: Iterable[Outcome]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {**about, "scripts": [asdict(each) for each in outcomes]}
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> tuple[dict[str, Any], list[Outcome]]:
+    """Return the facts about the run, and its outcomes."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content, [Outcome(**each) for each in content.pop("scripts")]
