@@ -13,6 +13,7 @@ from gpubound.cli import guarded
 
 from . import curves, scaling
 from .bars import described, panels, picture
+from .doctor_wild import outcome
 from .results import FOLDER, Line, newest, read
 from .svg import THEMES
 from .tables import page
@@ -40,7 +41,7 @@ def main(argv: Sequence[str], root: Path = ROOT, folder: Path = FOLDER) -> int:
     before, rest = text.split(BEGIN)
     wanted = {
         readme: before + BEGIN + shown(lines) + END + rest.split(END)[1],
-        root / PAGE: page(lines, shown_curves(drawn), missing),
+        root / PAGE: page(lines, shown_curves(drawn), missing) + outcome.section(folder),
     }
     for theme in THEMES:
         wanted[root / PICTURE.format(theme=theme)] = picture(panels(here), theme)

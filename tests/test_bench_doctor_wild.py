@@ -130,7 +130,7 @@ def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
     assert "not begun" in capsys.readouterr().out
 
 
-def test_a_table_of_outcomes_names_what_is_apart():
+def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
     proof = {"expected_ms": 4.0, "before_ms": [8.0], "after_ms": [3.0], "holds": True, "faster": True}
     good = Outcome(
         "vae", ["95"], [], [], "data main.py:95", True, 8.0, [7.9, 8.1, 8.0], patched=["loader"], findings=1, **proof
@@ -142,6 +142,10 @@ def test_a_table_of_outcomes_names_what_is_apart():
     lines = table([good, late, Outcome("ppo", failed="exit code 2: no module")])
     assert len({len(line) for line in lines}) == 1 and "50 %, 62 %" in lines[2] and "not the largest" in lines[3]
     assert "losses differ" in lines[3] and "no module" in lines[4]
+    outcome.write(
+        tmp_path / "wild-gpu.json", {"gpu": "GPU", "torch": "2", "date": "2026-11-29", "commit": "1", "command": "c"}, [good]
+    )
+    assert "## The doctor on public scripts, GPU" in outcome.section(tmp_path) and "50 %, 62 %" in outcome.section(tmp_path)
     text = "\n".join(sums([good, late]))
     assert "2 of 3" in text and "1 of 3" in text and text.count("1 of 2 scripts") == 4 and "0 of 1 scripts" in text
 

@@ -147,3 +147,22 @@ def read(file: Path) -> tuple[dict[str, Any], list[Outcome]]:
     """Return the facts about the run, and its outcomes."""
     content = json.loads(file.read_text(encoding="utf-8"))
     return content, [Outcome(**each) for each in content.pop("scripts")]
+
+
+def section(folder: Path) -> str:
+    """Return a section of the figures for each file of results that `write` has left in the folder."""
+    return "".join(_section(*read(file)) for file in sorted(folder.glob("wild-*.json")))
+
+
+def _section(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    lines = ["", f"## The doctor on public scripts, {about['gpu']}", "", INTRODUCTION, "", *table(outcomes), ""]
+    lines += [f"- {line}" for line in sums(outcomes)]
+    source = f"{about['gpu']}, torch {about['torch']}, {about['date'][:10]}, commit {about['commit']}: `{about['command']}`"
+    return "\n".join([*lines, "", f"- {source}", ""])
+
+
+INTRODUCTION = """\
+Scripts that were not written for the doctor, run unmodified ([where they are from](doctor.md#exit-codes-and-accuracy)).
+Step: the doctor's beside that of runs without it. Saving: what the patches that need no asking save of a step, by the
+prices of their findings, and as measured in alternating runs. Proven: the losses are the same and the step is shorter.
+Verdict: seconds from the script's first step on."""
