@@ -38,6 +38,7 @@ FUSED = (
     "helium",
     "hyperclovax",
     "jais2",
+    "lfm2",
     "llama",
     "minimax_m2",
     "ministral",

@@ -105,6 +105,9 @@ SAME = {  # read as others are
     "Olmo": {"attention_bias": True},
     "SolarOpen": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
 }  # fmt: skip
+RECURRENT = {
+    "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
+}  # fmt: skip
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
 ALL = [*HUGGING_FACE, "own"]
 
@@ -119,7 +122,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
     else:
         family = kind.partition(" ")[0]
         name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-        chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME)[family] | options
+        chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME | RECURRENT)[family] | options
         config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})
         how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
         model = transformers.AutoModelForCausalLM.from_config(config, **how)

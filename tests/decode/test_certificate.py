@@ -178,7 +178,7 @@ def test_an_option_that_a_reader_does_not_know_is_refused(kind, options, named, 
     assert isinstance(why, str) and named in why
 
 
-@pytest.mark.parametrize("kind", [*cases.FAMILIES, *cases.SPARSE, *cases.OTHERS, *cases.SAME])
+@pytest.mark.parametrize("kind", [*cases.FAMILIES, *cases.SPARSE, *cases.OTHERS, *cases.SAME, *cases.RECURRENT])
 def test_every_option_of_the_families_is_known(kind):
     """A field that a newer transformers adds to one of these configs has to be read, or named as one without effect."""
     refused = {  # where they are not the class's defaults

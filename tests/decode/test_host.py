@@ -43,8 +43,8 @@ def test_weights_side_by_side_or_not(kind):
     fast, wide = served(kind, max_batch=2), served(kind, max_batch=9)
     few = fast.generate(cases.PROMPT, max_new_tokens=9, stop=()).tokens
     assert wide.generate([cases.PROMPT] * 9, max_new_tokens=9, stop=()).tokens == few * 9
-    assert [len(layer.qkv.parts) for layer in fast.body.host.layers] == [3, 3]
-    assert [len(layer.qkv.parts) for layer in wide.body.host.layers] == [1, 1]
+    assert [len(layer.inputs[0].parts) for layer in fast.body.host.layers] == [3, 3]
+    assert [len(layer.inputs[0].parts) for layer in wide.body.host.layers] == [1, 1]
 
 
 def test_logits_are_those_of_fp32():

@@ -40,6 +40,7 @@ NAMES = {
     "hyperclovax": "HyperCLOVA X",
     "internvl": "InternVL",
     "jais2": "Jais 2",
+    "lfm2": "LFM2",
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",
     "minimax_m2": "MiniMax-M2",
@@ -71,7 +72,8 @@ NAMES = {
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
 CODED = (  # whose MLPs no part of placing swaps
-    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "nemotron", "opt", "phi", "stablelm", "starcoder2",
+    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "nemotron", "opt", "phi", "stablelm",
+    "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 SPARSE = ("mixtral", "gpt_oss")  # families whose MLPs are experts

@@ -116,6 +116,7 @@ SHAPES: dict[str, list[tuple]] = {
     "select_experts": [(), (True, False), (False, True)],
     "send_products": [(), (True,)],
     "send_words": [(), (6,)],
+    "short_conv": [(), (4, True, 1), (3, False, 5)],
     "sparse_attention": [(512,), (512, True, False, True), (512, False, False, False)],
     "swiglu": [(14336, True)],
     "swiglu_backward": [(14336,)],

@@ -88,6 +88,7 @@ SHAPED = {
     "select_experts": (False, True),
     "send_products": (True,),
     "send_words": (3,),
+    "short_conv": (4, True, 2),
     "sinkhorn": (3, 2),
     "sparse_attention": (32, True, False, True),
     "swiglu": (72, False),

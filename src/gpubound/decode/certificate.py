@@ -116,7 +116,7 @@ def reference_stages(
         x = x + model.positions[: len(ids)].float()
     yield "model.embed_tokens", x
     for number, layer in enumerate(model.layers):
-        device = layer.attention.o.weight.device
+        device = layer.attention.linears()[-1].weight.device
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]

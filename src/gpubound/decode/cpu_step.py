@@ -53,9 +53,10 @@ class CpuLinear:
 
 
 class CpuLayer(NamedTuple):
-    attention: AttentionWeights
+    part: Any  # attention, or a recurrent layer
+    attention: Any  # its weights
     mlp: DenseWeights | UngatedWeights
-    qkv: CpuLinear
+    inputs: list[CpuLinear]  # of attention q, k and v together
     o: CpuLinear
     up: CpuLinear  # of DenseWeights the gate, too
     down: CpuLinear
@@ -72,21 +73,21 @@ class CpuStep:
 
     def read_weights(self) -> None:
         """Read the runner's current weights."""
-        self.layers = [
-            CpuLayer(attention.weights, mlp.weights, *map(CpuLinear, (*attention.products, *mlp.products)))
-            for attention, mlp in self.body.layers
-        ]
+        self.layers = []
+        for part, mlp in self.body.layers:
+            *inputs, output = map(CpuLinear, part.products)
+            self.layers.append(CpuLayer(part, part.weights, mlp.weights, inputs, output, *map(CpuLinear, mlp.products)))
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         body, s, rows = self.body, self.body.live.shape, len(token)
-        store = body.cache.whole
         low, high = map(int, position.aminmax())
         end = high + 1
         if end > self.finite and low < high:
-            for cache in (store.k, store.v):
+            for cache in (t for store in body.cache.stores for t in (store.k, store.v)):
                 cache[:, :rows, :, self.finite : end] = 0
         self.finite = max(self.finite, end)
-        visible = {window: _visible(position, low, end, window) for window in {layer.attention.window for layer in self.layers}}
+        windows = {layer.attention.window for layer in self.layers if layer.attention.state() is None}
+        visible = {window: _visible(position, low, end, window) for window in windows}
         index = position.long()
         # Most often all rows write new keys and values at one position, which a slice does faster.
         row, target = (slice(None), high) if low == high else (torch.arange(rows, device="cpu"), index)
@@ -95,21 +96,19 @@ class CpuStep:
         x = body.embedded(token)
         if body.positions is not None:
             x = x + body.positions[index]
-        for number, (attention, mlp, qkv, o, up, down) in enumerate(self.layers):
-            q, k, v = attention.heads(qkv(_normed(x, attention.norm)), s.head_dim, _normed)
-            if attention.table is not None:
-                cos, sin = angles[attention.table]
-                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            keys, values = store.k[number, :rows], store.v[number, :rows]
-            keys[row, :, target], values[row, :, target] = k, v
-            start, mask = visible[attention.window]
-            keys, values = keys[:, :, start:end], values[:, :, start:end]
-            if attention.cap or attention.sinks is not None:
-                rest = mask, s.scale, attention.cap, attention.sinks
-                mixed = capped_attend(q[:, :, None], keys, values, *rest).flatten(1)
-            else:  # a group's query heads as queries of its one key head: no keys are repeated, as enable_gqa would
-                grouped = q.unflatten(1, (keys.shape[1], -1))
-                mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=s.scale).flatten(1)
+        for number, (part, attention, mlp, inputs, o, up, down) in enumerate(self.layers):
+            h = _normed(x, attention.norm)
+            if attention.state() is not None:
+                mixed = part.mix([torch.cat([*linear(h)], -1).float() for linear in inputs], position, 0)
+            else:
+                q, k, v = attention.heads(inputs[0](h), s.head_dim, _normed)
+                if attention.table is not None:
+                    cos, sin = angles[attention.table]
+                    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+                keys, values = (t[:rows] for t in body.cache.keys_values(number))
+                keys[row, :, target], values[row, :, target] = k, v
+                start, mask = visible[attention.window]
+                mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, s.scale, attention)
             y = o(mixed)[0]
             before, x = x, x + _normed(y, attention.post_norm)
             first = up(_normed(before if mlp.parallel else x, mlp.norm))
@@ -122,6 +121,14 @@ class CpuStep:
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.largest[:rows]))
         body.arg[:rows] = self.largest[:rows]
         return logits
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, weights: AttentionWeights) -> Tensor:
+    """Return the attention (B, H D) of queries (B, H, D) to the visible keys and values (B, K, L, D)."""
+    if weights.cap or weights.sinks is not None:
+        return capped_attend(q[:, :, None], k, v, mask, scale, weights.cap, weights.sinks).flatten(1)
+    # A group's query heads are queries of its one key head: no keys are repeated, as enable_gqa would.
+    return F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, attn_mask=mask, scale=scale).flatten(1)
 
 
 def _normed(x: Tensor, norm: AnyNorm) -> Tensor:

@@ -48,7 +48,9 @@ class HostView:
         return [(cos.to(self.device), sin.to(self.device)) for cos, sin in self.original.tables(length)]
 
     def _moved(self, value: Any) -> Any:
-        """Return a norm, or a linear layer with its bias, on the device."""
+        """Return a norm, a vector, or a linear layer with its bias, on the device."""
+        if isinstance(value, Tensor):
+            return self._copy(value)
         if isinstance(value, Norm | LayerNorm):
             value = value._replace(weight=self._copy(value.weight))
         if isinstance(value, Norm):
@@ -71,4 +73,4 @@ class StreamedModel:
         return (LayerWeights(*(part.mapped(self._on_device) for part in layer)) for layer in self._view.layers)
 
     def _on_device(self, value: Any) -> Any:
-        return value._replace(weight=value.weight.to(self._view.device))
+        return value if isinstance(value, Tensor) else value._replace(weight=value.weight.to(self._view.device))

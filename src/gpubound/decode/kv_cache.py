@@ -9,7 +9,7 @@ when the request begins, in a table on the device that a step only reads. Page 0
 reads them.
 
 A layer with a sliding window keeps a ring of its last positions. Its pages are fixed, and a table that repeats them makes the
-attention kernels read and write a ring as any other paged cache.
+attention kernels read and write a ring as any other paged cache. A recurrent layer keeps a state (layer_state.py).
 
 Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a head.
 """
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
-from ..models.decoding import Shape
+from ..models.decoding import Shape, StateShape
+from .layer_state import LayerState
 from .request import to_device
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class WindowRing(LayerStore):
 
 
 class Cache:
-    """Keys and values of all layers, in stores of layers that keep the same positions.
+    """Keys and values of all layers with attention, in stores of layers that keep the same positions; states of the others.
 
     Layers with a window have a `WindowRing` of its last positions, where that is shorter than `max_length`.
     """
@@ -212,19 +213,25 @@ class Cache:
     def __init__(
         self,
         build: "RunnerConfig",
-        windows: Mapping[int, int],
+        kept: Mapping[int, int | StateShape],
         shape: Shape,
         dtype: torch.dtype,
         device: torch.device,
         rings: bool = True,
     ) -> None:
-        """windows: of each layer, by its number. rings: False keeps all positions of every layer."""
+        """kept: the window of each layer's attention, 0 for none, or its state; by the layer's number.
+        rings: False keeps all positions of every layer."""
         layout, self.rows, self.length = build.cache, build.max_batch, build.max_length
-        self.layout, self.dtype, self.layers, self.device = layout, dtype, [*windows], device
+        self.layout, self.dtype, self.layers, self.device = layout, dtype, [*kept], device
         self.kind = None if layout.kind is None else KINDS[layout.kind]
         groups: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
-        for number, window in windows.items():
-            pages = ring_pages(window, build.tokens + build.redone) if window and rings else 0
+        self.states: dict[int, LayerState] = {}
+        tokens = build.tokens + build.redone
+        for number, window in kept.items():
+            if isinstance(window, StateShape):
+                self.states[number] = LayerState(window, self.rows, tokens, dtype, device)
+                continue
+            pages = ring_pages(window, tokens) if window and rings else 0
             groups.setdefault((window, pages) if 0 < pages < pages_for(self.length) else (0, 0), []).append(number)
         self.stores: list[LayerStore] = []
         self._places: dict[int, tuple[LayerStore, int]] = {}
@@ -252,17 +259,22 @@ class Cache:
         (store,) = self.stores
         return store
 
+    def keys_values(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values (B, K, L, D)."""
+        store, place = self._places[number]
+        return store.k[place], store.v[place]
+
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for store in self.stores for t in store.tensors]
+        return [t for stores in (self.stores, self.states.values()) for store in stores for t in store.tensors]
 
     @property
     def nbytes(self) -> int:
-        return sum(store.nbytes for store in self.stores)
+        return sum(t.nbytes for t in self.tensors)
 
     def bytes_read(self, lengths: list[int]) -> int:
-        """Return the bytes of keys and values that a step of rows of these lengths reads."""
-        total = 0
+        """Return the bytes of keys, values and states that a step of rows of these lengths reads."""
+        total = sum(state.nbytes for state in self.states.values()) // self.rows * len(lengths)
         for store in self.stores:
             read = map(min, lengths, repeat(store.window)) if store.window else lengths
             total += store.bytes_a_token * sum(read)
@@ -311,13 +323,18 @@ class Cache:
     def clear_after(self, end: int) -> None:
         """Fill the positions of the targets from `end` on with zeros, of a cache without rings and pages."""
         assert self.targets is not None
-        for t in self.whole.tensors:
+        for t in (t for store in self.stores for t in store.tensors):
             t[:, :, :, end:].index_fill_(1, self.targets.flatten(), 0)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` positions of the rows `sources` to the rows `targets`, except in pages that rows share."""
+        """Copy the first `length` positions of the rows `sources` to the rows `targets`, except in pages that rows share.
+
+        States are copied as they are: those of the rows' last tokens.
+        """
         for store in self.stores:
             store.move(sources, targets, length)
+        for state in self.states.values():
+            state.move(sources, targets)
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return keys or values (..., D) as an 8-bit cache rounds them."""
@@ -330,8 +347,10 @@ class Cache:
 
     def report(self) -> list[tuple[str, str, str]]:
         """Return a row for the decoder's table; none for a cache of all positions in the model's dtype."""
-        if self.kind is None and self.shared is None and not self.ringed:
-            return []
+        states = sum(state.nbytes for state in self.states.values())
+        kept = [("state", f"of {len(self.states)} layers", f"{states / 1e6:,.3g} MB")] if states else []
+        if not self.stores or (self.kind is None and self.shared is None and not self.ringed):
+            return kept
         form = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
         parts = [form] if self.shared is None else [form, f"{self.layout.pages} pages of {PAGE} tokens that all rows share"]
         parts += [
@@ -340,8 +359,8 @@ class Cache:
             if isinstance(store, WindowRing)
         ]
         _, _, heads, _, width = self.stores[0].k.shape
-        plain = 2 * len(self.layers) * self.rows * heads * self.length * width * self.dtype.itemsize
-        return [("cache", ", ".join(parts), f"{self.nbytes / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}")]
+        plain = 2 * len(self._places) * self.rows * heads * self.length * width * self.dtype.itemsize
+        return [("cache", ", ".join(parts), f"{(self.nbytes - states) / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}"), *kept]
 
 
 def as_integers(t: Tensor) -> Tensor:

@@ -175,6 +175,15 @@ class Part:
         return 0.0
 
     @property
+    def first(self) -> bool:
+        """Whether the part is the first of its group of layers."""
+        return self.number == self.workspace.cache.layers[0]
+
+    def fenced(self, mode: int) -> int:
+        """Return the launch mode of a layer's first product, which is the fence of triton/_pdl.py in a group's first layer."""
+        return FENCE if self.first and mode == EARLY else mode
+
+    @property
     def norm_in_product(self) -> str:
         """The name of a norm that is part of the first product, for the table."""
         return "norm, " if isinstance(self.weights.norm, Norm) else ""
@@ -209,13 +218,12 @@ class CachedAttention(Part):
         self._partial = workspace.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
         self._finished = workspace.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
         self._angles = workspace.no_rotation if w.table is None else workspace.tables[w.table]
-        self._first = number == workspace.cache.layers[0]  # of its group: its product is the fence of triton/_step.py
 
     def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
         rows, qkv = len(x), self._qkv[: len(x)]
-        h, norm = self.operand(x, mode, self._first)
-        self.qkv.norm_product(h, norm, qkv, FENCE if self._first and mode == EARLY else mode)
+        h, norm = self.operand(x, mode, self.first)
+        self.qkv.norm_product(h, norm, qkv, self.fenced(mode))
         self._attend(rows, qkv, position, mode)
         return self._mixed[:rows]
 

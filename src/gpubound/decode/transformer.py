@@ -33,11 +33,14 @@ from ..models.decoding import (
     ColumnExpertWeights,
     DenseWeights,
     ExpertWeights,
+    LayerWeights,
     Linear,
+    StateShape,
     UngatedWeights,
     norm_tensors,
 )
 from ..models.reader import Reader
+from ..models.recurrent import ShortConvWeights
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
@@ -46,6 +49,7 @@ from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, 
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, MoELayer
 from .placement.plan import LayerStage, described
+from .recurrent import ShortConv
 from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import WeightView
 from .weights import PackedFormat, weight_format
@@ -69,6 +73,7 @@ ON_ONE = "which are added on one device alone; merge them, switch them off, or l
 # The class that runs the weights of a layer's part. Another MLP is one more line, its record in models/decoding.py.
 PARTS: dict[type, Any] = {
     AttentionWeights: CachedAttention,
+    ShortConvWeights: ShortConv,
     DenseWeights: DenseMLP,
     UngatedWeights: UngatedMLP,
     ExpertWeights: MoELayer,
@@ -128,13 +133,14 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
     if live.coded:  # whose adapters are added after the product, which need the norm's result
         groups: list[tuple[Linear, ...]] = []
         for attention, mlp in live.layers:
-            groups += [(attention.q, attention.k, attention.v), (attention.o,)]
+            groups += attention.groups()
             groups += [(mlp.gate, mlp.up), (mlp.down,)] if isinstance(mlp, DenseWeights) else []
         added = dict.fromkeys(filter(None, (form_of_layers(*group) for group in groups)))
         return calls + ([("norm_rows", form(norm))] if added else []) + [("add_adapters", one) for one in added]
     for attention, mlp in live.layers if live.adapted else ():
-        calls.append((product, form(norm, 0.0, added=form_of_layers(attention.q, attention.k, attention.v))))
-        calls.append((add, form_of_layers(attention.o)))
+        *inputs, output = attention.groups()
+        calls += [(product, form(norm, 0.0, added=form_of_layers(*group))) for group in inputs]
+        calls.append((add, form_of_layers(*output)))
         if isinstance(mlp, DenseWeights):
             calls.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
             calls.append((add, form_of_layers(mlp.down)))
@@ -155,7 +161,7 @@ def _same(norm: AnyNorm, other: AnyNorm) -> bool:
 
 
 class Layer(NamedTuple):
-    attention: CachedAttention
+    attention: Any  # a part with the methods of layer.CachedAttention
     mlp: Any  # a part with the methods of layer.DenseMLP
 
 
@@ -165,8 +171,8 @@ class LayerGroup:
     def __init__(self, live: WeightView | HostView, config: RunnerConfig, stage: LayerStage, rings: bool) -> None:
         self.numbers, self.device = stage.layers, stage.device
         tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(config.max_length)]
-        windows = {number: layer_windows(live)[number] for number in stage.layers}
-        self.cache = Cache(config, windows, live.shape, live.dtype, self.device, rings)
+        kept = {number: what for number, what in kept_by_layer(live.layers).items() if number in stage.layers}
+        self.cache = Cache(config, kept, live.shape, live.dtype, self.device, rings)
         self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
         self.layers: list[Layer] = []
 
@@ -230,9 +236,9 @@ class LayerGroup:
         return x, pending
 
 
-def layer_windows(live: Any) -> dict[int, int]:
-    """Return the window of each layer's attention; 0: it has none."""
-    return {number: layer.attention.window for number, layer in enumerate(live.layers)}
+def kept_by_layer(layers: Sequence[LayerWeights]) -> dict[int, int | StateShape]:
+    """Return the window of each layer's attention, 0 for none, or its state."""
+    return {number: layer.attention.state() or layer.attention.window for number, layer in enumerate(layers)}
 
 
 def table_bytes(reader: Reader, config: RunnerConfig) -> int:
@@ -304,6 +310,11 @@ class FusedRunner(ViewRunner):
         """stages: devices of the layers, if there are several."""
         self.live, self.max_batch, self.max_length, self.tokens = live, config.max_batch, config.max_length, config.tokens
         self.config, self.device, self.vocab = config, live.device, live.shape.vocab
+        if config.tokens + config.redone > 1 and any((s := layer.attention.state()) and s.matrix for layer in live.layers):
+            raise ValueError(
+                f"decoder: speculate: got a draft for or by {type(live.model).__name__}, whose recurrent layers cannot go back "
+                f"to the state before a rejected token; leave speculate out."
+            )
         self.form = weight_format(config.weights)
         rows = config.max_batch * config.tokens
         fp32: Any = {"device": self.device, "dtype": torch.float32}
@@ -312,7 +323,7 @@ class FusedRunner(ViewRunner):
         on_host = cpu_step.fits(self.device) and plain and self.dense
         rings = not on_host and not live.sliced  # slices do not get the lengths of prompts
         if stages is None:
-            needed = Cache(config, layer_windows(live), live.shape, live.dtype, META, rings).nbytes
+            needed = Cache(config, kept_by_layer(live.layers), live.shape, live.dtype, META, rings).nbytes
             check_room(needed + table_bytes(live.reader, config) + 4 * rows * self.vocab, self.device, config)
             stages = [LayerStage(self.device, range(len(live.layers)))]
         self.spans = [LayerGroup(live, config, stage, rings) for stage in stages]
@@ -509,7 +520,11 @@ class FusedRunner(ViewRunner):
 
     @property
     def keeps_prompts(self) -> bool:
-        return not any(group.cache.ringed for group in self.spans)
+        return not any(group.cache.ringed or group.cache.states for group in self.spans)
+
+    def carried(self) -> list[Tensor]:
+        states = [state for group in self.spans for state in group.cache.states.values()]
+        return [state.matrix for state in states if state.matrix is not None]
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:

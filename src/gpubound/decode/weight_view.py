@@ -218,6 +218,8 @@ def _uneven(reader: Reader) -> str | None:
     shape = reader.shape()
     wanted = shape.heads, shape.kv_heads, shape.kv_heads
     for number, layer in enumerate(reader.layers()):
+        if not isinstance(layer.attention, AttentionWeights):
+            continue
         heads = tuple(len(one.weight) // shape.head_dim for one in (layer.attention.q, layer.attention.k, layer.attention.v))
         if heads != wanted:
             return (
@@ -231,8 +233,7 @@ def _unlike(layers: Sequence[LayerWeights]) -> str | None:
     """Return which layers that read one input differ in a way that no step multiplies together; None where all fit."""
     for number, (attention, mlp) in enumerate(layers):
         groups: list[tuple[str, Sequence[Linear]]] = []
-        if isinstance(attention, AttentionWeights):
-            groups.append((f"model.layers.{number}.self_attn", (attention.q, attention.k, attention.v)))
+        groups += [(f"model.layers.{number}.self_attn", group) for group in attention.groups()]
         if isinstance(mlp, DenseWeights):
             groups.append((f"model.layers.{number}.mlp", (mlp.gate, mlp.up)))
         for name, group in groups:

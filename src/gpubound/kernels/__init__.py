@@ -64,6 +64,7 @@ from .registry import reference as reference
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .row_ops import activate_rows as activate_rows, layer_norm_rows as layer_norm_rows
 from .sampling import pick as pick, sample as sample
+from .short_conv import short_conv as short_conv
 from .tiled_product import (
     tiled_add_product as tiled_add_product,
     tiled_norm_gate_up as tiled_norm_gate_up,

@@ -52,6 +52,14 @@ class Shape:
     logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: not capped
 
 
+class StateShape(NamedTuple):
+    """What a layer keeps of a row instead of keys and values: the last inputs of a convolution, and a recurrence's matrix."""
+
+    channels: int  # of the convolution
+    taps: int
+    matrix: tuple[int, ...] = ()  # in fp32; (): none
+
+
 class PartWeights:
     """Base class of the weights of a layer's parts. Norms and biases may be None."""
 
@@ -86,6 +94,14 @@ class AttentionWeights(PartWeights):
     post_norm: Norm | None = None  # of the update, before it is added to the residual stream
     interleaved: int = 0  # pairs (2i, 2i + 1) that are rotated; 0: pairs (i, i + P)
     sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
+
+    def state(self) -> StateShape | None:
+        """Return what the layer keeps instead of keys and values; None: it keeps these."""
+        return None
+
+    def groups(self) -> list[tuple[Linear, ...]]:
+        """Return the linear layers that are multiplied together. The last is the output."""
+        return [(self.q, self.k, self.v), (self.o,)]
 
     def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
         """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first.
@@ -239,7 +255,7 @@ class ColumnExpertWeights(PartWeights):
 
 
 class LayerWeights(NamedTuple):
-    attention: AttentionWeights
+    attention: Any  # AttentionWeights, or a record with their methods whose state() is not None
     mlp: Any  # DenseWeights, UngatedWeights, ExpertWeights, or another record with their methods
 
 

@@ -210,6 +210,8 @@ class Reader:
     READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
     # Names in the stack: its blocks, embedding and last norm. Names in a block: attention, and its output projection.
     BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "layers", "embed_tokens", "norm", "self_attn", "o_proj"
+    HEAD_NORMS = "q_norm", "k_norm"  # in attention
+    GATED = "gate_proj", "up_proj", "down_proj"  # in an MLP
     ANGLES: ClassVar[type[HFAngles]] = HFAngles
     INTERLEAVED = False  # whether pairs (2i, 2i + 1) are rotated, which the cache has in another order than the model
     PARALLEL = False  # whether an MLP reads the stream before attention's update, in all blocks
@@ -230,6 +232,10 @@ class Reader:
 
     def attention_of(self, block: Any) -> Any:
         return getattr(block, self.ATTENTION)
+
+    def first_attention(self) -> Any:
+        """Return the first block's attention, whose heads are like those of all others."""
+        return self.attention_of(self.blocks[0])
 
     def mlp_of(self, block: Any) -> Any:
         return block.mlp
@@ -258,7 +264,7 @@ class Reader:
         if self.activation() is None:
             known = ", ".join(ACTIVATED if isinstance(self, UngatedReader) else ACTIVATIONS)
             return f"its activation is {activation_name(self.config)!r}, the kernels' are {known}"
-        if self.head_dim(self.attention_of(self.blocks[0])) % 2:
+        if self.head_dim(self.first_attention()) % 2:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False):
             return "its tokens attend to later tokens"
@@ -275,7 +281,7 @@ class Reader:
         return ACTIVATION_NAMES.get(activation_name(self.config))
 
     def shape(self) -> Shape:
-        c, attention = self.config, self.attention_of(self.blocks[0])
+        c, attention = self.config, self.first_attention()
         scale = getattr(self.embedding, "embed_scale", None)  # rounded to the weights' dtype when used
         return Shape(
             hidden=c.hidden_size,
@@ -320,7 +326,7 @@ class Reader:
 
     def attention(self, block: Any) -> AttentionWeights:
         attention, (before, after) = self.attention_of(block), self.norms(block, self.NORMS[:2])
-        q_norm, k_norm = self.norms(attention, ("q_norm", "k_norm"))
+        q_norm, k_norm = self.norms(attention, self.HEAD_NORMS)
         q, k, v = self.projections(attention)
         return AttentionWeights(
             norm=before,
@@ -373,21 +379,22 @@ class Reader:
         return [before, after]
 
     def mlp(self, block: Any) -> Any:
-        before, after = self.mlp_norms(block)
-        gate, up = self.gate_up(block.mlp)
+        (before, after), mlp = self.mlp_norms(block), self.mlp_of(block)
+        gate, up = self.gate_up(mlp)
         activation = self.activation()
         assert activation is not None
-        return DenseWeights(before, gate, up, linear_of(block.mlp.down_proj), activation, after, self.parallel(block))
+        down = linear_of(getattr(mlp, self.GATED[2]))
+        return DenseWeights(before, gate, up, down, activation, after, self.parallel(block))
 
     def gate_up(self, mlp: Any) -> list[Linear]:
         """Return the weights of gate and up, which may share one parameter."""
         if "gate_up_proj" in mlp._modules:
             return parts_of(mlp.gate_up_proj, [self.config.intermediate_size] * 2)
-        return [linear_of(mlp.gate_proj), linear_of(mlp.up_proj)]
+        return [linear_of(getattr(mlp, name)) for name in self.GATED[:2]]
 
     def together(self, block: Any) -> list[list[Any]]:
         """Return the linear layers of a block that read the same input, which are one GEMM if their weights are contiguous."""
-        parts = (self.attention_of(block), ("q_proj", "k_proj", "v_proj")), (self.mlp_of(block), ("gate_proj", "up_proj"))
+        parts = (self.attention_of(block), ("q_proj", "k_proj", "v_proj")), (self.mlp_of(block), self.GATED[:2])
         return [[getattr(part, name) for name in names] for part, names in parts if hasattr(part, names[0])]
 
     def routers(self) -> dict[int, nn.Module]:

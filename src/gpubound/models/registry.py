@@ -230,6 +230,7 @@ FAMILIES = {
     "opt": {"opt": "OPT"},
     "ungated": {"arcee": "Arcee", "jais2": "Jais2"},
     "gpt_oss": {"gpt_oss": "GptOss"},
+    "lfm2": {"lfm2": "Lfm2"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }

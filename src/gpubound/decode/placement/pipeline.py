@@ -25,7 +25,7 @@ from ...models.registry import runner_of
 from ...trace import say
 from ..kv_cache import Cache
 from ..runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, choose, lanes
-from ..transformer import META, ON_ONE, FusedRunner, gemv_rows, kernel_calls, table_bytes, tiled_gemm_rows
+from ..transformer import META, ON_ONE, FusedRunner, gemv_rows, kept_by_layer, kernel_calls, table_bytes, tiled_gemm_rows
 from ..weight_view import ANYWHERE, WeightView, bind, readable_model
 from .plan import LayerStage, StageBytes, described, memory_for, move_layers, plan
 
@@ -80,8 +80,8 @@ def fused_reader(model: Any, config: RunnerConfig, count: int, spread: bool | st
 
 def _kept_bytes(reader: Reader, config: RunnerConfig) -> tuple[list[int], int]:
     shape, dtype = reader.shape(), weight_of(reader.model.lm_head).dtype
-    windows = [layer.attention.window for layer in reader.layers()]
-    return [Cache(config, {0: window}, shape, dtype, META).nbytes for window in windows], table_bytes(reader, config)
+    kept = kept_by_layer(reader.layers()).values()
+    return [Cache(config, {0: one}, shape, dtype, META).nbytes for one in kept], table_bytes(reader, config)
 
 
 def _fused_runner(reader: Reader, config: RunnerConfig, stages: Sequence[LayerStage]) -> ModelRunner:

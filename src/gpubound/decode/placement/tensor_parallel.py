@@ -42,8 +42,8 @@ from ..transformer import (
     FusedRunner,
     ViewRunner,
     add_and_norm,
+    kept_by_layer,
     kernel_calls,
-    layer_windows,
 )
 from ..weight_view import WeightView, bind
 from .peers import connected
@@ -149,7 +149,7 @@ def sliced_runner(model: Any, config: RunnerConfig, fused: bool, devices: Sequen
     plans = plan_slices(live.shape, live.layers, devices, PARTIAL_ROWS)
     for plan, free in zip(plans, free_bytes(devices)):
         on_meta = ModelSlice(live, replace(plan, device=META))
-        cached = Cache(config, layer_windows(live), on_meta.shape, live.dtype, META, rings=False).nbytes
+        cached = Cache(config, kept_by_layer(live.layers), on_meta.shape, live.dtype, META, rings=False).nbytes
         logits = 4 * config.max_batch * live.shape.vocab
         needed = on_meta.nbytes + cached + (3 * logits if plan.number == 0 else logits)  # the first also has 64-bit buffers
         text = f"{on_meta}, {readable(cached)} of keys and values; {readable(free)} are there for it"

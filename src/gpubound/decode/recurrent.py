@@ -1,0 +1,100 @@
+"""Layers with a state in the place of attention, with the methods of layer.CachedAttention.
+
+Legend: B rows, T tokens of a prompt, C channels of a convolution.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import short_conv
+from ..layers.linear_product import fused_linear
+from ..models.recurrent import RecurrentWeights, ShortConvWeights
+from .layer import Part, Workspace
+
+
+class RecurrentLayer(Part):
+    """Norm, input products, a recurrence, output."""
+
+    op: str  # of a step's recurrence
+    weights: RecurrentWeights
+
+    def __init__(self, weights: RecurrentWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
+        *inputs, output = weights.groups()
+        self.inputs = [self.product(form.stacked(*group), *group) for group in inputs]
+        self.last = self.product(form.stacked(*output), *output)
+        self.state = workspace.cache.states[number]
+        widths = [sum(len(layer.weight) for layer in group) for group in inputs]
+        self._rows = [workspace.buffer(f"recurrent{at}", workspace.rows, width) for at, width in enumerate(widths)]
+        width = weights.output.weight.shape[1]
+        self._mixed = workspace.buffer("recurrent", workspace.rows, width, dtype=workspace.dtype)
+
+    def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product in a step."""
+        h, norm = self.operand(x, mode, self.first)
+        rows = [buffer[: len(x)] for buffer in self._rows]
+        for at, (product, out) in enumerate(zip(self.inputs, rows)):
+            product.norm_product(h, norm, out, mode if at else self.fenced(mode))
+        return self.mix(rows, position, mode)
+
+    def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
+        h, rows = self.read(x, mode), []
+        for product in self.inputs:
+            out = fused_linear(h, product.matrices(), product.biases or None)
+            if product.added is not None:
+                product.added.add(h, *out.split([len(layer.weight) for layer in product.layers], -1))
+            rows.append(out.float())
+        return self.mix(rows, position, 0)
+
+    def mix(self, rows: list[Tensor], position: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product for rows (B T, ...) of the input products, in fp32. The state goes on."""
+        first, out = self.workspace.cache.first, self._mixed[: len(rows[0])]
+        self.recur(rows, position, slice(first, first + len(position)), out, mode)
+        return out
+
+    def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
+        """Run the recurrence of a step. mine: the rows of the state"""
+        raise NotImplementedError
+
+    def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
+        """Return the output for normed h (B, T, hidden) at positions start to end."""
+        rows = [row for product in self.inputs for row in self.linear(product, h)]
+        return self.linear(self.last, self.recur_prompt(rows, start))[0]
+
+    def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
+        """Return the input of the last product for rows (B, T, ...) of each input layer, from position `start` on."""
+        raise NotImplementedError
+
+    def convolved(self, x: Tensor, start: int) -> Tensor:
+        """Return the causal convolution of a prompt's inputs x (B, T, C), which go to the state."""
+        cache, w = self.workspace.cache, self.weights
+        padded = self.state.extend(x, start, cache.targets, cache.ends)
+        return F.conv1d(padded.transpose(1, 2), w.conv[:, None], w.conv_bias, groups=len(w.conv)).transpose(1, 2)
+
+    def exact(self) -> RecurrentWeights:
+        """Return the weights with the values that a rounded format represents."""
+        inputs = tuple(layer for product in self.inputs for layer in product.exact())
+        (output,) = self.last.exact()
+        return replace(self.weights, inputs=inputs, output=output)
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + self.weights.vectors()
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        first = [(f"{self.norm_in_product}inputs", f"{product.prefix}norm_product", "") for product in self.inputs]
+        return [*first, ("state", self.op, ""), ("output", f"{self.last.prefix}add_product", "")]
+
+
+class ShortConv(RecurrentLayer):
+    op = "short_conv"
+    weights: ShortConvWeights
+
+    def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
+        short_conv(rows[0], position, self.state.ring[mine], self.weights.conv, self.weights.conv_bias, out, mode)
+
+    def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
+        gate, output_gate, value = rows[0].chunk(3, -1)
+        return output_gate * self.convolved(gate * value, start)

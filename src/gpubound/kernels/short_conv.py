@@ -1,0 +1,87 @@
+"""Gated short convolution of LFM2 in one decoding step, for one or a few tokens of each of B rows.
+
+A row's inputs of the convolution are in a ring: that of position p is at place p % P. So a step shifts nothing, and the same
+step may be repeated. Inputs before a row's first position are zeros, whatever its ring holds.
+
+Legend: B rows, T tokens a row in a step, C channels, K taps of the convolution, P places of the ring, at least K - 1 + T.
+"""
+
+import torch
+from torch import Tensor
+
+from .decode_product import WRITTEN
+from .dispatch import implementation, require
+from .registry import definition, draw, ints, zeros
+
+
+def short_conv(
+    x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
+) -> tuple[Tensor, Tensor]:
+    """out = c · conv(b · v), for the three parts b, c, v of a product's rows: (out, ring). The ring gets the products b · v.
+
+    x         (B T, 3 C) fp32, as norm_product writes it; all tokens of a row before those of the next
+    position  (B,) or (B, T) int32: positions in order without a gap. For one below 0, out is NaN and nothing is written
+    ring      (B, P, C)
+    weight    (C, K): the last tap is that of the token itself
+    out       (B T, C)
+    """
+    require("short_conv", "ring", ring, None, ("rows", "places", "channels"), x.device, "it is written in place")
+    (rows, places, channels), count = ring.shape, position.numel()
+    require("short_conv", "position", position, torch.int32, (rows, *position.shape[1:]), x.device, "one for each token")
+    require("short_conv", "x", x, torch.float32, (count, 3 * channels), x.device, "norm_product writes it")
+    require("short_conv", "weight", weight, None, (channels, "taps"), x.device, "it has the taps of each channel")
+    if bias is not None:
+        require("short_conv", "bias", bias, None, (channels,), x.device, "it has one number for each channel")
+    require("short_conv", "out", out, None, (count, channels), x.device, WRITTEN)
+    if places < (least := weight.shape[1] - 1 + count // rows):
+        raise ValueError(f"short_conv: ring: got {places} places, wanted {least} or more: a place for each input that is read.")
+    kernel = implementation("short_conv", weight, None, _shape(weight, bias, count // rows))
+    return kernel(x, position, ring, weight, bias, out, dependent)
+
+
+def _shape(weight: Tensor, bias: Tensor | None, tokens: int) -> tuple:
+    """Return the example arguments; none for one token and three taps."""
+    shape = weight.shape[1], bias is not None, tokens
+    return () if shape == (3, False, 1) else shape
+
+
+def _example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int = 1) -> tuple:
+    """Two rows of 40 channels, one at its first position."""
+    position, places = ints(0, 7)[:, None] + torch.arange(tokens, dtype=torch.int32), taps - 1 + tokens
+    return (
+        draw(g, 2 * tokens, 120).detach(), position.contiguous(), draw(g, 2, places, 40).detach(), draw(g, 40, taps),
+        draw(g, 40) if bias else None, zeros(2 * tokens, 40),
+    )  # fmt: skip
+
+
+@definition(_example)
+@torch.no_grad()
+def short_conv_reference(
+    x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
+) -> tuple[Tensor, Tensor]:
+    gate, output_gate, value = x.view(len(ring), -1, 3, ring.shape[2]).unbind(2)  # (B, T, C)
+    convolved = ring_convolution(gate * value, position, ring, weight, bias)
+    known = (position >= 0).view(len(ring), -1, 1)
+    out.copy_(torch.where(known, output_gate * convolved, torch.nan).flatten(0, 1))
+    return out, ring
+
+
+def ring_convolution(x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the causal convolution (B, T, C) of new inputs x (B, T, C) after those of a ring, which gets them."""
+    B, T, _ = x.shape
+    taps, places = weight.shape[1], ring.shape[1]
+    at, rows = position.view(B, -1).long(), torch.arange(B, device=x.device)
+    x = x.to(ring.dtype).to(x.dtype)  # as the ring holds them
+    total = torch.zeros_like(x) if bias is None else bias.to(x.dtype).expand_as(x).clone()
+    for t in range(T):
+        for j in range(taps):
+            if j <= t:
+                earlier = x[:, t - j]
+            else:
+                place = at[:, t] - j
+                earlier = torch.where((place >= 0)[:, None], ring[rows, place % places].to(x.dtype), 0.0)
+            total[:, t] += weight[:, taps - 1 - j].to(x.dtype) * earlier
+    for t in range(T):
+        here = at[:, t] % places
+        ring[rows, here] = torch.where((at[:, t] >= 0)[:, None], x[:, t].to(ring.dtype), ring[rows, here])
+    return total

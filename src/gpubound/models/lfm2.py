@@ -1,0 +1,42 @@
+"""LFM2: gated short convolutions in most layers, attention with normed heads in the others.
+
+Placing swaps norms and the loss; the loop over layers, attention, convolutions and MLPs stay those of transformers.
+"""
+
+from typing import Any
+
+from .hf_modules import norm, tried_causal_lm
+from .reader import linear_of
+from .recurrent import RecurrentReader, ShortConvWeights, taps_of
+from .registry import Maker
+
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": tried_causal_lm}
+
+
+class Lfm2Reader(RecurrentReader):
+    NORMS = ("operator_norm", None, "ffn_norm", None)
+    FINAL, OUTPUT, MIXER = "embedding_norm", "out_proj", "conv"
+    HEAD_NORMS, GATED = ("q_layernorm", "k_layernorm"), ("w1", "w3", "w2")
+    READS = frozenset((
+        "norm_eps", "conv_bias", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim",
+        "full_attn_idxs",
+    ))  # fmt: skip
+
+    def activation(self) -> str:
+        return "silu"  # no option of the config
+
+    def mlp_of(self, block: Any) -> Any:
+        return block.feed_forward
+
+    def mixer(self, block: Any) -> ShortConvWeights:
+        layer, (before, _) = block.conv, self.norms(block, self.NORMS[:2])
+        return ShortConvWeights(
+            norm=before,
+            inputs=(linear_of(layer.in_proj),),
+            output=linear_of(layer.out_proj),
+            conv=taps_of(layer.conv),
+            conv_bias=layer.conv._parameters["bias"],
+        )
+
+
+DECODING: dict[str, Any] = {"ForCausalLM": Lfm2Reader}

@@ -1,0 +1,108 @@
+"""Layers that keep a state of fixed size instead of keys and values: their weights, their definitions, and their readers.
+
+A state has the last inputs of a short convolution. decode/recurrent.py has the fast implementations.
+
+Legend: T tokens, C channels of a convolution, K its taps.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decoding import AnyNorm, Linear, PartWeights, Rounding, Shape, StateShape, plain_linear, plain_norm
+from .reader import Reader
+
+
+@dataclass(frozen=True)
+class RecurrentWeights(PartWeights):
+    """Base class of the weights of a layer with a state. `conv` (C, K): the last tap is that of the token itself."""
+
+    norm: AnyNorm
+    inputs: tuple[Linear, ...]
+    output: Linear
+    conv: Tensor
+    conv_bias: Tensor | None
+    post_norm: ClassVar[None] = None
+
+    def state(self) -> StateShape:
+        raise NotImplementedError
+
+    def vectors(self) -> list[Tensor]:
+        """Return the weights that are no matrices."""
+        return [t for t in vars(self).values() if isinstance(t, Tensor)]
+
+    def tensors(self) -> list[Tensor]:
+        return super().tensors() + self.vectors()
+
+    def linears(self) -> list[Linear]:
+        return [*self.inputs, self.output]
+
+    def groups(self) -> list[tuple[Linear, ...]]:
+        return [self.inputs, (self.output,)]
+
+    def mapped(self, change: Callable[[Any], Any]) -> Any:
+        moved = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(super().mapped(change), inputs=tuple(map(change, self.inputs)), **moved)
+
+    def define(self, shape: Shape, x: Tensor, tables: Any, rounded: Rounding) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32."""
+        h = plain_norm(x, self.norm)
+        return plain_linear(self.mixed([plain_linear(h, layer) for layer in self.inputs]), self.output)
+
+    def mixed(self, rows: list[Tensor]) -> Tensor:
+        """Return the input of the output layer in plain fp32, for rows (T, ...) of each of the input layers."""
+        raise NotImplementedError
+
+    def convolved(self, x: Tensor) -> Tensor:
+        """Return the causal convolution of x (T, C) in fp32."""
+        bias = None if self.conv_bias is None else self.conv_bias.float()
+        padded = F.pad(x.t(), (self.conv.shape[1] - 1, 0))
+        return F.conv1d(padded[None], self.conv.float()[:, None], bias, groups=len(self.conv))[0].t()
+
+
+@dataclass(frozen=True)
+class ShortConvWeights(RecurrentWeights):
+    """LFM2's convolution of the product of two projections, times a third."""
+
+    def state(self) -> StateShape:
+        return StateShape(*self.conv.shape)
+
+    def mixed(self, rows: list[Tensor]) -> Tensor:
+        gate, output_gate, value = rows[0].chunk(3, -1)
+        return output_gate * self.convolved(gate * value)
+
+
+class RecurrentReader(Reader):
+    """Reader of a model in which some blocks have a layer with a state, named MIXER, in the place of attention."""
+
+    MIXER = "linear_attn"
+
+    def mixes(self, block: Any) -> bool:
+        return self.MIXER in block._modules
+
+    def attention_of(self, block: Any) -> Any:
+        return block._modules[self.MIXER if self.mixes(block) else self.ATTENTION]
+
+    def first_attention(self) -> Any:
+        return next((self.attention_of(block) for block in self.blocks if not self.mixes(block)), None)
+
+    def head_dim(self, attention: Any) -> int:
+        return getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+
+    def scale(self, attention: Any) -> float:
+        return self.head_dim(attention) ** -0.5
+
+    def attention(self, block: Any) -> Any:
+        """Return the weights of a block's attention, or of the layer in its place."""
+        return self.mixer(block) if self.mixes(block) else super().attention(block)
+
+    def mixer(self, block: Any) -> RecurrentWeights:
+        raise NotImplementedError
+
+
+def taps_of(conv: Any) -> Tensor:
+    """Return the weight of a depthwise convolution, as (C, K)."""
+    return conv._parameters["weight"].detach()[:, 0]
