@@ -11,7 +11,7 @@ import torch
 from gpubound.cli.train_options import from_file
 from gpubound.device import CONTEXT, memory_size
 from gpubound.layers.linear_product import LEAST_BYTES
-from gpubound.models.llama.checkpoint import hf_config
+from gpubound.models.llama.checkpoint import hf_config, load_hf, outline
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.gpus import GPUS, LINK
 from gpubound.plan.memory import in_host_memory, memory, phases, saved, total
@@ -23,6 +23,7 @@ from gpubound.train.objectives.word_loss import NextToken
 from gpubound.train.precision import precision as precision_named
 from gpubound.train.recipe import Recipe
 from gpubound.train.recompute import recompute_from
+from tests.models.quantized.cases import write
 
 ROWS, SEQ = 1, 16
 PLAIN = DecoderConfig(64, 96, 2, 4, 2, 256, tied=True)
@@ -146,6 +147,21 @@ def test_frozen_weights_adapters_and_moments_are_those_of_a_step(base, tied):
     step.close()
     assert (parts["frozen weights"], parts.get("scales of quantised weights", 0)) == (frozen, scales)
     assert {name: parts.get("adapters" if name == "weights" else name, 0) for name in step.memory} == step.memory
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-asymmetric", "gptq-act-order", "fp8-blocks", "nf4", "bnb-int8"])
+def test_a_quantised_folder_is_counted_as_it_is_read(tmp_path, name):
+    write(tmp_path, name)
+    model, lora = load_hf(tmp_path, dtype=torch.bfloat16), Lora(8)
+    numel = sum(p.numel() for p in outline(tmp_path).parameters())
+    lora.add(model)
+    held = sum(t.nbytes for t in model.parameters() if not t.requires_grad) + sum(t.nbytes for t in model.buffers())
+    planned = step_of(Recipe(model=str(tmp_path), data=("x.jsonl",), seq=16, micro_batch=1, lora={"rank": 8}))
+    parts = memory(planned)
+    assert parts["frozen weights"] + parts.get("scales of quantised weights", 0) == held <= 2 * numel
+    assert planned.adapters.published and planned.adapters.base.lower() in str(planned).lower()
+    with pytest.raises(ValueError, match="do not train"):
+        step_of(Recipe(model=str(tmp_path), data=("x.jsonl",), seq=16, micro_batch=1))
 
 
 BASE = step_of(Recipe(model="350m", seq=1024, micro_batch=4, accumulate=64), 8)

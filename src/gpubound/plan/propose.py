@@ -140,7 +140,8 @@ def first_that_fits(recipe: Recipe, world: int, bytes_per_gpu: int) -> str | Non
     of adapters, last, a base in NF4; of a step of one micro-batch without clipping, updates in backward."""
     rows, limit = recipe.micro_batch * recipe.accumulate, int(bytes_per_gpu * (1 - FREE))
     sizes = [n for n in range(recipe.micro_batch, 0, -1) if rows % n == 0 and rows // n % world == 0]
-    for base in _bases(recipe, world):
+    unchanged = step_of(recipe, world)
+    for base in _bases(recipe, world, unchanged.adapters is not None and unchanged.adapters.published):
         step, recomputed = step_of(dataclasses.replace(recipe, **base), world), recipe.recompute
         for recompute, size in product(dict.fromkeys((recomputed, "blocks")), [rows] if step.in_backward else sizes):
             changed = {"micro_batch": size, "accumulate": rows // size, "recompute": recompute} | base
@@ -151,12 +152,12 @@ def first_that_fits(recipe: Recipe, world: int, bytes_per_gpu: int) -> str | Non
     return None
 
 
-def _bases(recipe: Recipe, world: int) -> Iterator[dict[str, Any]]:
-    """Yield changes of a recipe besides its rows and recomputation, the least ones first."""
+def _bases(recipe: Recipe, world: int, published: bool) -> Iterator[dict[str, Any]]:
+    """Yield changes of a recipe besides its rows and recomputation, the least ones first. published: the base is quantised"""
     eight_bits: list[dict[str, Any]] = [{}] if recipe.optimizer == "muon" else [{}, {"optimizer": "adamw8bit"}]
     yield from eight_bits
     if recipe.adapters is not None:
-        if recipe.adapters.base is None:
+        if recipe.adapters.base is None and not published:
             yield {"lora": recipe.lora | {"base": "nf4"}}
         return
     if world > 1 or recipe.optimizer == "muon" or recipe.ema:
@@ -195,7 +196,8 @@ def _variants(base: StepConfig, limit: int) -> Iterator[StepConfig]:
     """Yield every micro-batch that divides a rank's rows, with every sharding and recomputation."""
     rows = base.rows * base.accumulate
     small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
-    shardings = [False, True] if base.world > 1 and not isinstance(base.optimizer, Muon) else [False]
+    whole = isinstance(base.optimizer, Muon) or (base.adapters is not None and base.adapters.published)
+    shardings = [False, True] if base.world > 1 and not whole else [False]
     for micro in sorted({*small, *(rows // n for n in small)}):
         if rows // micro * base.world > MOST_ACCUMULATE:  # which train refuses
             continue

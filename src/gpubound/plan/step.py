@@ -11,8 +11,10 @@ from ..lora.base import FORMATS, suited
 from ..lora.layers import adapted_layers, names_in
 from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
+from ..models.quantized.fill import Held, held_weights
 from ..models.registry import family_of, is_named
 from ..train.adamw import AdamW
+from ..train.adapters import check_published, published_scheme
 from ..train.flat_layout import FlatLayout, counted
 from ..train.lora_options import Lora
 from ..train.muon import Muon, count_by_rule
@@ -40,13 +42,15 @@ class AdapterSizes:
 
     rank: int
     base: str | None
-    """Format of the frozen layers; None: the step's own precision."""
+    """Format of the frozen layers, in words where the folder is quantised; None: the step's own precision."""
     ranks: dict[str, int]
     """Linear layer -> the rank of its adapter, or 0."""
     frozen_bytes: int
     """Weights as they are stored; fsdp shards them."""
     scale_bytes: int
     """Scales of quantised weights, which every rank has."""
+    published: bool = False
+    """True when the folder's weights are quantised, and read unchanged."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +168,14 @@ def step_of(recipe: Recipe, world: int = 1) -> StepConfig:
     way, count = parse_recompute(recipe.recompute)
     if way == "count" and count > model.config.layers:
         raise ValueError(f"recompute: got {count} blocks, the model has {model.config.layers}; give at most so many.")
+    folder = "" if is_named(recipe.model) else recipe.model
+    if folder:
+        check_published(folder, recipe.adapters)
     return outlined(
         model, recipe.numbers, precision, recipe.seq, micro, per_rank // micro,
         recompute=recipe.recompute, captured=recipe.graph != "off", average=bool(recipe.ema),
         world=world, sharded=recipe.parallel == "fsdp" and world > 1, lora=recipe.adapters,
-        in_backward=recipe.update_in_backward, offload=recipe.offload_optimizer,
+        in_backward=recipe.update_in_backward, offload=recipe.offload_optimizer, folder=folder,
     )  # fmt: skip
 
 
@@ -188,24 +195,31 @@ def model_of(recipe: Recipe) -> Decoder:
 
 def outlined(
     model: Decoder, optimizer: AdamW | Muon, precision: str, seq: int, rows: int, accumulate: int = 1,
-    lora: Lora | None = None, **options,
+    lora: Lora | None = None, folder: str = "", **options,
 ) -> StepConfig:  # fmt: skip
-    """Return the step of a model on any device, to which the adapters of `lora` are added."""
+    """Return the step of a model on any device, to which the adapters of `lora` are added. `folder` has its weights, which may
+    be quantised."""
     by_adamw, by_muon = count_by_rule(model, optimizer)  # a tied table is one parameter
     in_block = sum(p.numel() for p in model.model.layers[0].parameters())
     other = by_adamw + by_muon - model.config.layers * in_block
     if lora is not None:
-        options["adapters"] = adapters_of(model, lora, precision_named(precision).dtype)
+        options["adapters"] = adapters_of(model, lora, precision_named(precision).dtype, folder)
     return StepConfig(model.config, in_block, other, by_muon, optimizer, precision, seq, rows, accumulate, **options)
 
 
-def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype) -> AdapterSizes:
-    """Return the sizes of a block's adapters and frozen weights. `model` is on the meta device; the adapters are added."""
+def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype, folder: str = "") -> AdapterSizes:
+    """Return the sizes of a block's adapters and frozen weights; of a quantised folder, the mean of all blocks. `model` is on
+    the meta device; the adapters are added."""
     for name in ("dora", "dropout"):
         if getattr(lora, name):
             raise ValueError(f"plan: lora: got {name}, whose cost is not counted, wanted none; leave {name} out to plan.")
     weights = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.0.")}
     quantised = set() if lora.base is None else set(suited(model, FORMATS[lora.base]))
+    scheme = published_scheme(folder) if folder else None
+    if scheme is not None:
+        published = held_weights(model, scheme, dtype)
+        in_blocks = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.")}
+        held = [published.get(n.removesuffix(".weight"), Held(dtype.itemsize * p.numel(), 0)) for n, p in in_blocks.items()]
     lora.check_model(model)
     layer_ranks = {name: sum(layer.r[word] for word in names_in(layer)) for name, layer in adapted_layers(model)}
     blocks = [
@@ -217,6 +231,10 @@ def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype) -> AdapterSizes:
             "plan: lora: targets: wanted linear layers of blocks, the same in each, because one block is counted and "
             "multiplied; name them by the ends of their names, such as q_proj."
         )
+    ranks = {name: blocks[0].get(name, 0) for names in PRODUCTS for name in names}
+    if scheme is not None:
+        frozen, scales = (sum(sizes) // model.config.layers for sizes in zip(*held))
+        return AdapterSizes(lora.rank, scheme.name, ranks, frozen, scales, published=True)
     frozen = scales = 0
     for name, parameter in weights.items():
         weight = parameter.detach().to(dtype)
@@ -225,5 +243,4 @@ def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype) -> AdapterSizes:
             frozen, scales = frozen + codes.nbytes, scales + sum(t.nbytes for t in others.values() if t is not codes)
         else:
             frozen += weight.nbytes
-    ranks = {name: blocks[0].get(name, 0) for names in PRODUCTS for name in names}
     return AdapterSizes(lora.rank, lora.base, ranks, frozen, scales)

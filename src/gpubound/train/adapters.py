@@ -19,6 +19,8 @@ from ..lora.base import FORMATS, InCodes, report_quantised, suited
 from ..lora.layers import adapted_layers
 from ..models.folder import has_config, read_config, weight_files
 from ..models.quantized.choose import scheme_of
+from ..models.quantized.fill import Held, held_weights
+from ..models.quantized.scheme import Scheme
 from ..models.storing import allocate, read_parts, stored_state
 from ..trace import notice
 from .checkpoint import Checkpoint
@@ -27,14 +29,18 @@ from .lora_options import Lora
 from .objectives import Objective
 
 
-def frozen_bytes(outline: nn.Module, dtype: torch.dtype, base: str | None) -> int:
-    """Return the bytes of the frozen parameters in `dtype`, or in the format `base`; `outline` has the adapters."""
+def frozen_bytes(outline: nn.Module, dtype: torch.dtype, base: str | None, published: Mapping[str, Held]) -> int:
+    """Return the bytes of the frozen parameters in `dtype`, in the format `base` or, where they are `published` in codes, in
+    these; `outline` has the adapters."""
     frozen = {name: p.numel() for name, p in outline.named_parameters() if not p.requires_grad}
     quantised = 0.0
+    adapted = {name: f"{name}.base_layer" for name, _ in adapted_layers(outline)}
+    for name, held in published.items():
+        del frozen[f"{adapted.get(name, name)}.weight"]
+        quantised += sum(held)
     if base is not None:
-        adapted = {name: f"{name}.base_layer" for name, _ in adapted_layers(outline)}
         names = [f"{adapted.get(name, name)}.weight" for name in suited(outline, FORMATS[base])]
-        quantised = FORMATS[base].bits / 8 * sum(map(frozen.pop, names))
+        quantised += FORMATS[base].bits / 8 * sum(map(frozen.pop, names))
     return int(quantised) + dtype.itemsize * sum(frozen.values())
 
 
@@ -60,10 +66,21 @@ def load_quantised(folder: str | Path, family: Any, format: str, device: torch.d
     return model
 
 
+def published_scheme(folder: str | Path) -> Scheme | None:
+    """Return the scheme of a folder whose weights are quantised; None for other folders, and where there is none."""
+    folder = Path(folder)
+    return scheme_of(folder, read_config(folder)) if has_config(folder) else None
+
+
+def published_weights(folder: str | Path, outline: nn.Module, dtype: torch.dtype) -> dict[str, Held]:
+    """Return the bytes of a quantised folder's weights in memory, nothing for other folders; `outline` has no adapters."""
+    scheme = published_scheme(folder)
+    return {} if scheme is None else held_weights(outline, scheme, dtype)
+
+
 def check_published(folder: str | Path, adapters: Lora | None) -> None:
     """Raise ValueError if the folder's weights are quantised already, and would be trained or quantised again."""
-    folder = Path(folder)
-    if not has_config(folder) or (scheme := scheme_of(folder, read_config(folder))) is None:
+    if (scheme := published_scheme(folder)) is None:
         return
     if adapters is None:
         raise ValueError(

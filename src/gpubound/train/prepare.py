@@ -29,7 +29,7 @@ from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced
 from ..trace import notice
-from .adapters import add as add_adapters, base_of, check_base, check_published, frozen_bytes, load_quantised
+from .adapters import add as add_adapters, base_of, check_base, check_published, frozen_bytes, load_quantised, published_weights
 from .changes import ALLOWED, allowed_keys, changes_rows, check_same, check_steps, newest_checkpoint, recipe_of
 from .checkpoint.checkpoints import Checkpoints
 from .checkpoint.resume import seed_ranks
@@ -222,7 +222,8 @@ def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: tor
     layout = counted(precision.dtype, *count_by_rule(model, recipe.numbers))
     need = sum(layout.bytes(precision.masters).values()) + recipe.numbers.moment_bytes(layout)
     if recipe.adapters is not None:
-        need += frozen_bytes(model, precision.dtype, recipe.adapters.base)
+        published = published_weights(recipe.model, family_of(recipe.model).outline(recipe.model), precision.dtype)
+        need += frozen_bytes(model, precision.dtype, recipe.adapters.base, published)
     who, what = "GPU" if device.type == "cuda" else "rank", "of weights, gradient and moments"
     has = min(ranks.gather(total_bytes(device))) if device.type == "cuda" else None
     of = "" if has is None else f", {need / has:.0%} of its {readable(has)}"

@@ -1,7 +1,7 @@
 """Fill a model from a quantised folder. One layer at a time is in memory in more bits than the folder has."""
 
 from collections import Counter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def fill(model: Model, scheme: Scheme, device: torch.device, dtype: torch.dtype) -> Model:
     """Read the folder's weights into a model whose linear layers are on the meta device. Quantised embeddings and heads are
     dequantised to `dtype`."""
-    modules, head = dict(model.named_modules()), head_of(model)
-    layers: dict[str, Any] = {}
-    for name in scheme.layers:
-        layer = modules.get(name)
-        if type(layer) is nn.Linear and layer is not head:
-            layers[name] = layer
-            _check_shape(scheme, f"{name}.weight", tuple(layer.weight.shape), scheme.layers[name])
+    layers = _quantised_layers(model, scheme)
     allocate(model, device, dtype, leave={*layers.values()})
 
     def take(name: str) -> Tensor:
@@ -76,6 +70,38 @@ def fill(model: Model, scheme: Scheme, device: torch.device, dtype: torch.dtype)
     if summary:
         notice(f"{scheme.folder.name}: {scheme.name}: {summary} as published, {readable(nbytes)}{dequantised_note}.")
     return model
+
+
+def _quantised_layers(model: nn.Module, scheme: Scheme) -> dict[str, Any]:
+    """Return the linear layers that stay quantised, by name: all but the head."""
+    modules, head = dict(model.named_modules()), head_of(model)
+    layers = {name: layer for name in scheme.layers if type(layer := modules.get(name)) is nn.Linear and layer is not head}
+    for name, layer in layers.items():
+        _check_shape(scheme, f"{name}.weight", tuple(layer.weight.shape), scheme.layers[name])
+    return layers
+
+
+class Held(NamedTuple):
+    """Bytes of a weight in memory, of its codes or its numbers and of the scales."""
+
+    codes: int
+    scales: int
+
+
+@torch.no_grad()
+def held_weights(model: nn.Module, scheme: Scheme, dtype: torch.dtype) -> dict[str, Held]:
+    """Return the bytes that `fill` makes of each quantised layer's weight. Of the layers that are stored alike one is read."""
+    known, held = dict[Any, Held](), dict[str, Held]()
+    for layer, module in _quantised_layers(model, scheme).items():
+        stored = [scheme.stored[name] for name in scheme.tensors(layer)]
+        form = tuple(module.weight.shape), *((each.dtype, tuple(each.shape)) for each in stored)
+        if form not in known:
+            weight = scheme.read(layer, scheme.raw)
+            known[form] = Held(dtype.itemsize * module.weight.numel(), 0)
+            if isinstance(weight, Coded):
+                known[form] = Held(weight.codes.nbytes, sum(t.nbytes for t in weight.scales.values()))
+        held[layer] = known[form]
+    return held
 
 
 def _fill_layer(name: str, layer: Any, scheme: Scheme, take: Any, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
