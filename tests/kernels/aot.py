@@ -65,6 +65,12 @@ def by_token() -> tuple:
     return logits, None, torch.zeros(9, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), *rest
 
 
+def one_biased_weight(op: str, *outputs: None) -> tuple:
+    """The first product of an MLP without a gate: its out has another dtype than its bias."""
+    x, norm, weight, _, _, bias, *_ = example_of(op)
+    return x, norm, weight, None, None, bias, None, None, torch.empty(len(x), len(weight)), *outputs
+
+
 def example_of(op: str, *shape: Any) -> tuple:
     from gpubound.kernels.registry import every
 
@@ -89,6 +95,11 @@ MORE = {
     "norm_product with adapters": (
         "norm_product",
         lambda: adapted("norm_product", 0.0, 0.0, 256, False, dependent=1, at=11),
+    ),
+    "norm_product of one weight with a bias": ("norm_product", lambda: one_biased_weight("norm_product", None, None)),
+    "tiled_norm_product of one weight with a bias": (
+        "tiled_norm_product",
+        lambda: one_biased_weight("tiled_norm_product"),
     ),
     "choose_experts by the token": ("choose_experts", by_token),
     "choose_experts beside the shared expert": ("choose_experts", lambda: example_of("choose_experts", True)),
@@ -192,7 +203,12 @@ def arguments_of(case: str) -> tuple[str, tuple]:
     if case not in MORE:
         return case, every()[case].example(torch.Generator().manual_seed(0))
     op, draw = MORE[case]
-    return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in draw())
+    drawn = draw()
+    if any(
+        isinstance(a, torch.Tensor) and a.requires_grad for a in drawn
+    ):  # made of the op's example: what has 16 bits is marked
+        return op, drawn
+    return op, tuple(a.requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in drawn)
 
 
 def stand_in(compute_capability: int, shared: int) -> None:

@@ -33,6 +33,14 @@ def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biase
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_weight_with_a_bias_agrees_with_the_reference(device, dtype, rows):
+    """As in an MLP without a gate."""
+    x, weight, bias = stream(device, rows, 96), draw(device, dtype, 160, 96, seed=2), draw(device, dtype, 160, seed=3)
+    agree("norm_product", x, None, weight, None, None, bias, None, None, torch.empty(rows, 160, device=device), None, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [64, 100, 257])
 def test_the_head_finds_the_greatest_of_each_stretch(device, dtype, vocab):
     x, norm, head = stream(device, 2, 96), Norm(draw(device, dtype, 96, seed=1), 1e-5), draw(device, dtype, vocab, 96, seed=2)

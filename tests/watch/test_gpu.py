@@ -31,6 +31,7 @@ SEVERAL = {
     "stacked_scalars",
     "one_hot",
     "repeat_interleave",
+    "drawn",
 }
 
 
@@ -80,7 +81,7 @@ TABLED = {
     "index_by_tensor": lambda x, n: x[n],
     "isin": lambda x, n: torch.isin(n, n[:2]),
     "host_mask": lambda x, n: x[torch.arange(8) > 3],
-    "host_mask_put": lambda x, n: x.__setitem__(torch.arange(8) > 3, x[0]),
+    "host_mask_put": lambda x, n: x.__setitem__(torch.arange(8) > 3, x[0].clone()),
     "histc_without_bounds": lambda x, n: x.histc(4),
     "linspace_to_a_device_scalar": lambda x, n: torch.linspace(0.0, x[0], 4, device=x.device),
     "to_sparse": lambda x, n: x.view(2, 4).to_sparse(),

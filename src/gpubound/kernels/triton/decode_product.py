@@ -230,6 +230,7 @@ def norm_product(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
+    k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
     q_rows, k_rows, rows, width = weight.shape[0], k.shape[0], out.shape[1], x.shape[1]
     parts = tuple(w.shape[0] for w in (weight, k_weight, v_weight) if w is not None)
     use, height = "qkv", None

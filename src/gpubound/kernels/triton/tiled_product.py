@@ -169,6 +169,7 @@ def tiled_norm_product(
 ) -> Tensor:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     rows, (k, v) = out.shape[1], (w if w is not None else weight for w in (k_weight, v_weight))
+    k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
     _launch(
         _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, eps,
         len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain,
