@@ -1,12 +1,14 @@
 """A model that stays in host memory while its rounded weights are on another device: same tokens, changes found, refusals."""
 
+import weakref
+
 import pytest
 import torch
 
 import gpubound as gb
 from gpubound.decode import generate
+from gpubound.decode.certificate import RoundedModel, reference_stages
 from gpubound.models.llama import Decoder, DecoderConfig
-from gpubound.watch.pretend import simgpu
 
 PROMPT, SETTINGS = [[3, 1, 4, 1, 5]], {"max_new_tokens": 3, "stop": ()}
 
@@ -21,22 +23,22 @@ def tokens(decoder) -> list[int]:
 
 
 @pytest.fixture
-def device(monkeypatch):
+def pretended(sim, monkeypatch):
     """The pretend device, which no option of a command names."""
     monkeypatch.setattr(generate, "resolve", lambda device: device)
-    return simgpu()
+    return sim
 
 
 @pytest.mark.slow
-def test_tokens_and_certificate_are_those_of_a_model_on_the_device(device):
-    model, there = made(), made().to(device)
-    hosted = gb.decoder(model, max_length=16, k=1, weights="int4", device=device)
+def test_tokens_and_certificate_are_those_of_a_model_on_the_device(pretended):
+    model, there = made(), made().to(pretended)
+    hosted = gb.decoder(model, max_length=16, k=1, weights="int4", device=pretended)
     plain = gb.decoder(there, max_length=16, k=1, weights="int4")
     assert tokens(hosted) == tokens(plain)
     assert hosted.certificate.logits_error == pytest.approx(plain.certificate.logits_error, abs=1e-6)
     body = hosted.body
     held = [body.embed, body.head.parts[0].words, *(t for layer in body.layers for part in layer for t in part.tensors())]
-    assert {t.device for t in held} == {device} and {p.device.type for p in model.parameters()} == {"cpu"}
+    assert {t.device for t in held} == {pretended} and {p.device.type for p in model.parameters()} == {"cpu"}
     for one in (model, there):
         with torch.no_grad():
             one.model.layers[0].mlp.down_proj.weight.mul_(-4)
@@ -44,10 +46,10 @@ def test_tokens_and_certificate_are_those_of_a_model_on_the_device(device):
     assert tokens(hosted) == tokens(plain), "weights that change are packed again"
 
 
-def test_what_cannot_be_on_another_device_is_refused(device):
+def test_what_cannot_be_on_another_device_is_refused(pretended):
     for options, wanted in (({}, "own weights"), ({"weights": "int4", "speculate": gb.Draft(made(), 2)}, "a draft")):
-        with pytest.raises(ValueError, match=rf"device: got {device} for a model on cpu together with .*{wanted}"):
-            gb.decoder(made(), device=device, **options)
+        with pytest.raises(ValueError, match=rf"device: got {pretended} for a model on cpu together with .*{wanted}"):
+            gb.decoder(made(), device=pretended, **options)
 
 
 @pytest.mark.gpu
@@ -58,3 +60,23 @@ def test_from_host_memory_to_the_gpu():
     plain = gb.decoder(made("cuda", torch.bfloat16), max_length=16, k=1, weights="int4")
     assert hosted.body.head.parts[0].words.equal(plain.body.head.parts[0].words)
     assert tokens(hosted) == tokens(plain) and {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_the_definition_holds_one_layer_in_fp32_at_a_time():
+    """Of rounded weights and of a model in host memory the layers are made one by one: two of 8B take 1.7 GB."""
+    torch.manual_seed(0)
+    config = DecoderConfig(32, 64, 3, 2, 1, 64, tied=False)
+    body = gb.decoder(Decoder(config).eval(), max_length=16, k=1, weights="int4", verify="quick").body
+    rounded, made_layers = RoundedModel(body), list[weakref.ref]()
+
+    class Counting(RoundedModel):
+        @property
+        def layers(self):
+            for layer in rounded.layers:
+                assert all(each() is None for each in made_layers)
+                made_layers.append(weakref.ref(layer.mlp))
+                yield layer
+                del layer
+
+    names = [name for name, _ in reference_stages(Counting(body), torch.tensor([1, 2, 3]))]
+    assert len(made_layers) == 3 and names[-3:] == ["model.layers.2.mlp", "model.norm", "lm_head"]

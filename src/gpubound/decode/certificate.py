@@ -16,6 +16,7 @@ cache    is filled with NaN first: positions beyond the live length are never re
 The fp32 reference also measures what rounded weights cost (`accuracy`), and finds the first layer with a NaN.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -115,7 +116,9 @@ def reference_stages(
     if model.positions is not None:
         x = x + model.positions[: len(ids)].float()
     yield "model.embed_tokens", x
-    for number, layer in enumerate(model.layers):
+    numbers = itertools.count()
+    for layer in model.layers:  # not by enumerate, which keeps the last one, in fp32, while the next one is made
+        number = next(numbers)
         device = layer.attention.linears()[-1].weight.device
         x = x.to(device)
         if device not in tables:
@@ -124,6 +127,7 @@ def reference_stages(
         yield f"model.layers.{number}.self_attn", x
         x = x + layer.mlp.define(before if layer.mlp.parallel else x, number, choices)
         yield f"model.layers.{number}.mlp", x
+        del layer
     x = plain_norm(x.to(home), model.norm)
     yield "model.norm", x
     rounded_model = isinstance(model, RoundedModel)
