@@ -7,7 +7,6 @@ from gpubound.errors import GraphError
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep, adamw, offload
 from gpubound.train.recipe import Recipe
 from gpubound.watch import watch
-from gpubound.watch.pretend import simgpu
 
 from .conftest import draw, small, summed
 from .test_backward_update import batch, decoder, spelled
@@ -69,9 +68,9 @@ def test_a_state_passes_between_the_two():
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_the_host_waits_for_no_part():
+def test_the_host_waits_for_no_part(sim):
     """On the pretend device: a step reads nothing, and copies from and to pinned memory alone."""
-    ids, device = torch.arange(8).view(2, 4), simgpu()
+    ids, device = torch.arange(8).view(2, 4), sim
     step = TrainStep(small().to(device), summed, AdamW(lr=1e-2), graph="off", offload_optimizer=True)
     inputs = ids.to(device), ids.to(device)
     step(inputs)

@@ -9,6 +9,7 @@ An update is elementwise, so it has the bits of an update that keeps its state o
 "bf16-pure" rounds are drawn for each part.
 """
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -26,7 +27,6 @@ WHERE = "offload_optimizer"
 PART = BLOCK << 15  # elements: 100 MB of fp32 moments and masters
 SHARE = 0.9  # of the free host memory that the state may take
 ALIGN = 256  # bytes between the tensors of a part
-PAGE = 4096  # bytes
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 State = list[Tensor | None]  # moments and master, or None, of some elements
 
@@ -59,13 +59,11 @@ class HostMemory(StateMemory):
             return torch.zeros(size, dtype=dtype, device="cpu")
         if self.device.type != "cuda":  # the pretend device
             return torch.zeros(size, dtype=dtype, device="cpu").pin_memory()
-        # torch's pinned memory comes in powers of two: 34 GB would take 64. Whole pages, for none may be registered twice.
-        nbytes = size * dtype.itemsize
-        memory = torch.zeros(nbytes + 2 * PAGE, dtype=torch.uint8, device="cpu")
-        zeros = memory[-memory.data_ptr() % PAGE :][:nbytes].view(dtype)
-        pages = -(-nbytes // PAGE) * PAGE
+        # torch's pinned memory comes in powers of two: 34 GB would take 64.
+        zeros = mapped_zeros(size, dtype)
+        pages = -(-zeros.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), pages, PORTABLE))
-        finalize(self, _unregister, memory, zeros.data_ptr(), self.device).atexit = False
+        finalize(self, _unregister, zeros, self.device).atexit = False
         return zeros
 
     def reserve(self, parts: list[State]) -> None:
@@ -177,11 +175,17 @@ def move_to_host(parameters: list[Parameter]) -> Callable[[], None]:
     return move_back
 
 
+def mapped_zeros(size: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros in pages of their own: none may be registered twice, and is_pinned() asks of a storage's first byte."""
+    pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)  # which keeps them
+
+
 def _aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def _unregister(memory: Tensor, address: int, device: torch.device) -> None:
+def _unregister(memory: Tensor, device: torch.device) -> None:
     """Make `memory` pageable again, which lives until then: views of it may be all that the optimizer keeps."""
     torch.cuda.synchronize(device)  # a copy may still run
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
