@@ -55,7 +55,7 @@ class TestMemory:
             return compare(pairs)
 
         monkeypatch.setattr(memory, "_largest_difference", noting)
-        made_record(live).numbers = lambda raw: iter([raw.view(torch.int8).float() / 4])
+        made_record(live).numbers = lambda raw, device: iter([raw.view(torch.int8).float() / 4])
         kept = StorageCopy(live, "", CopyBudget(CPU))
         live[6] = 3
         assert kept.difference().absolute == 1 / 4 and sum(sizes) == 2 * 9 * 4 and max(sizes) <= memory.COMPARED

@@ -132,8 +132,8 @@ class StorageCopy:
             return EQUAL
         if self.dequantize is not None:
             copy = torch.zeros_like(self.live) if self.saved is None else self.saved
-            both = zip(self.dequantize(self.live), self.dequantize(copy))
-            parts = (zip(*(t.split(COMPARED // t.element_size()) for t in (a, b.to(a.device)))) for a, b in both)
+            both = zip(*(self.dequantize(raw, self.live.device) for raw in (self.live, copy)))
+            parts = (zip(*(t.split(COMPARED // t.element_size()) for t in pair)) for pair in both)
             return _largest_difference(chain.from_iterable(parts))
         dtype, size = self.tensor.dtype, self.tensor.element_size()
         parts = (zip(*(t.split(COMPARED) for t in pair)) for pair in self._pairs(CHUNK))

@@ -30,7 +30,7 @@ class Record:
     gathered: Any = field(default=None, compare=False)
     # of what a forward computed
     recipe: Any = None  # how backward computes it again, a RecomputeRecipe of layers/linear_product.py
-    # of a quantised state: dequantises its storage part by part, for comparison by a certificate
+    # of a quantised state: (bytes of its storage, device) -> its numbers there, part by part, for comparison by a certificate
     numbers: Any = None
 
     def __reduce__(self):

@@ -51,11 +51,11 @@ def _codes_and_scales(raw: Tensor, size: int, dtype: torch.dtype) -> tuple[Tenso
     return raw[:size].view(dtype), raw[size:].view(torch.float32)
 
 
-def _numbers(raw: Tensor, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the dequantised numbers in parts."""
+def _numbers(raw: Tensor, device: torch.device, size: int, dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the numbers in parts, dequantised on `device`: a host would take seconds for a billion."""
     codes, scales = _codes_and_scales(raw, size, dtype)
     for part, scale in zip(codes.split(PART), scales.split(PART // BLOCK)):
-        yield decode(part, scale)
+        yield decode(part.to(device), scale.to(device))
 
 
 def _blocks(shape: torch.Size, first: int, place: list[int]) -> Tensor:
