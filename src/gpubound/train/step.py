@@ -186,7 +186,9 @@ class TrainStep(NotCopyable):
                 release_stacks(model)
             # After all that may be refused: it casts the parameters.
             self._weights = sharding.weights(layout, stored.masters, host)
-            release_stacks(model)  # before the moments are made
+            release_stacks(model)
+            if self.device.type == "cuda":  # the memory of the old weights is in pieces that are too small for moments
+                torch.cuda.empty_cache()
             self._optimizer = config.flat(self._weights, stored, clip, schedule or Schedule(), seed)
             if host is not None:
                 self.memory["buffers of offloaded state"] = host.buffer_bytes
