@@ -167,10 +167,10 @@ class Weights:
             flat.copy_(master)
 
 
-def _joined_parts(flat: Tensor, raw: Tensor) -> Iterator[Tensor]:
+def _joined_parts(flat: Tensor, raw: Tensor, device: torch.device) -> Iterator[Tensor]:
     """Yield the masters of these remainders, perhaps a copy in host memory, in parts, for the comparison of two of them."""
     for weights, remainders in zip(flat.split(PART), raw.view(torch.int16).split(PART)):
-        yield join_fp32(weights, remainders.to(weights.device))
+        yield join_fp32(weights.to(device), remainders.to(device))
 
 
 class FlatAdamW:
