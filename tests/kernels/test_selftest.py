@@ -55,6 +55,8 @@ SHAPED = {
     "invariant_attention": (16,),
     "invariant_cached_attention": (16,),
     "invariant_linear": (33, 40),
+    "latent_attention": (5, 20, 16, 48, 6),
+    "latent_queries": (5, 20, 16, 48, 6, False),
     "layer_norm": (96,),
     "layer_norm_rows": (False, 1.0),
     "linear_cross_entropy": (333, True, False, True, True),

@@ -35,6 +35,7 @@ from .invariant import (
     invariant_cached_attention as invariant_cached_attention,
     invariant_linear as invariant_linear,
 )
+from .latent_attention import latent_attention as latent_attention, latent_queries as latent_queries
 from .lora import (
     lora_down as lora_down,
     lora_gradients as lora_gradients,

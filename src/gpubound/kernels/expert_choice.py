@@ -18,8 +18,9 @@ LEAST = 1e-20  # added to the sum that scores are divided by
 class ExpertRouting(NamedTuple):
     """Choice of experts by sigmoid scores plus a correction, and their shares by the scores alone, times a factor.
 
-    Experts are in groups of equal size. Those of the `top_groups` groups are chosen whose two best sum to most. Without a
-    correction, experts are chosen by their logits, and their shares are a softmax over those that are chosen.
+    Experts are in groups of equal size. Those of the `top_groups` groups are chosen whose best, or two best, sum to most.
+    Without a correction, experts are chosen by their logits, and their shares are a softmax: of all experts, or if normalised
+    over those that are chosen.
     """
 
     correction: Tensor | None  # (E,)
@@ -27,6 +28,7 @@ class ExpertRouting(NamedTuple):
     factor: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    best: int = 2  # experts that count for their group
 
 
 def selection(logits: Tensor, routing: ExpertRouting) -> Tensor:
@@ -39,7 +41,7 @@ def selection(logits: Tensor, routing: ExpertRouting) -> Tensor:
     values = values.masked_fill(values.isnan(), float("inf"))
     if routing.groups == 1:
         return values
-    totals = values.unflatten(-1, (routing.groups, -1)).topk(2).values.sum(-1)
+    totals = values.unflatten(-1, (routing.groups, -1)).topk(routing.best).values.sum(-1)
     best = totals.sort(dim=-1, descending=True, stable=True).indices[..., : routing.top_groups]
     selected = torch.zeros_like(totals, dtype=torch.bool).scatter_(-1, best, True)
     selected = selected.repeat_interleave(logits.shape[-1] // routing.groups, -1)
@@ -55,7 +57,8 @@ def chosen_experts(logits: Tensor, slots: int, routing: ExpertRouting) -> tuple[
 def shares_of(logits: Tensor, ids: Tensor, routing: ExpertRouting) -> Tensor:
     """Return the shares of the experts `ids` (..., S)."""
     if routing.correction is None:
-        return logits.gather(-1, ids).softmax(-1) * routing.factor
+        shares = logits.gather(-1, ids).softmax(-1) if routing.normalise else logits.softmax(-1).gather(-1, ids)
+        return shares * routing.factor
     shares = logits.sigmoid().gather(-1, ids)
     if routing.normalise:
         shares = shares / (shares.sum(-1, keepdim=True) + LEAST)
@@ -77,7 +80,8 @@ def select_experts(
     if (correction := routing.correction) is not None:
         require("select_experts", "routing.correction", correction, None, (experts,), logits.device, "one for each expert")
     size = experts // max(1, routing.groups)
-    fits = 0 < routing.top_groups <= routing.groups and size * routing.groups == experts and (routing.groups == 1 or size > 1)
+    fits = 0 < routing.top_groups <= routing.groups and size * routing.groups == experts
+    fits &= routing.groups == 1 or size >= routing.best
     if not fits or not 0 < slots <= size * routing.top_groups:
         raise ValueError(
             f"select_experts: {experts} experts must be in groups of equal size, with {slots} slots in the kept ones, got "
@@ -93,12 +97,14 @@ def select_experts(
 def form_of_routing(routing: ExpertRouting) -> tuple:
     """Return the example arguments for a routing; none for the default."""
     form = routing.groups > 1, routing.correction is None
+    if routing.best != 2 or (routing.correction is None and not routing.normalise):
+        return *form, routing.normalise, routing.best
     return form if any(form) else ()
 
 
-def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False) -> tuple:
+def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False, normalise: bool = True, best: int = 2) -> tuple:
     correction = None if softmax else draw(g, 8).detach()
-    routing = ExpertRouting(correction, True, 2.5, *((4, 2) if grouped else (1, 1)))
+    routing = ExpertRouting(correction, normalise, 2.5, *((4, 2) if grouped else (1, 1)), best)
     return draw(g, 2, 8).detach(), routing, zeros(2, 2, 8), ints(*[0] * 6).view(2, 3), zeros(2, 3)
 
 

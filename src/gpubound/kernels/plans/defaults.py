@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .types import (
     AttentionPlan,
     Job,
+    LatentPlan,
     MatrixPlan,
     Plan,
     ProductPlan,
@@ -153,6 +154,17 @@ def decode_attention(job: Job) -> AttentionPlan:
     return AttentionPlan(16, 3, 1) if many else AttentionPlan(64, 3, 4)
 
 
+def latent_attention(job: Job) -> LatentPlan:
+    """shape: heads, and the widths of a latent and of a key's rotated part.
+
+    Heads of one program share its loads. With 64 of them the kernel spills (compiled for 9.0, latents of 512).
+    """
+    if job.bytes > 2:
+        return LatentPlan(16, 16, 1, 8)
+    heads = min(32, max(16, power_of_two(job.shape[0])))
+    return LatentPlan(heads, 32, 3, heads // 4)
+
+
 LARGE = 1 << 24  # elements of a result from which tiles of 128 x 256 are many waves
 WAVE = 1 << 22  # from which they are one
 
@@ -221,6 +233,8 @@ RULES = {
     "divergence": Rule(TilePlan, divergence, width),
     "gated": Rule(TilePlan, gated, first(0)),
     "group_norm": Rule(TilePlan, lambda job: TilePlan(8192, 4), first(0)),
+    "latent_attention": Rule(LatentPlan, latent_attention, lambda job: job.shape),
+    "latent_product": Rule(MatrixPlan, lambda job: MatrixPlan(16, 64 if job.bytes == 2 else 32, 4), lambda job: job.shape),
     "lora": Rule(ProductPlan, lora, lambda job: job.shape),
     "losses": Rule(TilePlan, losses, width),
     "packed_product": Rule(MatrixPlan, packed_product, first(2)),

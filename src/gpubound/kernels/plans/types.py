@@ -158,6 +158,29 @@ class AttentionPlan(NamedTuple):
         return self._replace(keys=self.keys // 2) if self.keys > 16 else None
 
 
+class LatentPlan(NamedTuple):
+    """Plan of attention over latents that all heads share."""
+
+    heads: int  # of a program
+    keys: int  # of a tile
+    stages: int  # tiles in flight, this one counted
+    warps: int
+
+    def shared(self, job: Job) -> int:
+        """Return the bytes of the tiles in flight, and of q and the weights for tensor cores. fp32 keys are read twice."""
+        _, *widths = job.shape
+        width = sum(max(16, power_of_two(n)) for n in widths)
+        tiles = (max(1, self.stages - 1) + (job.bytes > 2)) * self.keys
+        return (tiles * width + self.heads * (width + self.keys)) * job.bytes
+
+    def smaller(self) -> "LatentPlan | None":
+        if self.stages > 1:  # the same bits, which fewer keys would not give
+            return self._replace(stages=self.stages - 1)
+        if self.keys > 16:
+            return self._replace(keys=self.keys // 2)
+        return self._replace(heads=self.heads // 2) if self.heads > 16 else None
+
+
 class ProductPlan(NamedTuple):
     """Plan of a GEMM on tensor cores that loops over the summed dimension."""
 

@@ -1,7 +1,7 @@
 """Choice of experts with a program for each row, and the gate of a shared expert.
 
 Chosen are the experts before which fewer than S stand, counted by comparing each with each, as in experts.py. Of groups, each
-expert's value counts for its group's total where it is one of the two best there; an expert is eligible where fewer than
+expert's value counts for its group's total where it is one of the BEST there; an expert is eligible where fewer than
 `top_groups` groups have a greater total than its group. These go through memory between passes of one program.
 """
 
@@ -40,7 +40,7 @@ def _value(line, correction_ptr, i, experts):
 @triton.jit
 def _select_experts_kernel(logits_ptr, correction_ptr, spare_ptr, ids_ptr, shares_ptr, factor, experts, size, top_groups,
                            S: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, GROUPED: tl.constexpr,
-                           NORMALISE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                           NORMALISE: tl.constexpr, BEST: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, E)
@@ -58,7 +58,7 @@ def _select_experts_kernel(logits_ptr, correction_ptr, spare_ptr, ids_ptr, share
             other = _value(line, correction_ptr, j, experts)
             before = (other[None] > mine[:, None]) | ((other[None] == mine[:, None]) & (j[None] < i[:, None]))
             place += tl.sum((before & (j[None] // size == i[:, None] // size)).to(tl.int32), 1)
-        tl.store(best + i, tl.where(place < 2, mine, 0.0), mask=inside)
+        tl.store(best + i, tl.where(place < BEST, mine, 0.0), mask=inside)
         tl.debug_barrier()
         total = tl.zeros([E], tl.float32)
         for start in range(0, E, EB):
@@ -89,9 +89,10 @@ def _select_experts_kernel(logits_ptr, correction_ptr, spare_ptr, ids_ptr, share
         before = (other[None] > mine[:, None]) | ((other[None] == mine[:, None]) & (j[None] < i[:, None]))
         place += tl.sum(before.to(tl.int32), 1)
     chosen = allowed & (place < S)
-    if correction_ptr is None:  # a softmax over those that are chosen
+    if correction_ptr is None:  # a softmax over those that are chosen, or all
         logit = tl.load(line + i, mask=inside, other=float("-inf"), cache_modifier=".cg")
-        share = tl.where(chosen, tl.exp(logit - tl.max(tl.where(chosen, logit, float("-inf")), 0)), 0.0)
+        summed = chosen if NORMALISE else inside
+        share = tl.where(summed, tl.exp(logit - tl.max(tl.where(summed, logit, float("-inf")), 0)), 0.0)
         share = share / tl.sum(share, 0)
     elif NORMALISE:
         share = _score(line, i, experts)
@@ -129,7 +130,7 @@ def select_experts(
     _select_experts_kernel[(rows,)](
         logits, routing.correction, spare, ids, shares, routing.factor, experts, experts // routing.groups, routing.top_groups,
         ids.shape[1], block, max(1, min(block, COMPARED // block)), routing.groups > 1, routing.normalise,
-        **options(4, dependent),
+        routing.best, **options(4, dependent),
     )  # fmt: skip
     bump_versions(spare, ids, shares)
     return ids, shares

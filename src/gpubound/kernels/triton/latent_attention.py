@@ -1,0 +1,280 @@
+"""Latent attention: products of each head with its part of one weight, and split-K attention over latents that all heads share.
+
+`latent_queries` is one launch. Its programs each have columns of one head's product with W_K, and the first of a head rotates
+the rest of it; further programs norm, rotate and cache one token's latent each.
+
+`latent_attention` is three: programs of some heads share the live keys of a token in equal parts, of which a tile is loaded
+once, for scores and values; others combine the parts of one head in their order; and the last multiply by W_V. Only as many
+parts have keys as the live length needs. The bits of a token depend neither on other rows nor on later tokens of the same row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...device import interpreted
+from ..decode_product import EARLY, Norm
+from ..latent_attention import LatentCache, LatentScratch
+from ..plans.types import LatentPlan, MatrixPlan, cdiv, job_of, power_of_two
+from ._launch import bump_versions, launch, options
+from ._pdl import _begin, _wait
+
+NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
+DEEP = 64  # of a product's sum, a tile at a time
+STRETCH = 32  # numbers of an fp32 latent that are multiplied at a time: all at once spill
+
+
+@triton.jit
+def _head_weight(w_ptr, k, n, K, N, KS: tl.constexpr, NS: tl.constexpr):
+    return tl.load(w_ptr + k[:, None] * KS + n[None] * NS, mask=(k < K)[:, None] & (n < N)[None], other=0.0)
+
+
+@triton.jit
+def _head_product(x_ptr, w_ptr, w, n, rows, K: tl.constexpr, N: tl.constexpr, KS: tl.constexpr, NS: tl.constexpr,
+                  DEPTH: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Rows of x, whose pointers are x_ptr (rows, 1), times columns n of a (K, N) weight. w: its first DEPTH rows.
+
+    The interpreter multiplies bf16 as if its bits were integers (WIDE).
+    """
+    k = tl.arange(0, DEPTH)
+    total = tl.zeros([x_ptr.shape[0], n.shape[0]], tl.float32)
+    for start in range(0, K, DEPTH):
+        x = tl.load(x_ptr + start + k[None], mask=rows[:, None] & (start + k < K)[None], other=0.0).to(w.dtype)
+        if WIDE:
+            total = tl.dot(x.to(tl.float32), w.to(tl.float32), total, input_precision="ieee")
+        else:
+            total = tl.dot(x, w, total, input_precision="ieee")
+        if start + DEPTH < K:
+            w = _head_weight(w_ptr, start + DEPTH + k, n, K, N, KS, NS)
+    return total
+
+
+@triton.jit
+def _latent_place(pages, row, place, mask, positions, total, PAGE: tl.constexpr):
+    """Return the offsets, in tokens, of places of a row in the cache, and which of them exist."""
+    if PAGE is None:
+        return row.to(tl.int64) * positions + place, mask
+    else:
+        page = tl.load(pages + row * (positions // PAGE) + place // PAGE, mask=mask, other=0).to(tl.int64)
+        in_range = (page >= 0) & (page < total)
+        return tl.where(in_range, page, 0) * PAGE + place % PAGE, mask & in_range
+
+
+@triton.jit
+def _rotated(x_ptr, angle, cos_ptr, sin_ptr, i, mask, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both halves of rotated pairs. angle: the first index of each row in the tables."""
+    first = x_ptr + (2 * i if INTERLEAVED else i)
+    a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(first + (1 if INTERLEAVED else PAIRS), mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos_ptr + angle + i, mask=mask, other=1.0)
+    s = tl.load(sin_ptr + angle + i, mask=mask, other=0.0)
+    return a * c - b * s, b * c + a * s
+
+
+@triton.jit
+def _latent_queries_kernel(q_ptr, q_stride, latent_ptr, latent_stride, position_ptr, norm_ptr, up_ptr, cos_ptr, sin_ptr,
+                           cache_ptr, pages, out_ptr, eps, tokens, length, positions, total, H: tl.constexpr, D: tl.constexpr,
+                           V: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, PAIRS: tl.constexpr, PP: tl.constexpr,
+                           PARTS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
+                           OFFSET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                           WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """PARTS: programs of a head, each of COLUMNS columns."""
+    _begin(DEPENDENT)
+    task, block = tl.program_id(0), tl.program_id(1) * ROWS
+    width: tl.constexpr = R + 2 * PAIRS
+    i = tl.arange(0, PP)
+    if task < H * PARTS:
+        head, part = task // PARTS, task % PARTS
+        row, col = block + tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS)
+        w_ptr = up_ptr + head * (D + V) * R
+        w = _head_weight(w_ptr, tl.arange(0, DEPTH), col, D, R, R, 1)
+        _wait(DEPENDENT)
+        live = row < tokens
+        place = tl.load(position_ptr + row, mask=live, other=0)
+        known = (place >= 0) & (place < length)
+        lost = tl.where(known, 0.0, float("nan"))[:, None]
+        line = row.to(tl.int64)[:, None]
+        x_ptr, y_ptr = q_ptr + line * q_stride + head * (D + 2 * PAIRS), out_ptr + (line * H + head) * width
+        y = _head_product(x_ptr, w_ptr, w, col, live, D, R, R, 1, DEPTH, WIDE) + lost
+        kind = out_ptr.dtype.element_ty
+        tl.store(y_ptr + col[None], y.to(kind), mask=live[:, None] & (col < R)[None])
+        if part == 0:
+            mask = live[:, None] & (i < PAIRS)[None]
+            angle = tl.where(known, place, 0)[:, None] * PAIRS
+            a, b = _rotated(x_ptr + D, angle, cos_ptr, sin_ptr, i[None], mask, PAIRS, INTERLEAVED)
+            tl.store(y_ptr + R + i[None], (a + lost).to(kind), mask=mask)
+            tl.store(y_ptr + R + PAIRS + i[None], (b + lost).to(kind), mask=mask)
+    else:
+        _wait(DEPENDENT)
+        token = block + task - H * PARTS
+        if token < tokens:
+            place = tl.load(position_ptr + token)
+            write = (place >= 0) & (place < length)
+            if TOKENS > 1:
+                before = tl.load(position_ptr + tl.maximum(token - 1, 0))
+                write &= (token % TOKENS == 0) | (before != place)
+            at, write = _latent_place(pages, token // TOKENS, tl.where(write, place, 0), write, positions, total, PAGE)
+            r = tl.arange(0, RP)
+            x_ptr = latent_ptr + token.to(tl.int64) * latent_stride
+            x = tl.load(x_ptr + r, mask=r < R, other=0.0).to(tl.float32)
+            gain = tl.load(norm_ptr + r, mask=r < R, other=0.0).to(tl.float32)
+            if OFFSET != 0.0:
+                gain += OFFSET
+            x = x / tl.sqrt(tl.sum(x * x, 0) / R + eps) * gain
+            angle = tl.where(write, place, 0) * PAIRS
+            a, b = _rotated(x_ptr + R, angle, cos_ptr, sin_ptr, i, i < PAIRS, PAIRS, INTERLEAVED)
+            to = cache_ptr + at * width
+            kind = cache_ptr.dtype.element_ty
+            ours, pairs = r < tl.where(write, R, 0), i < tl.where(write, PAIRS, 0)
+            tl.store(to + r, x.to(kind), mask=ours)
+            tl.store(to + R + i, a.to(kind), mask=pairs)
+            tl.store(to + R + PAIRS + i, b.to(kind), mask=pairs)
+
+
+@torch.no_grad()
+def latent_queries(
+    q: Tensor, latent: Tensor, position: Tensor, norm: Norm, up: Tensor, cos: Tensor, sin: Tensor, cache: LatentCache,
+    out: Tensor, interleaved: bool = False, dependent: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (tokens, H, _), R, pairs = out.shape, up.shape[1], cos.shape[1]
+    D = q.shape[1] // H - 2 * pairs
+
+    def run(plan: MatrixPlan) -> None:
+        parts, blocks = cdiv(R, plan.columns), cdiv(tokens, plan.rows)
+        _latent_queries_kernel[(H * parts + min(tokens, plan.rows), blocks)](
+            q, q.stride(0), latent, latent.stride(0), position, norm.weight, up, cos, sin, cache.latents, cache.pages, out,
+            norm.eps, tokens, min(len(cos), cache.positions), cache.positions, len(cache.latents), H, D, len(up) // H - D, R,
+            power_of_two(R), pairs, power_of_two(pairs), parts, tokens // cache.rows,
+            None if cache.pages is None else cache.latents.shape[2], interleaved, norm.offset, plan.rows, plan.columns,
+            min(DEEP, max(16, power_of_two(D))), interpreted(), **options(plan.warps, EARLY if dependent else 0),
+        )  # fmt: skip
+
+    launch(job_of("latent_product", "", (D, R), cache.latents), run)
+    bump_versions(out, cache.latents)
+    return out, cache.latents
+
+
+@triton.jit
+def _latent_attention_kernel(q_ptr, position_ptr, cache_ptr, pages, sum_ptr, weight_ptr, scale, positions, total,
+                             H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, E: tl.constexpr,
+                             EP: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, TILES: tl.constexpr,
+                             TOKENS: tl.constexpr, PAGE: tl.constexpr, STRETCH: tl.constexpr, WIDE: tl.constexpr,
+                             DEPENDENT: tl.constexpr):  # fmt: skip
+    """E: the rotated part of a key. TILES: of KEYS keys, that a part has at least. STRETCH < RP: of q and a key at a time."""
+    _begin(DEPENDENT)
+    n, split = tl.program_id(0), tl.program_id(2)
+    h, i, r, e = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, KEYS), tl.arange(0, RP), tl.arange(0, EP)
+    _wait(DEPENDENT)
+    position = tl.load(position_ptr + n)
+    known = (position >= 0) & (position < positions)
+    keys = tl.where(known, position + 1, 0)
+    each = tl.cdiv(tl.cdiv(keys, SPLITS), KEYS * TILES) * (KEYS * TILES)
+    lo = split * each
+    hi = tl.minimum(lo + each, keys)
+    peak, weight = tl.full([HEADS], NOTHING, tl.float32), tl.zeros([HEADS], tl.float32)
+    to = (n.to(tl.int64) * SPLITS + split) * H + h
+    if lo < hi:
+        heads = (h < H)[:, None]
+        mine = q_ptr + (n.to(tl.int64) * H + h[:, None]) * (R + E)
+        acc = tl.zeros([HEADS, RP], tl.float32)
+        turned = tl.load(mine + R + e[None], mask=heads & (e < E)[None], other=0.0)
+        if STRETCH == RP:
+            q = tl.load(mine + r[None], mask=heads & (r < R)[None], other=0.0)
+        for start in range(lo, hi, KEYS):
+            live = start + i < hi
+            at, there = _latent_place(pages, n // TOKENS, start + i, live, positions, total, PAGE)
+            line = cache_ptr + at[:, None] * (R + E)
+            key = tl.load(line + r[None], mask=there[:, None] & (r < R)[None], other=0.0)
+            rest = tl.load(line + R + e[None], mask=there[:, None] & (e < E)[None], other=0.0)
+            if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+                key, rest = key.to(tl.float32), rest.to(tl.float32)
+            score = tl.dot(turned.to(rest.dtype), tl.trans(rest), input_precision="tf32x3")
+            if STRETCH == RP:
+                score = tl.dot(q.to(key.dtype), tl.trans(key), score, input_precision="tf32x3")
+            else:
+                for first in tl.static_range(0, RP, STRETCH):
+                    c = first + tl.arange(0, STRETCH)
+                    some = tl.load(mine + c[None], mask=heads & (c < R)[None], other=0.0)
+                    part = tl.load(cache_ptr + at[None] * (R + E) + c[:, None], mask=there[None] & (c < R)[:, None], other=0.0)
+                    score = tl.dot(some.to(key.dtype), part.to(key.dtype), score, input_precision="tf32x3")
+            score = tl.where(live[None], score * scale, NOTHING)
+            new = tl.maximum(peak, tl.max(score, 1))
+            p, fix = tl.exp(score - new[:, None]), tl.exp(peak - new)
+            weight = weight * fix + tl.sum(p, 1)
+            acc = tl.dot(p.to(key.dtype), key, acc * fix[:, None], input_precision="tf32x3")
+            peak = new
+            if PAGE is not None:  # a key that is not there makes the result NaN
+                weight += tl.where(tl.max((live & (there == 0)).to(tl.int32), 0) > 0, float("nan"), 0.0)
+        tl.store(sum_ptr + to[:, None] * R + r[None], acc, mask=heads & (r < R)[None])
+    if (split == 0) & (known == 0):
+        weight += float("nan")
+    tl.store(weight_ptr + 2 * to, peak, mask=h < H)
+    tl.store(weight_ptr + 2 * to + 1, weight, mask=h < H)
+
+
+@triton.jit
+def _latent_combine_kernel(sum_ptr, weight_ptr, out_ptr, H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
+                           SPLITS: tl.constexpr, SP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """The parts of one head of a token, in their order: its mean of latents."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, r = tl.arange(0, SP), tl.arange(0, RP)
+    part = (n * SPLITS + split) * H + h
+    peak = tl.load(weight_ptr + 2 * part, mask=split < SPLITS, other=NOTHING)
+    weight = tl.load(weight_ptr + 2 * part + 1, mask=split < SPLITS, other=0.0)
+    fix = tl.exp(peak - tl.max(peak, 0))
+    mask = (weight > 0.0)[:, None] & (r < R)[None]  # a part without keys has no sums
+    total = tl.sum(tl.load(sum_ptr + part[:, None] * R + r[None], mask=mask, other=0.0) * fix[:, None], 0)
+    y = total / tl.sum(weight * fix, 0)
+    tl.store(out_ptr + (n * H + h) * R + r, y.to(out_ptr.dtype.element_ty), mask=r < R)
+
+
+@triton.jit
+def _latent_values_kernel(x_ptr, up_ptr, out_ptr, tokens, H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+                          PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+                          WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    row, col = tl.program_id(1) * ROWS + tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS)
+    w_ptr = up_ptr + (head * (D + V) + D) * R
+    w = _head_weight(w_ptr, tl.arange(0, DEPTH), col, R, V, 1, R)
+    _wait(DEPENDENT)
+    live, line = row < tokens, row.to(tl.int64)[:, None] * H + head
+    y = _head_product(x_ptr + line * R, w_ptr, w, col, live, R, V, 1, R, DEPTH, WIDE)
+    tl.store(out_ptr + line * V + col[None], y.to(out_ptr.dtype.element_ty), mask=live[:, None] & (col < V)[None])
+
+
+@torch.no_grad()
+def latent_attention(
+    q: Tensor, position: Tensor, cache: LatentCache, up: Tensor, scale: float, scratch: LatentScratch, out: Tensor,
+    dependent: int = 0,
+) -> Tensor:  # fmt: skip
+    (tokens, H, width), R, (sums, weights, tiles) = q.shape, up.shape[1], scratch
+    V, splits, mode = out.shape[1] // H, sums.shape[1], EARLY if dependent else 0
+    D, wide, whole = len(up) // H - V, max(16, power_of_two(R)), q.element_size() == 2
+    mixed = torch.empty(tokens, H, R, device=q.device, dtype=q.dtype)
+
+    def attend(plan: LatentPlan) -> None:
+        _latent_attention_kernel[(tokens, cdiv(H, plan.heads), splits)](
+            q, position, cache.latents, cache.pages, sums, weights, scale, cache.positions, len(cache.latents), H, plan.heads,
+            R, wide, width - R, max(16, power_of_two(width - R)), plan.keys, splits, tiles, tokens // cache.rows,
+            None if cache.pages is None else cache.latents.shape[2], wide if whole else min(wide, STRETCH), interpreted(),
+            num_stages=plan.stages, **options(plan.warps, mode),
+        )  # fmt: skip
+        _latent_combine_kernel[(tokens, H)](
+            sums, weights, mixed, H, R, power_of_two(R), splits, power_of_two(splits), **options(8, mode)
+        )
+
+    def multiply(plan: MatrixPlan) -> None:
+        parts = cdiv(V, plan.columns)
+        _latent_values_kernel[(H * parts, cdiv(tokens, plan.rows))](
+            mixed, up, out, tokens, H, D, V, R, parts, plan.rows, plan.columns, min(DEEP, wide), interpreted(),
+            **options(plan.warps, mode),
+        )  # fmt: skip
+
+    launch(job_of("latent_attention", "", (H, R, width - R), q), attend)
+    launch(job_of("latent_product", "", (R, V), q), multiply)
+    bump_versions(sums, weights, out)
+    return out
