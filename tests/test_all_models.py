@@ -17,6 +17,8 @@ FUSED = (
     "cohere",
     "cohere2",
     "cwm",
+    "deepseek_v2",
+    "deepseek_v3",
     "dots1",
     "ernie4_5",
     "exaone4",
@@ -28,6 +30,7 @@ FUSED = (
     "glm",
     "glm4",
     "glm4_moe",
+    "glm4_moe_lite",
     "gpt2",
     "gpt_bigcode",
     "gpt_neo",
@@ -63,6 +66,7 @@ FUSED = (
     "stablelm",
     "starcoder2",
     "vaultgemma",
+    "youtu",
 )
 PROMPTS = [[1, 2, 3, 5, 8], [4, 5]]
 RECURRENT = "its two layers are recurrent, and transformers' cache wants one of attention"

@@ -34,6 +34,8 @@ FAMILIES = {
     "Qwen3": {"num_attention_heads": 6},  # normed heads, wider than hidden in all
     "SmolLM3": {"num_hidden_layers": 4},  # its fourth layer has no positions
 }
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+          "v_head_dim": 6, "head_dim": ...}  # fmt: skip
 SPARSE = {
     "Mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "Qwen3Moe": {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 8, "num_experts_per_tok": 3,
@@ -46,6 +48,13 @@ SPARSE = {
     "Dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
               "routed_scaling_factor": 1.5},
     "MiniMaxM2": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "DeepseekV2": {**LATENT, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                   "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+                   "routed_scaling_factor": 1.5},
+    "DeepseekV3": {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                   "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "attention_bias": True, "rope_parameters": {
+                       "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 24,
+                       "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 4.0, "beta_slow": 1.0}},
     "GptOss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9,
                "layer_types": ["sliding_attention", "full_attention"], "swiglu_limit": 1.0,
                "rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
@@ -94,6 +103,7 @@ OTHERS = {
 }  # fmt: skip
 SAME = {  # read as others are
     "Arcee": {"attention_bias": True, "mlp_bias": True},
+    "Glm4MoeLite": {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "GPTBigCode": {"multi_query": False, "num_key_value_heads": None},
     "GPTJ": {"rotary_dim": 4, "num_key_value_heads": None},
     "Helium": {"attention_bias": True},
@@ -104,6 +114,7 @@ SAME = {  # read as others are
     "Jais2": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
     "Olmo": {"attention_bias": True},
     "SolarOpen": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
+    "Youtu": {**LATENT, "rope_interleave": False},
 }  # fmt: skip
 RECURRENT = {
     "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},

@@ -18,6 +18,8 @@ NAMES = {
     "cohere": "Cohere (Command R)",
     "cohere2": "Cohere 2 (Command A, R7B)",
     "cwm": "CWM",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, R1, Kimi-K2",
     "deepseek_v4": "[DeepSeek-V4](research.md#deepseek-v4)",
     "dots1": "dots.llm1",
     "ernie4_5": "ERNIE 4.5",
@@ -29,6 +31,7 @@ NAMES = {
     "glm": "GLM",
     "glm4": "GLM-4",
     "glm4_moe": "GLM-4-MoE (GLM-4.5)",
+    "glm4_moe_lite": "GLM-4-MoE-Lite (GLM-4.7-Flash)",
     "gpt2": "GPT-2",
     "gpt_bigcode": "GPT-BigCode (SantaCoder, StarCoder)",
     "gpt_neo": "GPT-Neo",
@@ -69,6 +72,7 @@ NAMES = {
     "stablelm": "StableLM",
     "starcoder2": "StarCoder2",
     "vaultgemma": "VaultGemma",
+    "youtu": "Youtu",
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
 CODED = (  # whose MLPs no part of placing swaps
@@ -76,7 +80,7 @@ CODED = (  # whose MLPs no part of placing swaps
     "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
-SPARSE = ("mixtral", "gpt_oss")  # families whose MLPs are experts
+SPARSE = ("mixtral", "gpt_oss", "latent")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -119,7 +123,8 @@ def row(kind: str) -> list[str]:
 def quantised_folders(kind: str, swaps) -> str:
     if kind == "gpt_neox":  # its q, k and v are rows of one weight, by head
         return "kept, decoded by its own forward"
-    return "kept, decoded by the codes" if "MLP" in swaps or kind in CODED else EXPERTS.get(kind, "by transformers")
+    coded = kind in CODED or ("MLP" in swaps and family_of(kind) not in SPARSE)
+    return "kept, decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
 
 
 def wrapper_row(kind: str) -> list[str]:

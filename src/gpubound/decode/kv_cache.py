@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
+from ..kernels.latent_attention import LatentCache
 from ..models.decoding import Shape, StateShape
 from .layer_state import LayerState
 from .request import to_device
@@ -82,7 +83,10 @@ def ring_pages(window: int, tokens: int) -> int:
 
 
 class LayerStore:
-    """Keys and values of some layers, (layers, B, K, L, D) each; in pages, (layers, pages, K, PAGE, D). Scales lack the D."""
+    """Keys and values of some layers, (layers, B, K, L, D) each; in pages, (layers, pages, K, PAGE, D). Scales lack the D.
+
+    Of latent attention `k` has one row a token for all heads, and there are no values.
+    """
 
     pages: Tensor | None = None  # (B, pages of a row) int32: where each row is stored
     window = 0  # the last positions that the layers attend to; 0: all
@@ -91,8 +95,10 @@ class LayerStore:
         self, layers: int, blocks: int, positions: int, shape: Shape, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate `blocks` rows or pages of `positions`. dtype: the model's, or one of KINDS."""
-        size = layers, blocks, shape.kv_heads, positions, shape.head_dim
-        self.k, self.v = (torch.zeros(size, device=device, dtype=dtype) for _ in range(2))
+        heads, width = (1, shape.latent) if shape.latent else (shape.kv_heads, shape.head_dim)
+        size = layers, blocks, heads, positions, width
+        self.k = torch.zeros(size, device=device, dtype=dtype)
+        self.v = torch.zeros(size if not shape.latent else 0, device=device, dtype=dtype)
         self.k_scale = self.v_scale = None
         if dtype in KINDS.values():
             self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
@@ -100,7 +106,7 @@ class LayerStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None and t.numel()]
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +119,12 @@ class LayerStore:
         if self.k_scale is not None and self.v_scale is not None:
             cache = cache._replace(k_scale=self.k_scale[place, stored], v_scale=self.v_scale[place, stored])
         return cache if self.pages is None else cache._replace(pages=self.pages[rows])
+
+    def latents_of(self, place: int, rows: slice) -> LatentCache:
+        """Return the latents of the store's layer number `place` for these rows."""
+        if self.pages is None:
+            return LatentCache(self.k[place, rows])
+        return LatentCache(self.k[place], self.pages[rows])
 
     def write(self, pairs: Pairs, start: int, targets: Tensor | None, ends: Tensor | None) -> list[Tensor]:
         """Write a prompt's values (B, T, K, ...) to the tensors of one layer, from position `start` on.
@@ -224,6 +236,11 @@ class Cache:
         layout, self.rows, self.length = build.cache, build.max_batch, build.max_length
         self.layout, self.dtype, self.layers, self.device = layout, dtype, [*kept], device
         self.kind = None if layout.kind is None else KINDS[layout.kind]
+        if shape.latent and self.kind is not None:
+            raise ValueError(
+                f"decoder: cache: got {layout.kind!r} for a model whose cache holds latents, which have no 8-bit form; "
+                "leave it out."
+            )
         groups: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
         self.states: dict[int, LayerState] = {}
         tokens = build.tokens + build.redone
@@ -320,6 +337,17 @@ class Cache:
         k, k_scale, v, v_scale = store.write(pairs, start, self.targets, self.ends)
         return decode(k.view(self.kind), k_scale, self.dtype), decode(v.view(self.kind), v_scale, self.dtype)
 
+    def latents(self, number: int, rows: int) -> LatentCache:
+        """Return the latents of layer `number` for the first rows."""
+        store, place = self._places[number]
+        return store.latents_of(place, slice(self.first, self.first + rows))
+
+    def extend_latents(self, number: int, start: int, rows: Tensor) -> Tensor:
+        """Write a prompt's latents (B, T, 1, width) at positions from `start` on. Return all so far, (B, 1, S, width)."""
+        store, place = self._places[number]
+        (found,) = store.write([(store.k[place], rows)], start, self.targets, self.ends)
+        return found
+
     def clear_after(self, end: int) -> None:
         """Fill the positions of the targets from `end` on with zeros, of a cache without rings and pages."""
         assert self.targets is not None
@@ -349,7 +377,8 @@ class Cache:
         """Return a row for the decoder's table; none for a cache of all positions in the model's dtype."""
         states = sum(state.nbytes for state in self.states.values())
         kept = [("state", f"of {len(self.states)} layers", f"{states / 1e6:,.3g} MB")] if states else []
-        if not self.stores or (self.kind is None and self.shared is None and not self.ringed):
+        latent = bool(self.stores) and not self.stores[0].v.numel()
+        if not self.stores or (self.kind is None and self.shared is None and not self.ringed and not latent):
             return kept
         form = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
         parts = [form] if self.shared is None else [form, f"{self.layout.pages} pages of {PAGE} tokens that all rows share"]
@@ -359,7 +388,9 @@ class Cache:
             if isinstance(store, WindowRing)
         ]
         _, _, heads, _, width = self.stores[0].k.shape
-        plain = 2 * len(self._places) * self.rows * heads * self.length * width * self.dtype.itemsize
+        if latent:
+            parts.insert(1, f"latents of {width} numbers a token")
+        plain = (1 if latent else 2) * len(self._places) * self.rows * heads * self.length * width * self.dtype.itemsize
         return [("cache", ", ".join(parts), f"{(self.nbytes - states) / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}"), *kept]
 
 

@@ -58,7 +58,7 @@ class PackedLinear:
         self.bias = self.alternate_bias = self.biases[0] if self.biases else None
         if len(self.biases) > 1:
             self.bias = torch.cat(self.biases).detach()
-        if len(self.biases) == 2:
+        if len(self.biases) == 2 and self.counts[0] == self.counts[1]:  # of a gate and up
             self.alternate_bias = torch.stack(self.biases, 1).flatten().detach()
         self._scratch: Tensor | None = None
         self._stored: list[Tensor] = []

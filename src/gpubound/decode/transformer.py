@@ -33,6 +33,7 @@ from ..models.decoding import (
     ColumnExpertWeights,
     DenseWeights,
     ExpertWeights,
+    LatentAttentionWeights,
     LayerWeights,
     Linear,
     StateShape,
@@ -45,6 +46,7 @@ from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
 from .kv_cache import PLAIN, Cache
+from .latent import CachedLatentAttention
 from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, normed, normed_rows
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, MoELayer
@@ -74,6 +76,7 @@ ON_ONE = "which are added on one device alone; merge them, switch them off, or l
 PARTS: dict[type, Any] = {
     AttentionWeights: CachedAttention,
     ShortConvWeights: ShortConv,
+    LatentAttentionWeights: CachedLatentAttention,
     DenseWeights: DenseMLP,
     UngatedWeights: UngatedMLP,
     ExpertWeights: MoELayer,
@@ -320,7 +323,7 @@ class FusedRunner(ViewRunner):
         fp32: Any = {"device": self.device, "dtype": torch.float32}
         self.dense = all(type(layer.mlp) in (DenseWeights, UngatedWeights) for layer in live.layers) and not live.sliced
         plain = config.tokens == 1 and config.cache == PLAIN and (stages is None or len(stages) == 1)
-        on_host = cpu_step.fits(self.device) and plain and self.dense
+        on_host = cpu_step.fits(self.device) and plain and self.dense and not live.shape.latent
         rings = not on_host and not live.sliced  # slices do not get the lengths of prompts
         if stages is None:
             needed = Cache(config, kept_by_layer(live.layers), live.shape, live.dtype, META, rings).nbytes

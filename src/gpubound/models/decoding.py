@@ -50,6 +50,7 @@ class Shape:
     embedded: float = 1.0  # factor of the embeddings
     logit_scale: float = 1.0  # factor of the logits
     logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: not capped
+    latent: int = 0  # numbers of a token that the cache keeps instead of keys and values; 0: it keeps those
 
 
 class StateShape(NamedTuple):
@@ -137,6 +138,63 @@ class AttentionWeights(PartWeights):
             scores = torch.cat([scores, self.sinks.float()[:, None, None].expand(-1, T, 1)], -1)
         y = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v)
         return plain_norm(plain_linear(y.flatten(1), self.o), self.post_norm)
+
+
+@dataclass(frozen=True)
+class LatentAttentionWeights(PartWeights):
+    """Multi-head latent attention: keys and values of all heads are products of one latent a token.
+
+    A head's key is [latent W_K, a rotated part that all heads share], and its value latent W_V.
+    """
+
+    norm: AnyNorm
+    q: Linear  # (H · width of a head, hidden); with q_down, of its normed result
+    latent: Linear  # (width of a latent + 2 · rotated pairs, hidden): the latent, and the rotated part of keys
+    latent_norm: Norm
+    up: Linear  # (H (D + V), width of a latent): W_K and W_V of each head
+    o: Linear  # (hidden, H V)
+    interleaved: bool = False  # whether pairs (2i, 2i + 1) are rotated, instead of (i, i + P)
+    q_down: Linear | None = None
+    q_norm: Norm | None = None
+    table: int = 0  # index of the model's angles
+    post_norm: ClassVar[None] = None
+    window: ClassVar[int] = 0
+
+    @property
+    def rotated(self) -> int:
+        """Return the dimensions of a head that are rotated, which are its last."""
+        return len(self.latent.weight) - len(self.latent_norm.weight)
+
+    def state(self) -> None:
+        """Return None, since the layer keeps a latent of each token."""
+
+    def value(self, shape: Shape) -> int:
+        """Return the width of a value."""
+        return self.o.weight.shape[1] // shape.heads
+
+    def groups(self) -> list[tuple[Linear, ...]]:
+        """Return the linear layers that are multiplied together. The last is the output."""
+        own: list[tuple[Linear, ...]] = [] if self.q_down is None else [(self.q,)]
+        return [(self.q if self.q_down is None else self.q_down, self.latent), *own, (self.o,)]
+
+    def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32, by keys and values."""
+        h, T, width = plain_norm(x, self.norm), len(x), self.rotated
+        low = h if self.q_down is None else plain_norm(plain_linear(h, self.q_down), self.q_norm)
+        q = plain_linear(low, self.q).unflatten(-1, (shape.heads, -1))
+        latent, key = plain_linear(h, self.latent).split([len(self.latent_norm.weight), width], -1)
+        turning = [q[..., -width:], key[:, None]]
+        if self.interleaved:
+            turning = [apart(t, width // 2) for t in turning]
+        cos, sin = (table[:, None] for table in tables[self.table])
+        q_turned, key = (rotate(t, cos, sin) for t in turning)
+        expanded = plain_linear(plain_norm(latent, self.latent_norm), self.up).unflatten(-1, (shape.heads, -1))
+        k, v = expanded.split([expanded.shape[-1] - self.value(shape), self.value(shape)], -1)
+        k, q = torch.cat([k, key.expand(-1, shape.heads, -1)], -1), torch.cat([q[..., :-width], q_turned], -1)
+        scores = torch.einsum("thd,shd->hts", q, k) * shape.scale
+        later = torch.ones(T, T, device=x.device, dtype=torch.bool).triu(1)
+        y = torch.einsum("hts,shd->thd", scores.masked_fill(later, float("-inf")).softmax(-1), v)
+        return plain_linear(y.flatten(1), self.o)
 
 
 @dataclass(frozen=True)
@@ -255,7 +313,7 @@ class ColumnExpertWeights(PartWeights):
 
 
 class LayerWeights(NamedTuple):
-    attention: Any  # AttentionWeights, or a record with their methods whose state() is not None
+    attention: Any  # AttentionWeights, LatentAttentionWeights, or a record with their methods whose state() is not None
     mlp: Any  # DenseWeights, UngatedWeights, ExpertWeights, or another record with their methods
 
 

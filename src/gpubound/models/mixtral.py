@@ -114,7 +114,7 @@ class SparseReader(Reader):
 
 
 def _is_sparse(mlp: Any) -> bool:
-    return role_of(mlp) in ("SparseMoeBlock", "MoE")
+    return role_of(mlp) in ("SparseMoeBlock", "MoE", "Moe")
 
 
 DECODING = {"ForCausalLM": SparseReader}

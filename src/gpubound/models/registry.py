@@ -231,6 +231,12 @@ FAMILIES = {
     "ungated": {"arcee": "Arcee", "jais2": "Jais2"},
     "gpt_oss": {"gpt_oss": "GptOss"},
     "lfm2": {"lfm2": "Lfm2"},
+    "latent": {
+        "deepseek_v2": "DeepseekV2",
+        "deepseek_v3": "DeepseekV3",
+        "glm4_moe_lite": "Glm4MoeLite",
+        "youtu": "Youtu",
+    },
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
@@ -269,7 +275,7 @@ def reader_of(model: Any) -> Reader | None:
     if is_wrapper(model):
         family, role = _known(text_stack(model))[0], "ForCausalLM"
     readers = _module(family).DECODING if family else {}
-    maker = readers.get(role) or readers.get(type(model).__name__)
+    maker = readers.get(type(model).__name__) or readers.get(role)
     return None if maker is None else maker(model)
 
 

@@ -257,6 +257,8 @@ def fit_slice(plan: SlicePlan, needed: int, free: int, parts: str, described: st
 
 def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str | None:
     """Return why `count` devices cannot share the model by slices; None if they can."""
+    if shape.latent:
+        return "its cache keeps latents of all heads, which no slice shares out"
     if shape.kv_heads % count:
         return f"its {shape.kv_heads} key and value heads do not divide by {count}"
     for number, (attention, mlp) in enumerate(layers):
