@@ -197,6 +197,7 @@ SHAPES = {
 }  # fmt: skip
 
 
+QLORA = {"lora": Lora(rank=16, base="nf4"), "recompute": "20"}
 SMALL = {"optimizer": AdamW8bit(), "precision": "bf16-split", "in_backward": True, "recompute": "blocks"}
 
 
@@ -204,10 +205,13 @@ SMALL = {"optimizer": AdamW8bit(), "precision": "bf16-split", "in_backward": Tru
     ("shape", "rows", "seq", "options", "place", "make", "steps"),
     [
         ("135m", 1, 1024, {}, 0.72, None, 3.24),
-        ("350m", 16, 1024, {}, 1.52, None, 17.61),
+        ("350m", 16, 1024, {}, 1.52, 7.28, 17.86),
         ("8b", 1, 4096, {"lora": Lora(rank=16)}, None, 15.76, 30.28),
         ("8b", 1, 2048, {"lora": Lora(rank=16), "recompute": "20"}, 16.14, 15.76, 21.2),
         ("3b", 1, 1024, SMALL, 7.61, 19.99, 20.92),
+        ("8b", 1, 2048, SMALL | {"offload": True}, 16.14, 18.91, 19.48),
+        ("8b", 1, 2048, SMALL | {"optimizer": AdamW(), "recompute": "cheap"}, None, 92.55, None),
+        pytest.param("8b", 1, 2048, QLORA, 6.59, 6.11, 10.34, marks=pytest.mark.slow),  # it quantises a block
     ],
 )
 def test_the_peaks_of_phases_are_those_measured_on_an_h200(shape, rows, seq, options, place, make, steps):
