@@ -59,6 +59,7 @@ ACCUMULATORS = " + fp32 accumulators"
 UNITS = {
     "tok/s": "Speed, tokens per second",
     "steps/s": "Speed, steps per second",
+    "pairs/s": "Speed, pairs per second",
     "GB/s": "Memory rate",
     "TFLOP/s": "Arithmetic rate",
     "GiB": "Peak memory",
