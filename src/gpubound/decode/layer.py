@@ -176,7 +176,7 @@ class Part:
 
     @property
     def first(self) -> bool:
-        """Whether the part is the first of its group of layers."""
+        """Return whether the part is the first of its group of layers."""
         return self.number == self.workspace.cache.layers[0]
 
     def fenced(self, mode: int) -> int:

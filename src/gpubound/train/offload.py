@@ -176,7 +176,7 @@ def move_to_host(parameters: list[Parameter]) -> Callable[[], None]:
 
 
 def mapped_zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in pages of their own: none may be registered twice, and is_pinned() asks of a storage's first byte."""
+    """Return zeros that share no page: none may be registered twice, and is_pinned() asks of a storage's first byte."""
     pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype)  # which keeps them
 
