@@ -54,7 +54,7 @@ class Shape:
 
 
 class StateShape(NamedTuple):
-    """State that a layer keeps of a row instead of keys and values: the last inputs of a convolution, and a recurrence's matrix."""
+    """State that a layer keeps of a row instead of keys and values: last inputs of a convolution, a recurrence's matrix."""
 
     channels: int  # of the convolution
     taps: int
