@@ -15,10 +15,15 @@ Limit = tuple[str, float, float | None]
 
 
 def keep_phases(
-    bench: Bench, case: str, peaks: Peaks, limits: Mapping[str, Limit] | None = None, peers: Mapping[str, Peaks] | None = None
+    bench: Bench,
+    case: str,
+    peaks: Peaks,
+    limits: Mapping[str, Limit] | None = None,
+    peers: Mapping[str, Peaks] | None = None,
+    predicted: Mapping[str, int] | None = None,
 ) -> None:
     """Keep a line for each phase: what torch's allocator reserved of the GPU at most, beside what it allocated, the phase's
-    limit, and what each peer reserved."""
+    limit, what each peer reserved, and what was predicted."""
     for phase, peak in peaks.items():
         beside, gates = {"allocated": float(peak.allocated)}, dict[str, float]()
         if phase in (limits or {}):
@@ -26,6 +31,8 @@ def keep_phases(
             beside = {name: size} | beside
             gates = {} if gate is None else {name: gate}
         beside |= {name: float(theirs[phase].reserved) for name, theirs in (peers or {}).items() if phase in theirs}
+        if phase in (predicted or {}):
+            beside["predicted"] = float(predicted[phase])
         bench.figure(f"{case} memory, {phase}", "GiB", peak.reserved / GIB, {n: b / GIB for n, b in beside.items()}, gates)
 
 

@@ -1,6 +1,8 @@
-"""One recipe of examples/small_gpus in this process: the peak of each phase within the recipe's memory, with random weights.
+"""One recipe of examples/small_gpus in this process, or one small step with each of several options: the peak of each phase
+within the recipe's memory, with random weights.
 
-The only argument is a JSON object: recipe (a file), device, dry. The answer is one line, as a contender's (serving.py).
+The only argument is a JSON object: recipe (a file), or options (keys of recipes by name), shape, seq and micro; device, dry.
+The answer is one line, as a contender's (serving.py): what was found, by name.
 """
 
 import json
@@ -29,6 +31,7 @@ from gpubound.train import adapters
 from gpubound.train.objectives.word_loss import NextToken
 from gpubound.train.recipe import Recipe
 
+from .harness import release
 from .serving import answer, settle
 from .shapes import SHAPES, Shape
 
@@ -108,11 +111,39 @@ def decode(file: Path, device: torch.device, dry: bool) -> None:
         decoder.generate([list(range(64))], max_new_tokens=8 if dry else 256, stop=())
     peaks = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
     room, state = memory_size(options.memory) - CONTEXT, {"weights": decoder.body.weight_bytes}
-    answer({"peaks": peaks, "predicted": {}, "room": room, "state": state})
+    answer({file.stem: {"peaks": peaks, "predicted": {}, "room": room, "state": state}})
+
+
+def trained(recipe: Recipe, config: DecoderConfig, device: torch.device) -> dict[str, Any]:
+    """Return what was predicted and what was measured of a recipe's step."""
+    torch.manual_seed(0)
+    step = outlined(
+        Decoder(config, device=META), recipe.numbers, "bf16" if recipe.precision == "auto" else recipe.precision, recipe.seq,
+        recipe.micro_batch, recipe.accumulate, recompute=recipe.recompute, in_backward=recipe.update_in_backward,
+        offload=recipe.offload_optimizer, lora=recipe.adapters,
+    )  # fmt: skip
+    memory, state = measured(recipe, config, device)
+    peaks = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
+    return {"peaks": peaks, "predicted": phases(step, stored=2), "state": state}
+
+
+def by_option(job: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return the facts of one step with each of the job's options, in turn."""
+    s, found = SHAPES["tiny" if job["dry"] else job["shape"]], dict[str, dict[str, Any]]()
+    config = DecoderConfig(s.hidden, s.intermediate, s.layers, s.heads, s.kv_heads, s.vocab, tied=s.tied)
+    for name, keys in job["options"].items():
+        recipe = Recipe(model="a folder", data=("none",), seq=job["seq"], micro_batch=job["micro"], accumulate=1, **keys)
+        recipe = small(recipe) if job["dry"] else recipe
+        found[f"{job['shape']} {recipe.micro_batch} x {recipe.seq:,}, {name}"] = trained(recipe, config, device)
+        release(device)
+    return found
 
 
 def main(job: dict[str, Any]) -> None:
     device, file = torch.device(job["device"]), Path(job["recipe"])
+    if job.get("options"):
+        answer(by_option(job, device))
+        return
     if file.suffix == ".sh":
         decode(file, device, job["dry"])
         return
@@ -121,16 +152,7 @@ def main(job: dict[str, Any]) -> None:
     assert options.memory is not None, f"{file}: it names no memory"
     if device.type == "cuda":
         gpubound.limit(options.memory)
-    torch.manual_seed(0)
-    step = outlined(
-        Decoder(config, device=META), recipe.numbers, "bf16" if recipe.precision == "auto" else recipe.precision, recipe.seq,
-        recipe.micro_batch, recipe.accumulate, recompute=recipe.recompute, in_backward=recipe.update_in_backward,
-        offload=recipe.offload_optimizer, lora=recipe.adapters,
-    )  # fmt: skip
-    predicted = phases(step, stored=2)
-    memory, state = measured(recipe, config, device)
-    peaks = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
-    answer({"peaks": peaks, "predicted": predicted, "room": memory_size(options.memory) - CONTEXT, "state": state})
+    answer({file.stem: trained(recipe, config, device) | {"room": memory_size(options.memory) - CONTEXT}})
 
 
 if __name__ == "__main__":
