@@ -9,6 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
+from gpubound.doctor.rules.compute import ARANGE
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch import watch
 from gpubound.watch.events import DEVIATION, NUMBER, cause_of
@@ -100,6 +101,42 @@ def test_a_value_whose_name_is_only_shown(capsys):
     general = cause_of("sync", "item").remedy
     assert list(named(step).values()).count(remedies.RARELY) == 2
     assert [code for code, fix in named(step).items() if fix == general] == ["decides = loss.mean().item()"]
+
+
+class Environment:
+    def step(self, action):
+        return action
+
+
+def test_an_action_for_an_environment_cannot_be_read_later():
+    scores, env, optimizer = torch.ones(3, device=simgpu()), Environment(), Environment()
+
+    def step():
+        env.step(scores.argmax().item())
+        action = scores.cpu().numpy()
+        env.step(action)
+        loss = scores.mean().item()
+        optimizer.step(loss)
+        return loss
+
+    acted = [code for code, fix in named(step).items() if fix == remedies.ACTED]
+    assert sorted(acted) == ["action = scores.cpu().numpy()", "env.step(scores.argmax().item())"]
+
+
+def test_an_index_that_is_counted_up_on_the_host():
+    x = torch.ones(3, 2, device=simgpu(), requires_grad=True)
+    index = torch.zeros(3, dtype=torch.long).to(simgpu())
+
+    def step():
+        x[torch.arange(len(x)), index].sum().backward()
+
+    with watch(device=simgpu()) as ledger:
+        for _ in range(2):
+            step()
+            ledger.step()
+    (found,) = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted)).findings
+    assert (found.fix, found.count) == (ARANGE, 2), "forward and backward"
+    assert not named(lambda: x[torch.arange(len(x), device=x.device), index].sum().backward()), "the advice leaves no copy"
 
 
 def test_elements_that_are_read_one_by_one():

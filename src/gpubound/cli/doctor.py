@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     else:  # a coloured screen has its escapes; the report has cleaned its quotations
         width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and likes_colours()
         text = screen(verdict, width, colour, options.all, files)
-        print(text if colour else printable(text), end="")
+        print("" if is_trace(command) else "\n", text if colour else printable(text), sep="", end="")  # after a progress bar
     gate_lines, gate_code = gate(verdict)  # before a patch is written: allowances are matched with the files
     fix_lines, fix_code = finish_fix(options, result)
     for text in [*fix_lines, *gate_lines]:

@@ -16,13 +16,18 @@ from .waits import StallCandidate, estimate, writes_checkpoint
 
 WORTH = 0.005  # of a step: below it the doctor calls anything harmless
 EVERY = 0.9  # a step: recorded steps may begin in the middle of one
+ARANGE = "make it on the device: torch.arange(n, device=x.device)"
 
 
 def repeats(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
+    copies = {line_of(rows[0].place): evidence.count_per_step(rows) for rows in evidence.by_line("h2d")}
     for rows in evidence.by_line("repeat"):
         if (count := evidence.count_per_step(rows)) >= EVERY:
-            evidence_text = f"{readable(evidence.bytes_per_step(rows))} a step are on the device already"
-            yield StallCandidate("repeat", rows[0].place, count, evidence_text, evidence.calls_at(rows[0].place), waits=True)
+            place = rows[0].place
+            text = f"{readable(evidence.bytes_per_step(rows))} a step are on the device already"
+            count = max(count, copies.get(line_of(place), 0.0))  # the first of these copies repeats nothing
+            fix = ARANGE if (site := place.site or place.built) and "torch.arange(" in site.code else ""
+            yield StallCandidate("repeat", place, count, text, evidence.calls_at(place), fix=fix, waits=True)
 
 
 def clones(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:

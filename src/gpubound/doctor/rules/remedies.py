@@ -52,6 +52,7 @@ LISTED = re.compile(r"\w\[(?:[^\[\]]*,\s*)?\[[-\d\s,]+\]")  # x[:, [-1]]
 SLICE = "a list as an index is copied to the device each time: take a slice (x[:, -1:]), or index with a tensor made there once"
 WRITTEN = re.compile(r"\]\s*=[^=]")  # x[i] = number
 SCALAR = 16  # bytes
+ACTED = "an environment needs it at once: step more environments for each read, or act with a copy of the policy on the CPU"
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)
 
 
@@ -74,6 +75,8 @@ def _of_value(site: Site, count: float) -> str:
     text = ast.unparse(statement) if statement is not None else site.code
     if METER.search(text):
         return LATER
+    if _acts(statement, scope):
+        return ACTED
     if count >= SEVERAL and statement is not None and any(isinstance(n, COMPREHENSIONS) for n in ast.walk(statement)):
         return AT_ONCE
     if SHOWN.search(text) or (scope is not None and _only_shown(statement, scope)):
@@ -95,6 +98,21 @@ def _only_shown(statement: ast.stmt | None, scope: ast.AST) -> bool:
     tests = [n.test for n in ast.walk(scope) if isinstance(n, (ast.If, ast.While))]
     decides = any(isinstance(n, ast.Name) and n.id == target.id for test in tests for n in ast.walk(test))
     return bool(uses) and not decides and all(SHOWN.search(ast.unparse(each)) for each in uses)
+
+
+def _acts(statement: ast.stmt | None, scope: ast.AST | None) -> bool:
+    """Return whether a statement gives what it reads to an environment's step, or assigns it to a name that is given to one."""
+    if statement is None or scope is None:
+        return False
+    steps = [
+        call
+        for call in ast.walk(scope)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "step"
+        if "env" in ast.unparse(call.func.value).lower()
+    ]
+    assigned = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    given = {n.id for call in steps for arg in call.args for n in ast.walk(arg) if isinstance(n, ast.Name)}
+    return bool(assigned & given) or any(node in steps for node in ast.walk(statement))
 
 
 def _is_read(name: ast.Name) -> bool:
@@ -130,6 +148,8 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
     code = row.place.site.code if row.place.site else ""
     if row.kind == "d2h" and SHOWN.search(code):
         return RARELY if count > OFTEN else RARE
+    if row.kind == "d2h" and row.place.site is not None and _acts(*_statement(row.place.site)):
+        return ACTED
     if row.kind == "h2d" and LISTED.search(code):
         return SLICE
     if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
