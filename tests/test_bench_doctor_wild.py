@@ -1,5 +1,6 @@
 """Scores on public scripts: what is found, missed and wrong."""
 
+import fcntl
 import json
 import subprocess
 from dataclasses import replace
@@ -94,7 +95,7 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[l
 
 
 LOADER = {"kind": "data", "file": "main.py", "line": 6, "patch": "loader"}
-PROOF = {"timed": True, "before_ms": [8.0, 8.0, 9.0], "after_ms": [2.0, 2.0, 2.0], "holds": True, "faster": True}
+PROOF = {"speedup": {"value": 4.0}, "before_ms": [8.0, 8.0, 9.0], "after_ms": [2.0, 2.0, 2.0], "holds": True, "faster": True}
 ANSWER = {"patched": [LOADER], "refused": [], "expected_ms": 2.0, "proof": PROOF}
 
 
@@ -108,11 +109,17 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     monkeypatch.setattr(runner.results, "provenance", lambda device, command: {"gpu": "NVIDIA H200", "command": command})
     runner.main(runner.Options(folder, results=folder / "kept", keep=folder / "reports"))
     out = capsys.readouterr().out
-    assert [each[0] for each in ran] == ["plain", "doctor", "plain", "fix"] and "absent" in out and "77f55b9" in out
+    assert [each[0] for each in ran] == ["plain", "doctor", "fix"] and "absent" in out and "77f55b9" in out
     assert "--tiny" not in ran[1] and ran[1][-2:] == ["main.py", "--x"]
     about, (kept,) = outcome.read(folder / "kept" / "wild-nvidia-h200.json")
     assert about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
-    assert kept.beside_plain == 1.0 and kept.saving == 0.75 == kept.expected_saving and kept.foreseen and kept.faster
+    assert (
+        kept.beside_plain == 1.0
+        and kept.plain_ms == [8.0, 8.0, 8.0, 9.0]
+        and kept.saving == 0.75 == kept.expected_saving
+        and kept.foreseen
+        and kept.faster
+    )
     assert {file.name for file in (folder / "reports").iterdir()} == {"a-doctor.json", "a-doctor.html", "a-fix.json"}
     assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
 
@@ -159,14 +166,15 @@ def test_a_script_has_the_gpu_from_its_first_step_on(tmp_path, monkeypatch, caps
     monkeypatch.setattr(alone.torch.cuda, "synchronize", lambda: None)
     locks = []
     monkeypatch.setattr(alone.os, "open", lambda file, flags: file)
-    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how: locks.append(file))
+    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how: locks.append((file, how)))
     notes = tmp_path / "notes"
     alone.main([str(tmp_path / "lock"), str(notes), "plain", str(script)])
     assert json.loads(capsys.readouterr().out)["plain_ms"] > 0
-    assert locks == [str(tmp_path / "lock")] and json.loads(notes.read_text())["waited"] >= 0
+    assert locks == [(str(tmp_path / "lock"), how) for how in (fcntl.LOCK_EX, fcntl.LOCK_UN)]
+    assert json.loads(notes.read_text())["waited"] >= 0
     monkeypatch.setattr(prove, "RUN", prove.RUN)
     assert alone.main([str(tmp_path / "lock"), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
-    assert prove.RUN[1] == str(tmp_path / "lock") and len(locks) == 1, "its runs take turns, not the process that starts them"
+    assert prove.RUN[1] == str(tmp_path / "lock") and len(locks) == 2, "its runs take turns, not the process that starts them"
 
 
 def test_a_peer_is_scored_by_the_lines_or_functions_that_it_names():

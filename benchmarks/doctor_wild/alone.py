@@ -3,7 +3,8 @@
     python -m benchmarks.doctor_wild.alone LOCK NOTES plain | doctor | fix | run  [arguments]
 
 A script starts for several seconds (imports, data, CUDA) and is then measured in one. So a process takes the lock when its
-first step has ended, and keeps it to its end. NOTES receives when that was, and how long it waited for its turn.
+first step has ended, and gives it back when it is measured: while others are, it reads its tape, reports and exits. NOTES
+receives when the first step was, and how long the process waited for its turn.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from gpubound import cli
 from gpubound.doctor.fix import prove
+from gpubound.doctor.record.phases import Phases
 from gpubound.doctor.record.script import Steps
+from gpubound.watch.ops import replaced
 
 from .peers import steps_of
 
@@ -32,19 +35,22 @@ class Turn:
 
     def __init__(self, lock: str, notes: str):
         self.lock, self.notes = lock, Path(notes)
-        self.taken = False
+        self.file: int | None = None
 
     def stepped(self) -> None:
-        if self.taken:
+        if self.file is not None:
             return
-        self.taken = True
         first = time.time()
-        file = os.open(self.lock, os.O_RDWR | os.O_CREAT)  # open until the process ends
-        fcntl.lockf(file, fcntl.LOCK_EX)  # a record lock: a forked worker of a loader does not keep it
+        self.file = os.open(self.lock, os.O_RDWR | os.O_CREAT)
+        fcntl.lockf(self.file, fcntl.LOCK_EX)  # a record lock: a forked worker of a loader does not keep it
         self.notes.write_text(json.dumps({"first": first, "waited": time.time() - first}), encoding="utf-8")
 
+    def measured(self) -> None:
+        if self.file is not None:
+            fcntl.lockf(self.file, fcntl.LOCK_UN)
 
-def plain(argv: Sequence[str]) -> int:
+
+def plain(argv: Sequence[str], turn: Turn) -> int:
     """Print the milliseconds of a step of a script that nothing looks at."""
     script, *arguments = argv
     times: list[float] = []
@@ -53,7 +59,11 @@ def plain(argv: Sequence[str]) -> int:
         torch.cuda.synchronize()
         times.append(time.perf_counter())
 
-    steps_of(Path(script), arguments, PLAIN, clock, clock)
+    def end() -> None:
+        clock()
+        turn.measured()
+
+    steps_of(Path(script), arguments, PLAIN, clock, end)
     print("\n" + json.dumps({"plain_ms": 1e3 * (times[1] - times[0]) / PLAIN}), flush=True)
     return 0
 
@@ -63,8 +73,21 @@ def main(argv: list[str]) -> int:
     if name == "fix":  # its runs take turns, not this process
         prove.RUN = ("benchmarks.doctor_wild.alone", lock, notes, "run")
         return cli.main(["fix", *arguments])
-    with Steps(Turn(lock, notes).stepped):
-        return plain(arguments) if name == "plain" else prove.main(arguments) if name == "run" else cli.main([name, *arguments])
+    turn = Turn(lock, notes)
+
+    def left(original: Callable[..., None]) -> Callable[..., None]:
+        """Replace Phases.__exit__, which is called when the doctor has stopped the script."""
+
+        def leave(*error: object) -> None:
+            original(*error)
+            turn.measured()
+
+        return leave
+
+    with Steps(turn.stepped), replaced(Phases, "__exit__", left):
+        if name == "plain":
+            return plain(arguments, turn)
+        return prove.main(arguments) if name == "run" else cli.main([name, *arguments])
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Measurement:
     lock       the file that gives the GPU to one process at a time
     keep       a folder for doctor.json and doctor.html of each script
     rounds     of a proof; 0: the patches are made, and not run
-    seconds    after which a run of a script is ended
+    seconds    after which a run of a script is ended, with its wait for its turn
     until      a time of time.monotonic(), after which neither a script nor a proof begins
     """
 
@@ -105,9 +105,10 @@ class _Run:
         notes = json.loads((self.there / "notes.json").read_text(encoding="utf-8"))
         self.save()
         outcome = replace(outcome_of(self.script, content), seconds=round(ended - notes["first"] - notes["waited"], 1))
-        if not self.how.dry:
-            outcome = replace(outcome, plain_ms=[*plain, self.plain()])
-        return self.fixed(outcome)
+        outcome = self.fixed(replace(outcome, plain_ms=plain))
+        if not outcome.before_ms and not self.how.dry:
+            return replace(outcome, plain_ms=[*plain, self.plain()])
+        return replace(outcome, plain_ms=[*plain, *outcome.before_ms])
 
     def plain(self) -> float:
         return json.loads(self.alone("plain", *self.words).strip().splitlines()[-1])["plain_ms"]
@@ -125,7 +126,7 @@ class _Run:
         if self.how.keep is not None:
             (self.how.keep / f"{self.script.name}-fix.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
         proof = answer["proof"] or {}
-        timed = proof if proof.get("timed") else {}
+        timed = proof if proof.get("speedup") else {}
         return replace(
             outcome,
             patched=[f"{each['patch']}: {each['kind']} {Path(each['file']).name}:{each['line']}" for each in answer["patched"]],

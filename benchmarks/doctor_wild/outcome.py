@@ -26,7 +26,7 @@ class Outcome:
     """Whether it is the script's largest loss."""
     step_ms: float | None = None
     plain_ms: list[float] = field(default_factory=list)
-    """Steps of runs without the doctor, each a mean."""
+    """Steps of runs without the doctor, each a mean; the unmodified runs of a proof are among them."""
     unnamed_ms: float | None = None
     """Of a step, in which the GPU waits for the host and which no finding has."""
     seconds: float | None = None

@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from gpubound.doctor.fix import prove as proving
-from gpubound.doctor.fix.prove import Proof, Recorder, SeededJob, SeededRun, compare_runs, difference, prove, run, run_once
+from gpubound.doctor.fix.prove import (
+    Proof,
+    Recorder,
+    SeededJob,
+    SeededRun,
+    compare_runs,
+    difference,
+    error_lines,
+    prove,
+    run,
+    run_once,
+)
 from gpubound.errors import MeasureError
 from gpubound.train.device_step import DeviceStep
 from gpubound.train.graph_cache import GraphCache
@@ -124,6 +135,11 @@ def test_a_script_that_fails_is_no_proof(script, tmp_path, monkeypatch):
     with pytest.raises(MeasureError) as error:
         run_once(SeededJob(str(script), [], {}, str(tmp_path / "none.json")), "after", tmp_path)
     assert str(error.value) == message("doctor/prove:a_script_that_fails_is_n")
+    frames = "".join(f"frame #{n}: _start + 0x25 (0x65 in /usr/bin/python3)\n" for n in range(3))
+    aborted = (
+        f"terminate called after throwing an instance of 'c10::Error'\n  what():  CUDA error: device-side assert\n{frames}"
+    )
+    assert error_lines(aborted)[-1].endswith("device-side assert") and error_lines("one\n\ntwo\n") == ["one", "two"]
 
 
 def test_ranks_are_started_together_and_the_slowest_counts(tmp_path, monkeypatch):

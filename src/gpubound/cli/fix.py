@@ -12,7 +12,7 @@ refused      `kind`, `file`, `line` and the `reason` of each
 diff         all patches as one diff
 expected_ms  a patched step by the prices of the findings; null without prices
 proof        with --try: `holds` (the losses are the same), `faster` (the whole interval is above 1), `speedup`, `before_ms`,
-             `after_ms` and `difference`; else null
+             `after_ms` and `difference` (in a dry run no times, `speedup` is null); else null
 applied      whether the files were written
 """
 

@@ -10,7 +10,7 @@ the eager state replaces it, and the second round's start is recomputed from the
 fingerprints differ, the rounds begin again with copies of these storages, to measure the difference; then the others must be
 storages that no call changes.
 
-The rounds' inputs keep the shapes and dtypes of the example. Floating tensors are drawn again with its mean and spread.
+The rounds' inputs keep the shapes and dtypes of the example. Floating tensors are drawn again with its mean, spread and range.
 Integers and booleans are shuffled, so that ids stay in range and a mask keeps its count; if a shuffle changes nothing (one
 position, a constant), an integer counts down and a boolean flips. The certificate names inputs that cannot be varied.
 
@@ -379,16 +379,20 @@ def _perturbed(example: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _random_like(old: Tensor, generator: torch.Generator) -> Tensor:
-    values, limits = _fp64(old), torch.finfo(old.dtype)
+    """Draw with the mean and spread of a tensor, within its range: a loss of probabilities ends the process at others on a GPU.
+
+    A constant has no spread, and 0 to it is its range; 0 to 1 if it is 0.
+    """
+    values = _fp64(old)
+    low, high = values.min(), values.max()
     spread = values.std(correction=0)
-    if spread == 0:  # a single number or a constant has no spread
-        spread = values.abs().mean().clamp(min=1.0)
+    if low == high:
+        low, high = low.clamp(max=0.0), torch.where(high == 0, torch.ones_like(high), high.clamp(min=0.0))
+        spread = high - low
     noise = torch.randn(values.shape, generator=generator, dtype=torch.float64, device="cpu").to(values.device)
-    new = noise * spread + values.mean()
-    if bool((values >= 0).all()):  # a probability or a variance is never negative
-        new = new.abs()
-    new = torch.view_as_complex(new) if old.is_complex() else new.clamp(limits.min, limits.max)
-    return torch.empty_like(old).copy_(new)
+    beyond = ((noise * spread + values.mean() - low) / (high - low)).remainder(2.0)
+    new = low + (high - low) * (1.0 - (1.0 - beyond).abs())  # values outside are reflected at the ends
+    return torch.empty_like(old).copy_(torch.view_as_complex(new) if old.is_complex() else new)
 
 
 def _fp64(tensor: Tensor) -> Tensor:

@@ -199,11 +199,11 @@ class SeededRun:
 
 @dataclass(frozen=True)
 class Proof:
-    """Measurements of a patch."""
+    """Measurements of a patch. On the pretend device nothing is timed: no milliseconds, no speed-up."""
 
     before_ms: tuple[float, ...]
     after_ms: tuple[float, ...]
-    speedup: Ratio
+    speedup: Ratio | None
     losses: int
     difference: float
     """The largest difference between a loss before and after, relative to the loss. Infinite where their numbers differ."""
@@ -211,13 +211,11 @@ class Proof:
     """The same between runs of the script as it was. Above 0 the script is not deterministic, and bits prove nothing."""
     tolerance: float
     """The most that is allowed: 0 where the patch must not change a bit."""
-    timed: bool = True
-    """Whether the milliseconds mean anything: those of the pretend device do not."""
 
     @property
     def faster(self) -> bool:
         """Return whether the whole interval is above 1."""
-        return self.timed and self.speedup.low > 1
+        return self.speedup is not None and self.speedup.low > 1
 
     @property
     def holds(self) -> bool:
@@ -241,7 +239,7 @@ class Proof:
 
     def __str__(self) -> str:
         losses = f"{'the same' if self.holds else 'NOT the same'}: {self.sentence}"
-        if not self.timed:
+        if self.speedup is None:
             return f"not timed: {DRY}\n{losses}"
         before, after = statistics.median(self.before_ms), statistics.median(self.after_ms)
         verdict = "faster" if self.faster else "slower" if self.speedup.high < 1 else "no difference that is sure"
@@ -314,12 +312,25 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
     command = [sys.executable, "-m", *start, *RUN, str(folder / "job.json")]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not all(result.exists() for result in results):
-        lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, done.stderr.splitlines())
-        message = " / ".join([line for line in lines if line.strip()][-2:]).rstrip(".") or "it said nothing"
+        message = " / ".join(error_lines(done.stderr)).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "unmodified"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
     runs = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]
     return SeededRun(max(run.step_ms for run in runs), tuple(loss for run in runs for loss in run.losses))
+
+
+ERROR = re.compile(r"\s*(what\(\):|terminate called|CUDA error|[\w.]+(Error|Exception|Interrupt)\b)")
+
+
+def error_lines(stderr: str) -> list[str]:
+    """Return the last line of a script's stderr that names an error, and the line after it; or if none does, the last two.
+
+    An aborted program ends with frames of C++, and ranks end with lines of their launcher: both are left out.
+    """
+    lines = takewhile(lambda line: "torch/distributed/" not in line and "elastic" not in line, stderr.splitlines())
+    own = [line.strip() for line in lines if line.strip() and not line.startswith("frame #")]
+    last = max((number for number, line in enumerate(own) if ERROR.match(line)), default=max(len(own) - 2, 0))
+    return own[last : last + 2]
 
 
 def _environment() -> dict[str, str]:
@@ -342,14 +353,14 @@ def read_run(content: Mapping[str, Any]) -> SeededRun:
 
 def compare_runs(before: Sequence[SeededRun], after: Sequence[SeededRun], tolerance: float, timed: bool = True) -> Proof:
     """Return the proof from these runs."""
-    old, new = ([run.step_ms for run in side] for side in (before, after))
-    ratio = compare_samples({"after": new, "before": old}).ratios["before"]
+    old, new = ([run.step_ms for run in side if timed] for side in (before, after))
+    ratio = compare_samples({"after": new, "before": old}).ratios["before"] if timed else None
     first = before[0].losses
     if not first:
         raise MeasureError("prove: backward was called on no single value, so there are no losses to compare.")
     noise = max(difference(first, run.losses) for run in before)
     worst = max(difference(first, run.losses) for run in after)
-    return Proof(tuple(old), tuple(new), ratio, len(first), worst, noise, tolerance, timed)
+    return Proof(tuple(old), tuple(new), ratio, len(first), worst, noise, tolerance)
 
 
 def difference(wanted: Sequence[float], got: Sequence[float]) -> float:

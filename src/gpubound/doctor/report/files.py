@@ -130,7 +130,7 @@ def page(verdict: Verdict, evidence: Measurements | None = None, proof: Proof | 
         packed=packed,
         harmless=f"{HARMLESS:.1%}",
         proof=proof,
-        rounds=_rounds(proof) if proof and proof.timed else {},
+        rounds=_rounds(proof) if proof and proof.speedup else {},
         patch_text=patch,
     )
 
