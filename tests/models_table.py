@@ -27,6 +27,8 @@ SIZES = {
 }  # fmt: skip
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 LOCAL = ["sliding_attention", "full_attention"]
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+          "linear_key_head_dim": 8, "linear_value_head_dim": 12}  # fmt: skip
 MLA = {"num_key_value_heads": 4}  # latent attention has as many of both
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
           "patch_size": 14, "vocab_size": VOCABULARY}  # fmt: skip
@@ -46,6 +48,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), MLA
     ),
     "codegen": {"rotary_dim": 4},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
     "gptj": {"rotary_dim": 4},
     "xlm": {"pad_index": 2},
     "gemma3": {"text_config": "gemma3_text", "vision_config": VISION, "mm_tokens_per_image": 4},

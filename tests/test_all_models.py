@@ -59,7 +59,10 @@ FUSED = (
     "qwen2",
     "qwen2_moe",
     "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
     "solar_open",
@@ -74,7 +77,7 @@ OWN_FAULT = "transformers' own forward raises in this configuration"
 UNVERIFIED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "prophetnet", "reformer", "xlstm"), OWN_FAULT),
     **dict.fromkeys(("bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma"), RECURRENT),
+    **dict.fromkeys(("qwen4_exp_text", "recurrent_gemma"), RECURRENT),
 }  # fmt: skip
 KINDS = [pytest.param(kind, marks=[pytest.mark.skip(SKIPPED[kind])] if kind in SKIPPED else []) for kind in TYPES]
 

@@ -116,7 +116,14 @@ SAME = {  # read as others are
     "SolarOpen": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
     "Youtu": {**LATENT, "rope_interleave": False},
 }  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12, "rope_parameters": HALF,
+}  # fmt: skip
 RECURRENT = {
+    "Qwen3_5": DELTA,
+    "Qwen3Next": DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                          "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True},
     "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
 }  # fmt: skip
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
@@ -132,7 +139,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         )
     else:
         family = kind.partition(" ")[0]
-        name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+        name = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config"
         chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME | RECURRENT)[family] | options
         config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})
         how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
@@ -140,7 +147,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("norm" in name or (kind in ("Falcon", "GPTNeo") and ".ln_" in name)) and not name.endswith("bias"):
-                parameter.uniform_(0.5, 1.5).sub_(1.0 if "Gemma" in kind else 0.0)
+                shifted = "Gemma" in kind or (kind in ("Qwen3_5", "Qwen3Next") and "linear_attn" not in name)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if shifted else 0.0)
             else:
                 parameter.normal_(std=0.2)
         for name, buffer in model.named_buffers():

@@ -64,7 +64,10 @@ NAMES = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen2_moe": "Qwen2-MoE",
     "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3.5",
+    "qwen3_5_moe": "Qwen3.5 with experts",
     "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next",
     "qwen3_vl": "Qwen3-VL",
     "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
@@ -76,11 +79,11 @@ NAMES = {
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
 CODED = (  # whose MLPs no part of placing swaps
-    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "nemotron", "opt", "phi", "stablelm",
-    "starcoder2",
+    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "nemotron", "opt", "phi", "qwen3_5",
+    "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
-SPARSE = ("mixtral", "gpt_oss", "latent")  # families whose MLPs are experts
+SPARSE = ("mixtral", "gpt_oss", "latent", "qwen3_next")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -128,7 +131,7 @@ def quantised_folders(kind: str, swaps) -> str:
 
 
 def wrapper_row(kind: str) -> list[str]:
-    grid = kind in registry.FAMILIES["qwen_vl"]
+    grid = kind in registry.FAMILIES["qwen_vl"] or kind.startswith("qwen3_5")
     return [NAMES[kind], "texts" if grid else "texts, and prompts with images"]
 
 

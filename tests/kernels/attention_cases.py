@@ -23,11 +23,11 @@ class Case:
 
     def __init__(
         self, device, dtype, positions, kind=None, paged=False, kv=2, group=2, width=16, tokens=1, normed=False,
-        pairs=None, whole=False, offset=0.0, cap=0.0, interleaved=False,
+        pairs=None, whole=False, offset=0.0, cap=0.0, interleaved=False, gated=False,
     ):  # fmt: skip
         self.device, self.dtype, self.kv, self.group, self.width, self.tokens = device, dtype, kv, group, width, tokens
         self.kind, rows = KINDS.get(kind), len(positions)
-        self.qkv = draw(device, torch.float32, rows * tokens, (group + 2) * kv * width)
+        self.qkv = draw(device, torch.float32, rows * tokens, ((2 if gated else 1) * group + 2) * kv * width)
         first = torch.tensor(positions, device=device, dtype=torch.int32)
         self.position = first[:, None] + torch.arange(tokens, device=device, dtype=torch.int32) if tokens > 1 else first
         angles = draw(device, torch.float32, L, pairs or width // 2, seed=3)
@@ -35,7 +35,7 @@ class Case:
         if normed:
             sizes = (kv * group * width, kv * width) if whole else (width, width)
             norms = [Norm(draw(device, dtype, size, seed=4 + i), 1e-6, offset) for i, size in enumerate(sizes)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5, 0, cap, interleaved)
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5, 0, cap, interleaved, None, gated)
         caches = [draw(device, torch.float32, rows, kv, L, width, seed=1 + i) for i in range(2)]
         for cache in caches:
             for row, position in enumerate(positions):

@@ -166,6 +166,22 @@ def test_sinks_agree_with_the_reference(device, dtype, dependent, window):
         parity(case, max(TOLERANCE[dtype], 1e-5), window=window, splits=16, dependent=dependent)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dependent", [0, EARLY])
+def test_gated_heads_are_heads_times_their_gates(device, dtype, dependent):
+    """A head of the product is q, then a gate; with one tile a part, or several, and of several tokens a row."""
+    case = Case(device, dtype, [0, 63, 64, 149], normed=True, pairs=3, offset=1.0, gated=True)
+    with small_tiles(case):
+        for splits in (1, 16):
+            parity(case, max(TOLERANCE[dtype], 1e-5), splits=splits, dependent=dependent)
+    q, gates = case.qkv[:, :128].view(4, 4, 2, 16).unbind(2)
+    plain = Case(device, dtype, [0, 63, 64, 149], normed=True, pairs=3, offset=1.0)
+    plain.qkv = torch.cat([q.flatten(1), case.qkv[:, 128:]], 1).contiguous()
+    want = plain("reference")[0].float() * gates.flatten(1).sigmoid()
+    same("out", case("reference")[0].float(), want, max(TOLERANCE[dtype], 1e-5))
+    one_by_one(Case(device, dtype, [0, 62, 147], kv=1, tokens=3, gated=True), "triton")
+
+
 @torch.no_grad()
 def test_the_definition_of_sinks(device):
     """A score without a value takes its share of the softmax. At position 0, v counts by the rest."""

@@ -41,6 +41,7 @@ SHAPED = {
     "compress": (1, 2),
     "cross_entropy": (333, False, True),
     "decode_attention": (1, 3, 32),
+    "delta_step": (1, 3, 8, 16, True, 2),
     "dequantize": ("fp4",),
     "divergence": (333, 0.5, 1.0, 1.0, False, True),
     "dynamic_tanh": (96,),

@@ -12,7 +12,7 @@ OPS = every()
 
 IN_PLACE = [
     "accept", "activate_rows", "adamw", "adamw8", "add_adapters", "add_norm", "add_product", "add_routed", "add_rows",
-    "add_slots", "choose_experts", "column_down", "column_gate_up", "compress", "decode_attention", "dequantize",
+    "add_slots", "choose_experts", "column_down", "column_gate_up", "compress", "decode_attention", "delta_step", "dequantize",
     "dequantize_nf4", "divergence", "gate_rows", "hc_read", "hc_sums", "hc_write", "index_scores", "index_topk",
     "latent_attention", "latent_queries", "layer_norm_rows", "lora_gradients", "lora_up", "norm_gate_up", "norm_product",
     "norm_products", "norm_rows", "pick",

@@ -33,6 +33,8 @@ def test_text_is_trained_by_the_fused_loop_and_loss(kind):
     assert placement.verified and placement.unsupported is None
     assert_close(training_run(model, batch()), training_run(other, batch()))
     assert placement.fallbacks == 0, [(row.module, row.reasons) for row in placement.rows if row.fallbacks]
+    if kind == "qwen3_5":  # whose loop stays that of transformers
+        return
     assert found["model.language_model"].kernel != "torch" and found["(the model)"].kernel != "torch"
 
 

@@ -47,9 +47,20 @@ KINDS = {
         vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40,
                        "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_5": lambda: hf.Qwen3_5Config(
+        text_config=TEXT | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+                            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+        vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40},
+        image_token_id=IMAGE, video_token_id=6,
+    ),
 }  # fmt: skip
-GRIDS = ("qwen2_5_vl", "qwen3_vl")
+GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 PLAIN = [kind for kind in KINDS if kind not in GRIDS]
+
+
+def shifted(kind, name):
+    """Whether a norm's gain is 1 + weight."""
+    return "language" in name and (kind == "gemma3" or (kind == "qwen3_5" and "linear_attn" not in name))
 
 
 def build(kind, text=None):
@@ -62,7 +73,7 @@ def build(kind, text=None):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5).sub_(1.0 if kind == "gemma3" and "language" in name else 0.0)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if shifted(kind, name) else 0.0)
             else:
                 parameter.normal_(std=0.2)
     return model

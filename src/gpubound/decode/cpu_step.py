@@ -101,7 +101,8 @@ class CpuStep:
             if attention.state() is not None:
                 mixed = part.mix([torch.cat([*linear(h)], -1).float() for linear in inputs], position, 0)
             else:
-                q, k, v = attention.heads(inputs[0](h), s.head_dim, _normed)
+                gate, *linears = attention.apart(inputs[0](h), s.head_dim)
+                q, k, v = attention.heads(linears, s.head_dim, _normed)
                 if attention.table is not None:
                     cos, sin = angles[attention.table]
                     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -109,6 +110,7 @@ class CpuStep:
                 keys[row, :, target], values[row, :, target] = k, v
                 start, mask = visible[attention.window]
                 mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, s.scale, attention)
+                mixed = mixed if gate is None else mixed * gate.sigmoid()
             y = o(mixed)[0]
             before, x = x, x + _normed(y, attention.post_norm)
             first = up(_normed(before if mlp.parallel else x, mlp.norm))

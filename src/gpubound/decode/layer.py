@@ -212,7 +212,7 @@ class CachedAttention(Part):
         w, s, rows = weights, workspace.shape, workspace.rows
         self.qkv = self.product(form.stacked(w.q, w.k, w.v), w.q, w.k, w.v)
         self.o = self.last = self.product(form.stacked(w.o), w.o)
-        self._qkv = workspace.buffer("qkv", rows, (s.heads + 2 * s.kv_heads) * s.head_dim)
+        self._qkv = workspace.buffer("qkv", rows, sum(len(layer.weight) for layer in (w.q, w.k, w.v)))
         self._mixed = workspace.buffer("mixed", rows, s.heads * s.head_dim, dtype=workspace.dtype)
         most = max(n * _splits(n, s.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
         self._partial = workspace.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
@@ -238,18 +238,19 @@ class CachedAttention(Part):
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
         w, s = self.weights, self.workspace.shape
-        q, k, v = w.heads(self.linear(self.qkv, h), s.head_dim, normed)
+        gate, *rows = w.apart(self.linear(self.qkv, h), s.head_dim)
+        q, k, v = w.heads(rows, s.head_dim, normed)
         if w.table is not None:
             cos, sin = self._angles
             q, k = rope(q, k, cos[start:end], sin[start:end])
         k, v = self.workspace.cache.extend(self.number, start, k, v)
         before = k.shape[2] - (end - start)  # keys that the cache has returned with the prompt's own
-        mixed = attend_prompt(q.transpose(1, 2), k, v, before, w.window, s.scale, w.cap, w.sinks)
-        return self.linear(self.o, mixed.flatten(2))[0]
+        mixed = attend_prompt(q.transpose(1, 2), k, v, before, w.window, s.scale, w.cap, w.sinks).flatten(2)
+        return self.linear(self.o, mixed if gate is None else mixed * gate.sigmoid())[0]
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
         s, w = self.workspace.shape, self.weights
-        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0, w.sinks)
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0, w.sinks, w.gated)
         splits, tiles = _splits(rows, s.kv_heads)
         partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
         scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)

@@ -6,12 +6,14 @@ Legend: B rows, T tokens of a prompt, C channels of a convolution.
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import short_conv
+from ..kernels import delta_step, short_conv
+from ..kernels.delta_rule import chunked_delta_rule, delta_inputs, gated_norm
 from ..layers.linear_product import fused_linear
-from ..models.recurrent import RecurrentWeights, ShortConvWeights
+from ..models.recurrent import DeltaWeights, RecurrentWeights, ShortConvWeights
 from .layer import Part, Workspace
 
 
@@ -98,3 +100,26 @@ class ShortConv(RecurrentLayer):
     def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
         gate, output_gate, value = rows[0].chunk(3, -1)
         return output_gate * self.convolved(gate * value, start)
+
+
+class GatedDelta(RecurrentLayer):
+    op = "delta_step"
+    weights: DeltaWeights
+
+    def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
+        (x, gates), w, state = rows, self.weights, self.state
+        assert state.matrix is not None
+        delta_step(x, gates, position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, out, mode)
+
+    def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
+        w, state, cache, half = self.weights, self.state, self.workspace.cache, len(rows) // 2
+        q, k, v, z, b, a = w.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
+        x = F.silu(self.convolved(torch.cat([q, k, v], -1), start))
+        q, k, v, g, beta = delta_inputs(x, b, a, w.parameters(), w.shape)
+        if cache.ends is not None:  # padding neither forgets nor writes
+            live = (torch.arange(start, start + q.shape[1], device=q.device) < cache.ends[:, None])[..., None]
+            g, beta = g.masked_fill(~live, 0.0), beta.masked_fill(~live, 0.0)
+            k, v = k.masked_fill(~live[..., None], 0.0), v.masked_fill(~live[..., None], 0.0)  # which may be NaN
+        o, matrix = chunked_delta_rule(q, k, v, g, beta, state.matrix_before(start, len(q), cache.targets))
+        state.write_matrix(matrix, cache.targets)
+        return gated_norm(o, z, w.head_norm).flatten(2).to(x.dtype)

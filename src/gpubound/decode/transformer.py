@@ -41,7 +41,7 @@ from ..models.decoding import (
     norm_tensors,
 )
 from ..models.reader import Reader
-from ..models.recurrent import ShortConvWeights
+from ..models.recurrent import DeltaWeights, ShortConvWeights
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
@@ -51,7 +51,7 @@ from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, 
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, MoELayer
 from .placement.plan import LayerStage, described
-from .recurrent import ShortConv
+from .recurrent import GatedDelta, ShortConv
 from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import WeightView
 from .weights import PackedFormat, weight_format
@@ -77,6 +77,7 @@ PARTS: dict[type, Any] = {
     AttentionWeights: CachedAttention,
     ShortConvWeights: ShortConv,
     LatentAttentionWeights: CachedLatentAttention,
+    DeltaWeights: GatedDelta,
     DenseWeights: DenseMLP,
     UngatedWeights: UngatedMLP,
     ExpertWeights: MoELayer,

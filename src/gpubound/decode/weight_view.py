@@ -220,7 +220,8 @@ def _uneven(reader: Reader) -> str | None:
     for number, layer in enumerate(reader.layers()):
         if not isinstance(layer.attention, AttentionWeights):
             continue
-        heads = tuple(len(one.weight) // shape.head_dim for one in (layer.attention.q, layer.attention.k, layer.attention.v))
+        q, k, v = (len(one.weight) // shape.head_dim for one in (layer.attention.q, layer.attention.k, layer.attention.v))
+        heads = (q // 2 if layer.attention.gated else q), k, v
         if heads != wanted:
             return (
                 f"model.layers.{number}.self_attn has {heads[0]}, {heads[1]} and {heads[2]} heads of q, k and v, and the "

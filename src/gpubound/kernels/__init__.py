@@ -20,6 +20,7 @@ from .decode_product import (
     norm_rows as norm_rows,
     send_product as send_product,
 )
+from .delta_rule import delta_step as delta_step
 from .divergence import divergence as divergence
 from .expert_choice import gate_rows as gate_rows, select_experts as select_experts
 from .experts import (

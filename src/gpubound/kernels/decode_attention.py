@@ -61,6 +61,12 @@ class Heads(NamedTuple):
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: no cap
     interleaved: bool = False  # rotate pairs (2i, 2i + 1); the cache holds keys with these pairs `apart`
     sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
+    gated: bool = False  # after each head's q, a product has a gate: the head's output is multiplied by its sigmoid
+
+    @property
+    def q_width(self) -> int:
+        """The width of a query head in a product, in heads."""
+        return 2 if self.gated else 1
 
 
 class Scratch(NamedTuple):
@@ -77,7 +83,7 @@ def decode_attention(
     A row may have T new tokens. qkv, out and the scratch then have B·T rows, all of one row before those of the next. Each
     token sees the cache and the new tokens before it. Its result has the same bits as if it had come alone.
 
-    qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor rotated yet
+    qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor rotated yet; of gated heads (B, (2H + 2K) D)
     position  (B,) int32: the token's place, which is also the number of keys that its row has already; or (B, T), places in
               order without a gap. Tokens beyond the cache may share its last place, and their results mean nothing. At a
               place outside the cache nothing is written and out is NaN, as for every token of a row that begins there
@@ -139,6 +145,7 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     B, (K, _, D), pages = len(at), cache.k.shape[1:], cache.pages
     packed = qkv.view(B, -1, D).to(heads.cos.dtype)
     q, k, v = packed.split([packed.shape[1] - 2 * K, K, K], 1)
+    q, gate = (q[:, ::2], q[:, 1::2]) if heads.gated else (q, None)
     c, s = heads.cos[at][:, None], heads.sin[at][:, None]
     q, k = _normed(q, heads.q_norm), _normed(k, heads.k_norm)
     if heads.interleaved:
@@ -163,7 +170,8 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
         scores = torch.cat([scores, sinks], -1)
     weights = torch.softmax(scores, -1)[..., : keys.shape[2]]
     values = values.masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
-    return torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
+    mixed = torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
+    return mixed if gate is None else mixed * gate.reshape(B, -1).sigmoid()
 
 
 def _page_exists(pages: Tensor, cache: Tensor) -> Tensor:
@@ -251,7 +259,7 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     angles = positions, min(D // 2, heads.cos.shape[-1])
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
         require(op, name, table, torch.float32, angles, device, "give one angle for each place of the cache and pair")
-    require(op, "qkv", qkv, None, (rows, (H + 2 * K) * D), device, "pass the product as norm_product writes it")
+    require(op, "qkv", qkv, None, (rows, (heads.q_width * H + 2 * K) * D), device, "pass the product as norm_product writes it")
     for name, part in (("cache.k", cache.k), ("cache.v", cache.v)):
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
@@ -291,6 +299,8 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
         got = f"got eps and offset {q_norm[1:]} and {k_norm[1:]}"
         raise ValueError(f"{op}: heads.q_norm and heads.k_norm must share eps and offset, {got}; give both the same.")
     full = q_norm is not None and len(q_norm.weight) > width
+    if full and heads.gated:
+        raise ValueError(f"{op}: heads.gated: gates are between the heads of a row, so norm single heads.")
     for name, norm, count in zip(("heads.q_norm.weight", "heads.k_norm.weight"), (q_norm, k_norm), counts):
         if norm is not None:
             columns, of = (count * width, "row") if full else (width, "head")
@@ -307,22 +317,22 @@ def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
-    interleaved, sinks = heads.interleaved, heads.sinks is not None
-    usual = pairs == size // 2 and not (full or offset or heads.cap or interleaved or sinks)
-    rare = pairs, full, offset, heads.cap, *((interleaved, sinks) if interleaved or sinks else ())
+    others = heads.interleaved, heads.sinks is not None, heads.gated
+    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others))
+    rare = pairs, full, offset, heads.cap, *(others if any(others) else ())
     return shape if usual else (*shape, *rare)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
-    interleaved, sinks = others or (False, False)
+    interleaved, sinks, gated = (*others, False, False, False)[:3]
     cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
-    qkv = draw(generator, 2, (group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, interleaved)
+    qkv = draw(generator, 2, ((2 if gated else 1) * group + 2) * kv * size).detach()
+    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated)
     if sinks:
         heads = heads._replace(sinks=draw(generator, kv * group).detach())
     if full or offset:

@@ -95,6 +95,7 @@ class AttentionWeights(PartWeights):
     post_norm: Norm | None = None  # of the update, before it is added to the residual stream
     interleaved: int = 0  # pairs (2i, 2i + 1) that are rotated; 0: pairs (i, i + P)
     sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
+    gated: bool = False  # q has a gate after each head, whose sigmoid multiplies the head's output
 
     def state(self) -> StateShape | None:
         """Return what the layer keeps instead of keys and values; None: it keeps these."""
@@ -103,6 +104,14 @@ class AttentionWeights(PartWeights):
     def groups(self) -> list[tuple[Linear, ...]]:
         """Return the linear layers that are multiplied together. The last is the output."""
         return [(self.q, self.k, self.v), (self.o,)]
+
+    def apart(self, rows: Iterable[Tensor], width: int) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Return the gates (..., H D) of q, or None, and q, k and v (..., H D) without them."""
+        q, k, v = rows
+        if not self.gated:
+            return None, q, k, v
+        q, gate = q.unflatten(-1, (-1, 2, width)).unbind(-2)
+        return gate.flatten(-2), q.flatten(-2), k, v
 
     def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
         """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first.
@@ -121,7 +130,7 @@ class AttentionWeights(PartWeights):
     def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32."""
         h = plain_norm(x, self.norm)
-        rows = (plain_linear(h, layer) for layer in (self.q, self.k, self.v))
+        gate, *rows = self.apart((plain_linear(h, layer) for layer in (self.q, self.k, self.v)), shape.head_dim)
         q, k, v = self.heads(rows, shape.head_dim, plain_norm)
         if self.table is not None:
             cos, sin = (table[:, None] for table in tables[self.table])
@@ -136,8 +145,8 @@ class AttentionWeights(PartWeights):
         scores = scores.masked_fill(hidden, float("-inf"))
         if self.sinks is not None:
             scores = torch.cat([scores, self.sinks.float()[:, None, None].expand(-1, T, 1)], -1)
-        y = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v)
-        return plain_norm(plain_linear(y.flatten(1), self.o), self.post_norm)
+        y = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v).flatten(1)
+        return plain_norm(plain_linear(y if gate is None else y * gate.sigmoid(), self.o), self.post_norm)
 
 
 @dataclass(frozen=True)

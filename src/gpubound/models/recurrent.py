@@ -1,17 +1,21 @@
 """Layers that keep a state of fixed size instead of keys and values: their weights, their definitions, and their readers.
 
-A state has the last inputs of a short convolution. decode/recurrent.py has the fast implementations.
+A state has the last inputs of a short convolution, and may have a matrix for each head. decode/recurrent.py has the fast
+implementations.
 
-Legend: T tokens, C channels of a convolution, K its taps.
+Legend: T tokens, C channels of a convolution, K its taps, H heads.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.decode_product import Norm
+from ..kernels.delta_rule import DeltaParameters, DeltaShape, delta_inputs, gated_norm
 from .decoding import AnyNorm, Linear, PartWeights, Rounding, Shape, StateShape, plain_linear, plain_norm
 from .reader import Reader
 
@@ -68,11 +72,46 @@ class ShortConvWeights(RecurrentWeights):
     """LFM2's convolution of the product of two projections, times a third."""
 
     def state(self) -> StateShape:
-        return StateShape(*self.conv.shape)
+        channels, taps = self.conv.shape
+        return StateShape(channels, taps)
 
     def mixed(self, rows: list[Tensor]) -> Tensor:
         gate, output_gate, value = rows[0].chunk(3, -1)
         return output_gate * self.convolved(gate * value)
+
+
+@dataclass(frozen=True)
+class DeltaWeights(RecurrentWeights):
+    """The gated delta rule of Qwen3-Next and Qwen3.5. The first half of the inputs are q, k, v and z, the others b and a."""
+
+    a_log: Tensor
+    dt: Tensor
+    head_norm: Norm
+    shape: DeltaShape
+
+    def state(self) -> StateShape:
+        channels, taps = self.conv.shape
+        return StateShape(channels, taps, (self.shape.value_heads, self.shape.key_width, self.shape.value_width))
+
+    def groups(self) -> list[tuple[Linear, ...]]:
+        half = len(self.inputs) // 2
+        return [self.inputs[:half], self.inputs[half:], (self.output,)]
+
+    def parameters(self) -> DeltaParameters:
+        return DeltaParameters(self.conv, self.a_log, self.dt, self.head_norm)
+
+    def mixed(self, rows: list[Tensor]) -> Tensor:
+        half = len(rows) // 2
+        q, k, v, z, b, a = self.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
+        x = F.silu(self.convolved(torch.cat([q, k, v], -1)))
+        q, k, v, g, beta = (t[0] for t in delta_inputs(x[None], b[None], a[None], self.parameters(), self.shape))
+        S, outputs = q.new_zeros(self.state().matrix), []
+        for t in range(len(q)):
+            S = S * g[t].exp()[:, None, None]
+            change = beta[t][:, None] * (v[t] - torch.einsum("hde,hd->he", S, k[t]))
+            S = S + k[t][..., None] * change[:, None]
+            outputs.append(torch.einsum("hde,hd->he", S, q[t]))
+        return gated_norm(torch.stack(outputs), z, self.head_norm).flatten(1)
 
 
 class RecurrentReader(Reader):

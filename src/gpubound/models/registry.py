@@ -237,6 +237,8 @@ FAMILIES = {
         "glm4_moe_lite": "Glm4MoeLite",
         "youtu": "Youtu",
     },
+    "qwen3_5": {"qwen3_5": "Qwen3_5"},
+    "qwen3_next": {"qwen3_next": "Qwen3Next", "qwen3_5_moe": "Qwen3_5Moe"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
@@ -247,6 +249,8 @@ WRAPPERS = {
     "llava": "Llava",
     "mistral3": "Mistral3",
     "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_vl": "Qwen3VL",
 }
 # Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.

@@ -262,8 +262,8 @@ def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str
     if shape.kv_heads % count:
         return f"its {shape.kv_heads} key and value heads do not divide by {count}"
     for number, (attention, mlp) in enumerate(layers):
-        if attention.state() is not None:
-            return f"layer {number} keeps a state in the place of keys and values, of which none is sliced"
+        if attention.state() is not None or attention.gated:
+            return f"layer {number} keeps a state instead of keys and values, or has gated heads, of which none is sliced"
         if isinstance(attention.norm, LayerNorm) or mlp.parallel:
             return f"layer {number} has a LayerNorm or reads the stream before attention, which slices do not"
         if type(mlp) is not DenseWeights:

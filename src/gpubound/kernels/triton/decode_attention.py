@@ -128,13 +128,13 @@ def _coded(a, b, MOST: tl.constexpr):
 
 @triton.jit
 def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
          MOST: tl.constexpr):  # fmt: skip
     """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half, and their scales."""
     D: tl.constexpr = 2 * HALF
     kind = k_ptr.dtype.element_ty
     one = (i < HALF)[None]
-    keys = row + GROUP * KV * D
+    keys = row + GROUP * KV * (Q * D)
     new_v = keys + kv * D + i[None] + KV * D
     ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
     va = tl.load(new_v, mask=one, other=0.0)
@@ -200,14 +200,14 @@ def _angle(cos_ptr, sin_ptr, position, i, PAIRS: tl.constexpr):
 @triton.jit
 def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr, k_norm, cos_ptr, sin_ptr, length, eps, kv, i,
               KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
+              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
               KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
     # a position beyond the table has no page: no key there is live
     c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, PAIRS)
-    new_row = qkv_ptr + (row * TOKENS + t) * (GROUP + 2) * KV * (2 * HALF)
+    new_row = qkv_ptr + (row * TOKENS + t) * (Q * GROUP + 2) * KV * (2 * HALF)
     na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, INTERLEAVED,
-                                  MOST)  # fmt: skip
+                                  Q, MOST)  # fmt: skip
     here = live & (place == first + t)
     if MOST is not None:
         ks, vs = tl.where(here, ns, ks), tl.where(here, us, vs)
@@ -274,17 +274,27 @@ def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr,
 
 
 @triton.jit
+def _store(to, gate, a, b, mask, HALF: tl.constexpr, Q: tl.constexpr):
+    """Write the halves of some heads' outputs, times the sigmoids of their gates if they have any."""
+    if Q == 2:
+        a = a / (1.0 + tl.exp(-tl.load(gate, mask=mask, other=0.0).to(tl.float32)))
+        b = b / (1.0 + tl.exp(-tl.load(gate + HALF, mask=mask, other=0.0).to(tl.float32)))
+    tl.store(to, a.to(to.dtype.element_ty), mask=mask)
+    tl.store(to + HALF, b.to(to.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
                              sinks, eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-                             K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, CAP: tl.constexpr,
-                             WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
-                             KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
-                             DEPENDENT: tl.constexpr):  # fmt: skip
+                             K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
+                             CAP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
+                             MOST: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
+                             AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
-    that a part has at least. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
-    there (_pdl.py).
+    that a part has at least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked
+    for before the wait, for what a launch before the fence wrote is there (_pdl.py).
     """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
@@ -326,12 +336,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
-        row = qkv_ptr + b * (GROUP + 2) * KV * D
-        qa, qb = _head(row, (kv * GROUP + g)[:, None] * D, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET,
+        row = qkv_ptr + b * (Q * GROUP + 2) * KV * D
+        gate = row + ((kv * GROUP + g) * Q + 1)[:, None] * D + i[None]
+        qa, qb = _head(row, (kv * GROUP + g)[:, None] * (Q * D), q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET,
                        INTERLEAVED)  # fmt: skip
         if AHEAD and TOKENS == 1:  # asked for with q, by all parts: who needs them would otherwise wait once more, at its end
             na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET,
-                                          INTERLEAVED, MOST)  # fmt: skip
+                                          INTERLEAVED, Q, MOST)  # fmt: skip
         qa *= scale
         qb *= scale
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
@@ -357,13 +368,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
-                                                       HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, TOKENS, MOST,
+                                                       HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, TOKENS, MOST,
                                                        KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if split == parts - 1:
             if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
                 na, nb, ua, ub, ns, us = _new(
-                    row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, MOST
+                    row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, MOST
                 )
             at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
             one = inside[None] & in_range
@@ -392,8 +403,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             acc_b = acc_b * fix[:, None] + p[:, None] * ub.to(tl.float32)
             m = new
         if parts == 1:
-            tl.store(to, (acc_a / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
-            tl.store(to + HALF, (acc_b / weight[:, None]).to(out_ptr.dtype.element_ty), mask=heads)
+            _store(to, gate, acc_a / weight[:, None], acc_b / weight[:, None], heads, HALF, Q)
         else:
             mine = part_ptr + (b * KV + kv) * SPLITS * GROUP * (D + 2)
             line = mine + (split * GROUP + g) * (D + 2)
@@ -404,8 +414,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             tl.debug_barrier()  # every thread's stores before the one thread that counts
             if tl.atomic_add(count_ptr + b * KV + kv, 1, sem="acq_rel") == parts - 1:
                 acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER)
-                tl.store(to, acc_a.to(out_ptr.dtype.element_ty), mask=heads)
-                tl.store(to + HALF, acc_b.to(out_ptr.dtype.element_ty), mask=heads)
+                _store(to, gate, acc_a, acc_b, heads, HALF, Q)
                 tl.store(count_ptr + b * KV + kv, 0)
     elif (split == 0) & (known == 0):  # a place that the cache does not have
         nothing = tl.full([G, HP], float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
@@ -418,7 +427,7 @@ def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
-    cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks = heads
+    cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _ = heads
     partial, finished, tiles = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
@@ -433,8 +442,8 @@ def decode_attention(
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache, cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
-            len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, cap,
-            interpreted(), tokens, page if cache.pages is not None else None, most, kind, tiles,
+            len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved,
+            heads.q_width, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind, tiles,
             TOGETHER if tokens == 1 else 1, dependent == EARLY, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip

@@ -1,0 +1,190 @@
+"""Gated delta rule: a recurrence of a matrix for each head, which forgets, and writes what a key did not predict.
+
+    S = exp(g) S,  S = S + beta k (v - Sᵀ k)ᵀ,  o = Sᵀ q
+
+with g = -exp(A) softplus(a + dt) and beta = sigmoid(b). `delta_step` is a decoding step of a layer of Qwen3-Next and Qwen3.5:
+the causal convolution of q, k and v with SiLU, q and k divided by their lengths, the recurrence, and the norm of o with a gate.
+
+Legend: B rows, N key heads, H value heads, of which H / N share a key head, D width of a key, E of a value, C channels of the
+convolution (q, k and v: 2 N D + H E), K its taps, P places of its ring.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decode_product import WRITTEN, Norm
+from .dispatch import implementation, require
+from .registry import definition, draw, ints, zeros
+from .short_conv import ring_convolution
+
+TINY = 1e-6  # added to the square of a key's length
+
+
+class DeltaShape(NamedTuple):
+    """Sizes of a layer's heads, and the order of the products that it reads.
+
+    grouped: the columns of each key head together, q, k, v and z, and b and a (Qwen3-Next). Otherwise q of all heads comes
+    first, then k, v and z, and b before a.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    grouped: bool = False
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def columns(self) -> int:
+        """The columns of q, k, v and z together."""
+        return self.channels + self.value_heads * self.value_width
+
+    def parts(self, x: Tensor, gates: Tensor) -> list[Tensor]:
+        """Return q, k (..., N D), v and z (..., H E), b and a (..., H) of products (..., columns) and (..., 2 H)."""
+        N, H, D, E, grouped = self
+        widths, heads = [D, D, H // N * E, H // N * E], [H // N] * 2
+        if not grouped:
+            return [*x.split([N * width for width in widths], -1), *gates.chunk(2, -1)]
+        x, gates = x.unflatten(-1, (N, -1)), gates.unflatten(-1, (N, -1))
+        return [part.flatten(-2) for part in (*x.split(widths, -1), *gates.split(heads, -1))]
+
+
+class DeltaParameters(NamedTuple):
+    """Weights of a layer besides its projections."""
+
+    conv: Tensor  # (C, K)
+    a_log: Tensor  # (H,)
+    dt: Tensor  # (H,)
+    norm: Norm  # of E
+
+
+def delta_step(
+    x: Tensor, gates: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape,
+    out: Tensor, dependent: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
+
+    x         (B, columns) fp32, as norm_product writes it: q, k, v and z
+    gates     (B, 2 H) fp32: b and a
+    position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
+    ring      (B, P, C), of P >= K places: the inputs at position p are at place p % P
+    state     (B, H, D, E) fp32
+    out       (B, H E)
+    """
+    op, rows, (N, H, D, E, _) = "delta_step", len(ring), shape
+    conv, a_log, dt, norm = parameters
+    if H % N:
+        raise ValueError(f"{op}: shape: {H} value heads must divide evenly among {N} key heads.")
+    require(op, "x", x, torch.float32, (rows, shape.columns), x.device, "norm_product writes it")
+    require(op, "gates", gates, torch.float32, (rows, 2 * H), x.device, "norm_product writes it")
+    require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
+    require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
+    require(op, "state", state, torch.float32, (rows, H, D, E), x.device, "it is written in place")
+    require(op, "parameters.conv", conv, None, (shape.channels, "taps"), x.device, "it has the taps of each channel")
+    for name, t, size in (("a_log", a_log, H), ("dt", dt, H), ("norm.weight", norm.weight, E)):
+        require(op, f"parameters.{name}", t, None, (size,), x.device, "it has one number a head, or a column")
+    require(op, "out", out, None, (rows, H * E), x.device, WRITTEN)
+    if ring.shape[1] < conv.shape[1]:
+        raise ValueError(f"{op}: ring: got {ring.shape[1]} places, wanted {conv.shape[1]} or more, one for each tap.")
+    kernel = implementation(op, conv, None, (*shape, conv.shape[1]))
+    return kernel(x, gates, position, ring, state, parameters, shape, out, dependent)
+
+
+def _example(
+    g: torch.Generator, N: int = 2, H: int = 4, D: int = 16, E: int = 8, grouped: bool = False, taps: int = 4
+) -> tuple:
+    """Two rows, one at its first position."""
+    shape = DeltaShape(N, H, D, E, grouped)
+    parameters = DeltaParameters(
+        draw(g, shape.channels, taps), draw(g, H).detach(), draw(g, H).detach(), Norm(draw(g, E), 1e-6)
+    )
+    return (
+        draw(g, 2, shape.columns).detach(), draw(g, 2, 2 * H).detach(), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
+        draw(g, 2, H, D, E).detach(), parameters, shape, zeros(2, H * E),
+    )  # fmt: skip
+
+
+@definition(_example)
+@torch.no_grad()
+def delta_step_reference(
+    x: Tensor, gates: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape,
+    out: Tensor, dependent: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v, z, b, a = shape.parts(x, gates)
+    mixed = ring_convolution(torch.cat([q, k, v], -1)[:, None], position, ring, parameters.conv, None)
+    q, k, v, g, beta = (t[:, 0] for t in delta_inputs(F.silu(mixed), b[:, None], a[:, None], parameters, shape))
+    known = (position >= 0).view(-1, 1, 1, 1)
+    S = torch.where(position.view(-1, 1, 1, 1) > 0, state, 0.0) * g.exp()[..., None, None]
+    change = beta[..., None] * (v - torch.einsum("bhde,bhd->bhe", S, k))
+    S = S + k[..., None] * change[..., None, :]
+    o = torch.einsum("bhde,bhd->bhe", S, q)
+    state.copy_(torch.where(known, S, state))
+    out.copy_(torch.where(known[..., 0, 0], gated_norm(o, z, parameters.norm).flatten(1), torch.nan))
+    return out, ring, state
+
+
+def delta_inputs(mixed: Tensor, b: Tensor, a: Tensor, parameters: DeltaParameters, shape: DeltaShape) -> list[Tensor]:
+    """Return q, k (B, T, H, D), v (B, T, H, E), g and beta (B, T, H) of the recurrence, in at least fp32.
+
+    mixed: the convolved q, k and v (B, T, C); b, a: (B, T, H)
+    """
+    N, H, D, E, _ = shape
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    q, k, v = mixed.to(wide).split([N * D, N * D, H * E], -1)
+    q, k = (t.unflatten(-1, (N, D)) for t in (q, k))
+    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + TINY) for t in (q, k))
+    q, k = ((t if H == N else t.repeat_interleave(H // N, 2)) for t in (q * D**-0.5, k))
+    g = -parameters.a_log.to(wide).exp() * F.softplus(a.to(wide) + parameters.dt.to(wide))
+    return [q, k, v.unflatten(-1, (H, E)), g, b.to(wide).sigmoid()]
+
+
+def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
+    """Return the normed o (..., H, E) times silu(z), of z (..., H E), in the dtype of o."""
+    z = z.to(o.dtype).unflatten(-1, o.shape[-2:])
+    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps)
+    return o * (norm.weight.to(o.dtype) + norm.offset) * F.silu(z)
+
+
+CHUNK = 64  # tokens of a chunk
+
+
+def chunked_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, T, H, E) and the states (B, H, D, E) after the last token, chunk by chunk.
+
+    Within a chunk, what its tokens write depends on each other and on the state before it, linearly: one triangular system for
+    each chunk, of all chunks at once. Only the states then go from chunk to chunk.
+
+    q, k, v, g, beta: as of `delta_inputs`
+    """
+    B, T, H, D = q.shape
+    pad = -T % CHUNK
+    if pad:  # tokens that neither forget nor write
+        q, k, v = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (q, k, v))
+        g, beta = (F.pad(t, (0, 0, 0, pad)) for t in (g, beta))
+    q, k, v = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (q, k, v))  # (B, H, chunks, CHUNK, D)
+    g, beta = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (g, beta))
+    total = g.cumsum(-1)  # the log of what is left at each token of a state before its chunk
+    causal = torch.ones(CHUNK, CHUNK, device=q.device, dtype=torch.bool).tril()
+    left = (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+    written = beta[..., None] * k
+    system = (written @ k.transpose(-1, -2) * left).tril(-1)  # its diagonal of ones is implied
+    right = torch.cat([beta[..., None] * v, written * total.exp()[..., None]], -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    values, read = solved.split([v.shape[-1], D], -1)
+    scores, q = q @ k.transpose(-1, -2) * left, q * total.exp()[..., None]
+    k, kept = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()[..., None, None]
+    S = q.new_zeros(B, H, D, v.shape[-1]) if state is None else state.to(q.dtype)
+    outputs = []
+    for chunk in range(q.shape[2]):
+        new = values[:, :, chunk] - read[:, :, chunk] @ S
+        outputs.append(q[:, :, chunk] @ S + scores[:, :, chunk] @ new)
+        S = S * kept[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
+    return torch.cat(outputs, 2)[:, :, :T].transpose(1, 2), S

@@ -1,0 +1,61 @@
+"""Qwen3.5: three layers of the gated delta rule for each of attention, whose heads are gated; norms whose gain is 1 + weight.
+
+Placing swaps norms, MLPs and the loss; the loop over layers and what mixes tokens stay those of transformers.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from ..kernels.decode_product import Norm
+from ..kernels.delta_rule import DeltaShape
+from .decoding import AttentionWeights
+from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
+from .reader import linear_of, weight_of
+from .recurrent import DeltaWeights, RecurrentReader, taps_of
+from .registry import Maker
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": partial(norm, part=HFShiftedNorm),
+    "MLP": mlp,
+    "ForCausalLM": tried_causal_lm,
+}
+
+
+class DeltaReader(RecurrentReader):
+    OFFSET = 1.0
+    INPUTS: ClassVar[tuple[str, ...]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    GROUPED = False
+    READS = frozenset((
+        "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "mrope_section", "mrope_interleaved",
+    ))  # fmt: skip
+    image_positions = False
+
+    def attention(self, block: Any) -> Any:
+        weights = super().attention(block)
+        return replace(weights, gated=True) if isinstance(weights, AttentionWeights) else weights
+
+    def mixer(self, block: Any) -> DeltaWeights:
+        layer, (before, _) = block.linear_attn, self.norms(block, self.NORMS[:2])
+        return DeltaWeights(
+            norm=before,
+            inputs=tuple(linear_of(getattr(layer, name)) for name in self.INPUTS),
+            output=linear_of(layer.out_proj),
+            conv=taps_of(layer.conv1d),
+            conv_bias=None,
+            a_log=layer._parameters["A_log"],
+            dt=layer._parameters["dt_bias"],
+            head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),
+            shape=DeltaShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, self.GROUPED),
+        )
+
+    def together(self, block: Any) -> list[list[Any]]:
+        groups = super().together(block)
+        if not self.mixes(block):
+            return groups
+        layers, half = [getattr(block.linear_attn, name) for name in self.INPUTS], len(self.INPUTS) // 2
+        return [part for part in (layers[:half], layers[half:]) if len(part) > 1] + groups
+
+
+DECODING: dict[str, Any] = {"ForCausalLM": DeltaReader}

@@ -1,0 +1,34 @@
+"""Qwen3-Next, and Qwen3.5 with experts: the layers of Qwen3.5, and sparse MLPs with a shared expert, as Qwen2-MoE has.
+
+Placing swaps norms; all else stays that of transformers.
+"""
+
+from functools import partial
+from typing import Any
+
+from ..kernels.decode_product import Norm
+from .hf_modules import HFShiftedNorm, norm
+from .mixtral import SparseReader
+from .qwen3_5 import DeltaReader
+from .reader import weight_of
+from .registry import Maker
+
+SWAPS: dict[str, Maker] = {"RMSNorm": partial(norm, part=HFShiftedNorm)}
+
+
+class SparseDeltaReader(DeltaReader, SparseReader):
+    READS = DeltaReader.READS | SparseReader.READS
+
+    def mlp_norms(self, block: Any) -> list[Any]:
+        """Return the norms around the MLP. The experts' kernels take a gain, which is a copy in fp32."""
+        before, after = super().mlp_norms(block)
+        gain = self.copies.of(weight_of(getattr(block, self.NORMS[2] or "")), lambda weight: 1 + weight.float())
+        return [Norm(gain, before.eps, 0.0), after]
+
+
+class NextReader(SparseDeltaReader):
+    INPUTS = ("in_proj_qkvz", "in_proj_ba")
+    GROUPED = True
+
+
+DECODING: dict[str, Any] = {"Qwen3NextForCausalLM": NextReader, "ForCausalLM": SparseDeltaReader}
