@@ -145,6 +145,13 @@ def test_gradients_by_groups_are_those_of_one_backward(monkeypatch, family):
     assert max(verify.distances(grouped, whole).values()) < 1e-6
 
 
+def test_the_largest_gradients_come_first(monkeypatch):
+    """The memory that they leave serves the groups of all others."""
+    monkeypatch.setattr(verify, "GROUP", 16)
+    leaves = {name: torch.zeros(size) for name, size in (("a", 1), ("b", 3), ("c", 9), ("d", 2), ("e", 12))}
+    assert verify._groups(leaves) == [["e"], ["c"], ["a", "b"], ["d"]]
+
+
 def test_a_model_that_reads_ids_beside_embeddings_is_verified_on_ids():
     """DeepSeek-V4 chooses experts by the token. Fed embeddings alone, it seemed to fail by itself, and nothing was compared."""
     placement = gb.place(deepseek(), "cpu")

@@ -337,11 +337,17 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], trai
 def _groups(leaves: Named) -> list[list[str]]:
     """Split the names, so that the gradients of a group have about GROUP bytes; they exist at once, as a second model would.
 
-    Each group takes another backward pass. Streamed weights (widened.py) get no gradient: all of them are in the first.
+    Each group takes another backward pass. Streamed weights (widened.py) get no gradient: all of them are in the first. Weights
+    above GROUP follow, the largest first: its memory serves the other groups, and theirs would not serve it.
     """
+
+    def size_of(t: Tensor) -> int:
+        return 0 if is_streamed(t) else t.numel() * t.element_size()
+
     groups, size = [list[str]()], 0
-    for name, t in sorted(leaves.items(), key=lambda item: not is_streamed(item[1])):
-        nbytes = 0 if is_streamed(t) else t.numel() * t.element_size()
+    order = sorted(leaves.items(), key=lambda item: (not is_streamed(item[1]), -max(size_of(item[1]), GROUP)))
+    for name, t in order:
+        nbytes = size_of(t)
         if groups[-1] and size + nbytes > GROUP:
             groups, size = [*groups, []], 0
         groups[-1].append(name)
