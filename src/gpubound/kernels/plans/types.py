@@ -167,10 +167,10 @@ class LatentPlan(NamedTuple):
     warps: int
 
     def shared(self, job: Job) -> int:
-        """Return the bytes of the tiles in flight, and of q and the weights for tensor cores. fp32 keys are read twice."""
+        """Return the bytes of the tiles in flight, and of q and the weights for tensor cores; fp32 takes fewer."""
         _, *widths = job.shape
         width = sum(max(16, power_of_two(n)) for n in widths)
-        tiles = (max(1, self.stages - 1) + (job.bytes > 2)) * self.keys
+        tiles = max(1, self.stages - 1) * self.keys
         return (tiles * width + self.heads * (width + self.keys)) * job.bytes
 
     def smaller(self) -> "LatentPlan | None":

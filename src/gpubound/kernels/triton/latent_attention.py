@@ -22,6 +22,7 @@ from ._pdl import _begin, _wait
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 DEEP = 64  # of a product's sum, a tile at a time
+COMBINED = 128  # numbers of a latent of which a program combines the parts
 STRETCH = 32  # numbers of an fp32 latent that are multiplied at a time: all at once spill
 
 
@@ -178,25 +179,28 @@ def _latent_attention_kernel(q_ptr, position_ptr, cache_ptr, pages, sum_ptr, wei
         heads = (h < H)[:, None]
         mine = q_ptr + (n.to(tl.int64) * H + h[:, None]) * (R + E)
         acc = tl.zeros([HEADS, RP], tl.float32)
-        turned = tl.load(mine + R + e[None], mask=heads & (e < E)[None], other=0.0)
         if STRETCH == RP:
             q = tl.load(mine + r[None], mask=heads & (r < R)[None], other=0.0)
+            turned = tl.load(mine + R + e[None], mask=heads & (e < E)[None], other=0.0)
         for start in range(lo, hi, KEYS):
             live = start + i < hi
             at, there = _latent_place(pages, n // TOKENS, start + i, live, positions, total, PAGE)
             line = cache_ptr + at[:, None] * (R + E)
             key = tl.load(line + r[None], mask=there[:, None] & (r < R)[None], other=0.0)
-            rest = tl.load(line + R + e[None], mask=there[:, None] & (e < E)[None], other=0.0)
             if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
-                key, rest = key.to(tl.float32), rest.to(tl.float32)
-            score = tl.dot(turned.to(rest.dtype), tl.trans(rest), input_precision="tf32x3")
+                key = key.to(tl.float32)
             if STRETCH == RP:
+                rest = tl.load(line + R + e[None], mask=there[:, None] & (e < E)[None], other=0.0).to(key.dtype)
+                score = tl.dot(turned.to(key.dtype), tl.trans(rest), input_precision="tf32x3")
                 score = tl.dot(q.to(key.dtype), tl.trans(key), score, input_precision="tf32x3")
             else:
-                for first in tl.static_range(0, RP, STRETCH):
+                score = tl.zeros([HEADS, KEYS], tl.float32)
+                for first in range(0, RP + EP, STRETCH):
                     c = first + tl.arange(0, STRETCH)
-                    some = tl.load(mine + c[None], mask=heads & (c < R)[None], other=0.0)
-                    part = tl.load(cache_ptr + at[None] * (R + E) + c[:, None], mask=there[None] & (c < R)[:, None], other=0.0)
+                    inside = tl.where(c < RP, c < R, c - RP < E)
+                    c = tl.where(c < RP, c, c - RP + R)
+                    some = tl.load(mine + c[None], mask=heads & inside[None], other=0.0)
+                    part = tl.load(cache_ptr + at[None] * (R + E) + c[:, None], mask=there[None] & inside[:, None], other=0.0)
                     score = tl.dot(some.to(key.dtype), part.to(key.dtype), score, input_precision="tf32x3")
             score = tl.where(live[None], score * scale, NOTHING)
             new = tl.maximum(peak, tl.max(score, 1))
@@ -214,13 +218,13 @@ def _latent_attention_kernel(q_ptr, position_ptr, cache_ptr, pages, sum_ptr, wei
 
 
 @triton.jit
-def _latent_combine_kernel(sum_ptr, weight_ptr, out_ptr, H: tl.constexpr, R: tl.constexpr, RP: tl.constexpr,
-                           SPLITS: tl.constexpr, SP: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """The parts of one head of a token, in their order: its mean of latents."""
+def _latent_combine_kernel(sum_ptr, weight_ptr, out_ptr, H: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr,
+                           SP: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """COLUMNS of the mean of latents of one head of a token, from all parts in their order."""
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    split, r = tl.arange(0, SP), tl.arange(0, RP)
+    split, r = tl.arange(0, SP), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     part = (n * SPLITS + split) * H + h
     peak = tl.load(weight_ptr + 2 * part, mask=split < SPLITS, other=NOTHING)
     weight = tl.load(weight_ptr + 2 * part + 1, mask=split < SPLITS, other=0.0)
@@ -263,8 +267,8 @@ def latent_attention(
             None if cache.pages is None else cache.latents.shape[2], wide if whole else min(wide, STRETCH), interpreted(),
             num_stages=plan.stages, **options(plan.warps, mode),
         )  # fmt: skip
-        _latent_combine_kernel[(tokens, H)](
-            sums, weights, mixed, H, R, power_of_two(R), splits, power_of_two(splits), **options(8, mode)
+        _latent_combine_kernel[(tokens, H, cdiv(R, COMBINED))](
+            sums, weights, mixed, H, R, splits, power_of_two(splits), COMBINED, **options(4, mode)
         )
 
     def multiply(plan: MatrixPlan) -> None:
