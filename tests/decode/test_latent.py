@@ -96,3 +96,16 @@ def test_what_latents_are_not_made_for(device):
     gb.lora.add(model, rank=2, targets=["kv_b_proj"])
     fast = gb.decoder(model, 1, 32, verify=False)
     assert "kv_b_proj: it carries a low-rank adapter" in fast.path
+
+
+@KINDS
+def test_a_placed_model(kind, device):
+    model = cases.build(kind, device=device)
+    ids = torch.tensor(cases.prompts(9, seed=4), device=device)
+    want = cases.hugging_face(model, cases.PROMPT, 12), model(ids, output_router_logits=True)
+    gb.place(model, device=device)
+    fast = gb.decoder(model, 1, cases.ROOM)
+    assert fast.path == "" and cases.of_decoder(fast) == want[0]
+    found = model(ids, output_router_logits=True)
+    torch.testing.assert_close(found.logits, want[1].logits, rtol=1e-4, atol=1e-4)
+    assert len(found.router_logits) == len(want[1].router_logits) > 0

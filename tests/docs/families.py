@@ -115,7 +115,7 @@ def row(kind: str) -> list[str]:
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
     swaps = module.SWAPS
     own = family in registry.RUNNERS
-    adapters = "none" if own or kind in PLAIN else "attention's" if family in SPARSE else "all projections"
+    adapters = "none" if own or kind in PLAIN else "attention's" if family in SPARSE and kind != "youtu" else "all projections"
     if own:
         return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers", "as published"]
     loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"

@@ -10,6 +10,8 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     CwmConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -35,6 +37,7 @@ from transformers import (
     SmolLM3Config,
     Starcoder2Config,
     VaultGemmaConfig,
+    YoutuConfig,
 )
 
 import gpubound as gb
@@ -71,11 +74,17 @@ CONFIGS = {
     "helium": HeliumConfig,
     "jais2": Jais2Config,
     "olmo": OlmoConfig,
+    "deepseek_v2": DeepseekV2Config,
+    "deepseek_v3": DeepseekV3Config,
+    "youtu": YoutuConfig,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "max_position_embeddings": 64}  # fmt: skip
 HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+          "v_head_dim": 6}  # fmt: skip
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 TYPED = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
@@ -119,6 +128,16 @@ OPTIONS = {
     "cohere2": {"logit_scale": 0.5, "layer_types": GEMMA["layer_types"], "sliding_window": 5},
     "starcoder2": {"attention_dropout": 0.2, "residual_dropout": 0.3, "sliding_window": 24},
     "phi": {"rope_parameters": HALF},
+    "deepseek_v2": LATENT | EXPERTS | {"q_lora_rank": None},
+    "deepseek_v3": LATENT
+    | EXPERTS
+    | {
+        "n_group": 2,
+        "topk_group": 1,
+        "attention_bias": True,
+        "rope_parameters": YARN | {"original_max_position_embeddings": 8},
+    },
+    "youtu": LATENT | {"rope_interleave": False},
 }
 VOCABULARY = 89
 
@@ -146,7 +165,10 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
         "eos_token_id": 2,
         "initializer_range": 0.2,  # large enough for attention to look at something
     }
-    config = CONFIGS[kind](**sizes | {"tie_word_embeddings": False} | OPTIONS.get(kind, {}) | options)
+    chosen = sizes | {"tie_word_embeddings": False} | OPTIONS.get(kind, {}) | options
+    if "qk_rope_head_dim" in chosen:  # which is the width that rotary angles have
+        chosen["head_dim"] = chosen["qk_rope_head_dim"]
+    config = CONFIGS[kind](**chosen)
     torch.manual_seed(0)
     if kind in ("gemma2", "vaultgemma") and attention == "sdpa":
         attention = "eager"  # SDPA leaves its cap out, where transformers does not refuse it

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rms_norm
 from ..kernels.cross_entropy import loss_shape
+from ..kernels.dispatch import Call
 from ..kernels.norms import norm_shape
 from ..layers.attention import Attention, Mask, Rope, RopeTable, attend, turn_calls
 from ..layers.block import MLP, RMSNorm, gated_calls, run_block, run_blocks
@@ -186,8 +187,17 @@ class HFAttention(Delegating, Attention):
         return words, ops if self.turns() else ()
 
 
-def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, rotary: Any = None) -> Swap:
-    """Return the Swap of an attention module. rotary: computes position_embeddings; None: the stack's rotary_emb."""
+def attention(
+    module: Any,
+    stack: Any,
+    part: type[HFAttention] = HFAttention,
+    rotary: Any = None,
+    calls: tuple[Call, ...] | None = None,
+) -> Swap:
+    """Return the Swap of an attention module.
+
+    rotary: computes position_embeddings; None: the stack's rotary_emb. calls: of its rotation; None: those of equal heads
+    """
     config = module.config
     refusal = "" if stack is not None else "it is outside a decoder stack with a rotary_emb"
     if config._attn_implementation not in part.IMPLEMENTATIONS:
@@ -195,10 +205,10 @@ def attention(module: Any, stack: Any, part: type[HFAttention] = HFAttention, ro
     attributes = {"stacked": Stacked(), "delegated": Counter()}
     rotary = rotary or getattr(stack, "rotary_emb", None)
     cases = tuple(attention_case(module, rotary, masked) for masked in (False, True))
-    frequencies = getattr(rotary, "inv_freq", None)
-    heads = config.num_attention_heads, config.num_key_value_heads, module.head_dim
-    calls = turn_calls(*heads, len(frequencies), hasattr(module, "q_norm")) if frequencies is not None else ()
-    return Swap(part, calls, attributes, cases, refusal)
+    if calls is None and (frequencies := getattr(rotary, "inv_freq", None)) is not None:
+        heads = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+        calls = turn_calls(*heads, len(frequencies), hasattr(module, "q_norm"))
+    return Swap(part, calls or (), attributes, cases, refusal)
 
 
 def attention_case(module: Any, rotary: Any, masked: bool) -> Case:
@@ -229,6 +239,7 @@ class HFStack(Delegating):
         "mlp": HFMLP,
     }
     step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
+    output: ClassVar[Any] = BaseModelOutputWithPast
     takes_masks_by_type = False
 
     table: RopeTable
@@ -256,7 +267,7 @@ class HFStack(Delegating):
         window = self.window()
         if window is not None and x.shape[1] > window and not isinstance(mask, Segments):
             return self.delegate(f"the sequence is longer than the sliding window of {window}", **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.run(x, positions, mask))
+        return self.output(last_hidden_state=self.run(x, positions, mask))
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         """Return the hidden states after the final norm, from the embeddings x."""

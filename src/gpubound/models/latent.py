@@ -5,21 +5,164 @@ with groups ranked by the best of each.
 """
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..kernels import rope
 from ..kernels.expert_choice import ExpertRouting
-from ..layers.attention import Rope
-from ..layers.linear_product import format_of
+from ..kernels.rope import apart, together
+from ..layers.attention import Mask, Rope, RopeTable
+from ..layers.block import MLP, must_be_called, normed_for
+from ..layers.fused_weights import Kernels, run_linear
+from ..layers.linear_product import format_of, multiply
 from .decoding import ExpertWeights, LatentAttentionWeights, Shape
-from .hf_modules import mlp, norm
+from .hf_modules import HFAttention, HFCausalLM, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
 from .mixtral import SparseReader
 from .reader import HFAngles, linear_of
-from .registry import Maker
+from .registry import Maker, Swap
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp}
+
+class HFLatentAttention(HFAttention):
+    """Latent attention by expanded keys and values, with one product of x: queries, or what they are made of, and latents."""
+
+    PROJECTIONS: tuple[str, ...]
+    interleaved: bool  # whether pairs (2i, 2i + 1) are rotated
+    complex_angles: bool  # whether the module gets those, as DeepSeek-V2, which also leaves pairs of keys in their order
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def forward(  # type: ignore[override]
+        self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, *, cache=None, **kwargs
+    ):
+        cache = past_key_values if cache is None else cache
+        if cache is None or self.unable(kwargs):
+            return super().forward(hidden_states, position_embeddings, attention_mask, cache=cache, **kwargs)
+        q, latent, key = self.turned(hidden_states, self.angles(position_embeddings))
+        if self.complex_angles:
+            pairs, width = self.qk_rope_head_dim // 2, self.qk_nope_head_dim
+            q, key = torch.cat([q[..., :width], together(q[..., width:], pairs)], -1), together(key, pairs)
+        latent, key = cache.update(latent.unsqueeze(1), key.transpose(1, 2), self.layer_idx)
+        k, v = (t.transpose(1, 2) for t in self.expanded(latent[:, 0], key.transpose(1, 2)))
+        y, scores = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q.transpose(1, 2), k, v, attention_mask, scaling=self.scaling)
+        return self.output(y.flatten(-2)), scores
+
+    def project(self, x: Tensor, turn: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        assert turn is not None
+        q, latent, key = self.turned(x, turn)
+        return q, *self.expanded(latent, key)
+
+    def turned(self, x: Tensor, turn: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, T, H, D), the normed latents (B, T, R) and the rotated keys that all heads share (B, T, 1, 2P)."""
+        children: dict[str, Any] = self._modules
+        joined = self.stacked.joined(self.projections())
+        if joined is None:
+            low, latent = self.one_by_one(x)
+        else:
+            width = self.kv_lora_rank + self.qk_rope_head_dim
+            packed = multiply(x, joined)
+            low, latent = packed.split([packed.shape[-1] - width, width], -1)
+        latent, key = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        q = run_linear(children["q_b_proj"], children["q_a_layernorm"](low)) if self.PROJECTIONS[0] == "q_a_proj" else low
+        q = q.unflatten(-1, (self.num_heads, -1))
+        plain, turning = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        pair = turning, key.unsqueeze(-2)
+        if self.interleaved:
+            pair = apart(turning, self.qk_rope_head_dim // 2), apart(pair[1], self.qk_rope_head_dim // 2)
+        turning, key = rope(*pair, *turn)
+        return torch.cat([plain, turning], -1), children["kv_a_layernorm"](latent), key
+
+    def expanded(self, latent: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, T, H, ...) of latents (B, T, R) and shared keys (B, T, 1, 2P)."""
+        both = run_linear(self._modules["kv_b_proj"], latent).unflatten(-1, (self.num_heads, -1))
+        plain, v = both.split([self.qk_nope_head_dim, self.v_head_dim], -1)
+        return torch.cat([plain, key.expand(-1, -1, self.num_heads, -1)], -1), v
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute attention with values as wide as keys, which flash attention wants."""
+        wide = F.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
+        y, scores = super().attended(q, k, wide, mask, cached, **kwargs)
+        return y[..., : v.shape[-1]], scores
+
+    def angles(self, embeddings: Any) -> Rope:
+        if not self.complex_angles:
+            return super().angles(embeddings)
+        turns = embeddings[0] if len(embeddings) == 1 else embeddings
+        return turns.real.contiguous(), turns.imag.contiguous()
+
+    def fused_kernels(self) -> Kernels:
+        return f"{self.product_words('q, latent')}; {{}}; SDPA", ("rope",)
+
+
+def is_complex(config: Any) -> bool:
+    return config.model_type == "deepseek_v2"
+
+
+def latent_attention(module: Any, stack: Any) -> Swap:
+    config, width = module.config, module.qk_rope_head_dim
+    swap = attention(module, stack, HFLatentAttention, calls=(("rope", (module.num_heads, 1, width, width // 2)),))
+    swap.attributes |= {
+        "PROJECTIONS": ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"),
+        "interleaved": is_complex(config) or bool(config.rope_interleave),
+        "complex_angles": is_complex(config),
+    }
+    return swap
+
+
+class LatentStack(HFStack):
+    """Stack of blocks whose MLPs may be experts, which are called."""
+
+    PARTS: ClassVar[dict[str, type]] = {
+        "input_layernorm": HFNorm,
+        "self_attn": HFLatentAttention,
+        "post_attention_layernorm": HFNorm,
+    }
+    output = MoeModelOutputWithPast
+
+    @staticmethod
+    def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None) -> tuple[Tensor, Tensor]:
+        children = block._modules
+        attention, mlp = children["self_attn"], children["mlp"]
+        y, x = normed_for(attention, children["input_layernorm"], x, pending)
+        y, x = normed_for(mlp, children["post_attention_layernorm"], x, attention.mix(y, rope, mask))
+        return x, mlp.mix(y) if isinstance(mlp, MLP) and not must_be_called(mlp) else mlp(y)
+
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        asked = getattr(self.config, "output_router_logits", False)
+        return "the config asks for the router's logits" if asked else super().unable(kwargs)
+
+
+def latent_stack(module: Any, _: Any) -> Swap:
+    swap = stack(module, None, LatentStack)
+    if is_complex(module.config):
+        swap.attributes["table"] = RopeTable(ComplexAngles(module.rotary_emb))
+    return swap
+
+
+class LatentCausalLM(HFCausalLM):
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        asked = kwargs.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
+        return "the router's logits were asked for" if asked else super().unable(kwargs)
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "MLP": mlp,
+    "Attention": latent_attention,
+    "Model": latent_stack,
+    "ForCausalLM": partial(causal_lm, part=LatentCausalLM),
+}
 
 
 class LatentReader(SparseReader):

@@ -10,6 +10,7 @@ transformers.
 from typing import Any
 
 from ..kernels.expert_choice import ExpertRouting
+from ..layers.fused_weights import hooked
 from .decoding import DenseWeights, ExpertWeights, Linear
 from .hf_modules import HFAttention, attention, norm
 from .olmo2 import WideNormAttention
@@ -59,10 +60,10 @@ class SparseReader(Reader):
                 module = getattr(block, part)
                 if role_of(module) not in classes or set(module._parameters) != names:
                     return f"{name}.{part}: {type(module).__name__}, not the family's own"
-                if module._forward_hooks or module._forward_pre_hooks:
-                    return f"{name}.{part}: it carries hooks"
                 if "forward" in vars(module):
                     return f"{name}.{part}: it carries a low-rank adapter, or another forward"
+                if hooked(module):
+                    return f"{name}.{part}: it carries hooks"
             if getattr(block.experts, "_is_expert_parallel", False):
                 return f"{name}.experts: shared out among several devices"
         if len({(*block.experts.gate_up_proj.shape, block.gate.top_k) for block in sparse.values()}) > 1:
