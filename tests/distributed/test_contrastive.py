@@ -47,18 +47,24 @@ def trained(world: int, accumulate: int, options: dict, sharded: bool = False):
 
 
 def refused():
-    """What ranks refuse: other numbers of micro-batches and of rows, and a graph."""
+    """What ranks refuse: other numbers of micro-batches and of rows, in the first and in a later micro-batch, and a graph."""
     with join("cpu") as ranks:
         batch = joined(matches(negatives=0))
+
+        def more(times: int) -> dict:
+            return joined(*[batch] * times)
 
         def make(**options):
             objective = Contrastive(gather_across_ranks=True)
             return gb.TrainStep(decoder(classes=0), objective, precision="fp32", ranks=ranks, accumulate=2, **options)
 
+        step = make()
+        step([batch, more(2)])  # all ranks' rows change together
         return (
             refusal(RankError, lambda: make()([batch] * (2 - ranks.rank))),
-            refusal(ValueError, lambda: make()([joined(*[batch] * (1 + ranks.rank))])),
+            refusal(ValueError, lambda: make()([more(1 + ranks.rank)])),
             refusal(GraphError, lambda: make(graph="require")),
+            refusal(RankError, lambda: step([more(2), more(3 + ranks.rank)])),
         )
 
 
@@ -81,7 +87,8 @@ def test_steps_are_those_of_one_process_with_all_texts(name, two_ranks):
 
 
 def test_what_ranks_refuse(two_ranks):
-    for counts, rows, graph in two_ranks["refused"]:
+    for counts, rows, graph, later in two_ranks["refused"]:
         assert "as many on every rank" in counts and "embeddings of all ranks" in counts
         assert "rows is 12" in rows and "rank 0's 6" in rows
         assert "graph='auto'" in graph
+        assert "18, 24 rows" in later and "gather_across_ranks" in later

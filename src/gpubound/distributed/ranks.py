@@ -203,28 +203,38 @@ ALONE = Ranks()
 
 
 class Poll:
-    """Exchange one value per step between the ranks. The all-reduce overlaps the step: no rank waits for it."""
+    """Exchange one number per step between the hosts of the ranks. The all-reduce overlaps the step: no rank waits for it."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self._pending: tuple[Tensor, Any] | None = None
 
     def ask(self, number: float) -> list[float]:
-        """Return the value of each rank at the previous call; an empty list at the first call. All ranks must call it equally
+        """Return the number of each rank at the previous call; an empty list at the first call. All ranks must call it equally
         often.
 
-        A process that is alone gets its value at once.
+        A process that is alone gets its number at once.
         """
         if self.ranks.alone:
             return [number]
-        before, values = self._pending, torch.zeros(self.ranks.world, dtype=torch.float64, device="cpu")
-        values[self.ranks.rank] = number
-        self._pending = values, dist.all_reduce(values, group=self.ranks.host, async_op=True)
-        if before is None:
+        before = self.finish()
+        self.begin(number)
+        return before
+
+    def begin(self, number: float) -> None:
+        """Begin an exchange. The one before is finished first: gloo raises if it is dropped."""
+        self.finish()
+        numbers = torch.zeros(self.ranks.world, dtype=torch.float64, device="cpu")
+        numbers[self.ranks.rank] = number
+        self._pending = numbers, dist.all_reduce(numbers, group=self.ranks.host, async_op=True)
+
+    def finish(self) -> list[float]:
+        """Wait for the exchange that has begun, and return each rank's number; an empty list where none has."""
+        if self._pending is None:
             return []
-        answer, work = before
+        (numbers, work), self._pending = self._pending, None
         work.wait()
-        return answer.tolist()
+        return numbers.tolist()
 
 
 def check_ranks(ranks: Any, who: str) -> None:

@@ -16,7 +16,6 @@ from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from ..data import Feed
 from ..data.leaves import flatten, name as leaf_name
 from ..distributed import Ranks
+from ..distributed.ranks import Poll
 from ..errors import RankError
 from ..layers.quantized_base import OnlyCodes
 from ..lora.layers import adapted_layers, adding, merged_and_trained, trains, wrappers
@@ -296,7 +296,7 @@ class MicroBatchCounts:
         self.ranks, self.accumulate, self.why_equal = ranks, accumulate, why_equal
         self._steps = 0  # that have begun
         self._reported_idle = False
-        self._pending: tuple[Tensor, Any] | None = None  # an all-reduce of the ranks' counts
+        self._poll = Poll(ranks)
 
     def begins(self, count: int) -> bool:
         """Return whether a step begins, with `count` micro-batches of this rank. Raise RankError if the counts forbid it."""
@@ -307,11 +307,8 @@ class MicroBatchCounts:
         if not self._steps:
             begins = self._check(self.ranks.gather(count))  # the first step makes ranks wait for each other anyway
         elif self.why_equal:
-            self._finish_pending()  # the last step's, which is done: gloo raises if it is dropped before
-            counts = torch.zeros(self.ranks.world, dtype=torch.int64, device="cpu")
-            counts[self.ranks.rank] = count
-            self._pending = counts, dist.all_reduce(counts, group=self.ranks.host, async_op=True)
-            begins = count == self.accumulate or self._check(self._finish_pending())
+            self._poll.begin(count)
+            begins = count == self.accumulate or self._check([int(each) for each in self._poll.finish()])
         self._steps += begins
         return begins
 
@@ -323,13 +320,6 @@ class MicroBatchCounts:
                 f"nothing to their steps. Give all ranks as many micro-batches to have all of them work."
             )
         self._reported_idle = True
-
-    def _finish_pending(self) -> list[int]:
-        if self._pending is None:
-            return []
-        (counts, work), self._pending = self._pending, None
-        work.wait()
-        return counts.tolist()
 
     def _check(self, counts: list[int]) -> bool:
         """Return whether any rank has a micro-batch."""

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ...data.formats import MATCHES, group_of, matches_with
 from ...distributed import ALONE, Ranks
+from ...distributed.ranks import Poll
+from ...errors import RankError
 from ...kernels import cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import Call
@@ -214,6 +216,8 @@ class Contrastive(Objective):
     adapts: ClassVar[bool] = True
     _tried: nn.Module | None = field(init=False, default=None)
     _ranks: Ranks = field(init=False, default=ALONE)
+    _poll: Poll = field(init=False, default_factory=lambda: Poll(ALONE))
+    _rows: int = field(init=False, default=0)  # of a micro-batch, which all ranks have
 
     def __post_init__(self) -> None:
         if self.pooling not in ("last", "mean"):
@@ -231,6 +235,7 @@ class Contrastive(Objective):
 
     def join(self, ranks: Ranks) -> str | None:
         self._ranks = ranks if self.gather_across_ranks else ALONE
+        self._poll = Poll(self._ranks)
         return None if self._ranks.alone else "the loss of each gathers the embeddings of all ranks"
 
     def why_not_kind(self, kind: str) -> str | None:
@@ -252,13 +257,29 @@ class Contrastive(Objective):
     def prepare(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         if self._tried is not model:
             self.check_batch(model, batch)
-            self._ranks.check_same("contrastive: the first micro-batch", {"rows": len(batch["input_ids"])})
+            self._rows = len(batch["input_ids"])
+            self._ranks.check_same("contrastive: the first micro-batch", {"rows": self._rows})
             self._tried = model
 
     def check_batch(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         inputs, _ = self.split(batch)
         check_arguments(self.name, model, inputs)
         check_tokens(self.name, model, inputs["input_ids"], torch.full_like(inputs["input_ids"], IGNORE))
+
+    def _check_rows(self, rows: int) -> None:
+        """Raise RankError where ranks have different numbers of rows, for which NCCL would wait without an end.
+
+        The hosts exchange the numbers in the background, and only a rank whose number has changed waits for the others'."""
+        self._poll.begin(rows)
+        if rows == self._rows:
+            return
+        every = [int(each) for each in self._poll.finish()]
+        if len(set(every)) > 1:
+            raise RankError(
+                f"contrastive: ranks have micro-batches of {', '.join(map(str, every))} rows, wanted as many on every rank, "
+                f"because gather_across_ranks compares them; leave a last, smaller micro-batch out (drop_last=True)."
+            )
+        self._rows = rows
 
     def split(self, batch: Any) -> tuple[dict[str, Any], Tensor]:
         """Return (the model's arguments, the mask (n P, T) of the texts' tokens)."""
@@ -312,6 +333,8 @@ class Contrastive(Objective):
 
     def __call__(self, model: Any, batch: Mapping[str, Any], scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.prepare(model, batch)
+        if not self._ranks.alone:
+            self._check_rows(len(batch["input_ids"]))
         embeddings, extra = self._embedded(model, batch)
         loss, _, pairs = self._losses(embeddings, self._ranks)
         loss = loss if extra is None else loss + extra * pairs
