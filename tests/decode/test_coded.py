@@ -129,7 +129,9 @@ def test_biases_that_change_in_place_are_followed(device, interpret):
         for bias in (p for name, p in model.named_parameters() if name.endswith("proj.bias")):
             bias.normal_(std=3.0)
     wanted = gb.decoder(dense(model), 1, 16, verify=False).generate(texts, max_new_tokens=2).tokens
+    reads = decoder.body.taken
     assert decoder.generate(texts, max_new_tokens=2).tokens == wanted
+    assert decoder.body.taken == reads, "graphs stay: nothing is read anew"
 
 
 @pytest.mark.slow

@@ -58,14 +58,22 @@ class PackedLinear:
         self.bias = self.alternate_bias = self.biases[0] if self.biases else None
         if len(self.biases) > 1:
             self.bias = torch.cat(self.biases).detach()
-        if len(self.biases) == 2 and self.counts[0] == self.counts[1]:  # of a gate and up
-            self.alternate_bias = torch.stack(self.biases, 1).flatten().detach()
+            alternate = len(layers) == 2 and self.counts[0] == self.counts[1]  # of a gate and up
+            self.alternate_bias = torch.empty_like(self.bias) if alternate else self.bias
+            self.copy_biases()
         self._scratch: Tensor | None = None
         self._stored: list[Tensor] = []
         if form.on_host:
             self._stored = self._unpacked(self._empty(form.dtype))
         elif shared:
             self._scratch = form.scratch(*self.size, self.device)  # now, since no graph may allocate it
+
+    @torch.no_grad()
+    def copy_biases(self) -> None:
+        """Copy the biases of several layers to where the kernels read them as one."""
+        torch.cat(self.biases, out=self.bias)
+        if self.alternate_bias is not None and self.alternate_bias is not self.bias:
+            torch.stack(self.biases, 1, out=self.alternate_bias.view(-1, 2))
 
     def norm_product(
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0

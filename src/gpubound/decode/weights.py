@@ -68,6 +68,13 @@ class WeightFormat:
         self.unpacked += 1
         return dequantize(weight, to, turns)
 
+    def refresh_copies(self) -> None:
+        """Follow, in place, what has changed in the model and is cheap to copy."""
+
+    def changed(self) -> str | None:
+        """Return the name of a weight whose change means that all are read again."""
+        return None
+
 
 class LiveFormat(WeightFormat):
     kind: str | None = None
@@ -81,25 +88,29 @@ class LiveFormat(WeightFormat):
     def __init__(self, kind: None = None) -> None:
         super().__init__()
         self.formats = Counter[str]()  # of quantised weights
-        self._copied: list[tuple[Tensor, int]] = []  # biases that one product adds, with their versions
+        self._joined: list[tuple[PackedLinear, list[int]]] = []  # products with a copy of biases, and the versions of these
 
     def begin(self, model: nn.Module, device: torch.device, on_host: bool) -> None:
         """Prepare to read the model's current weights on `device`. on_host: for the CPU's step, which no kernel serves."""
-        self.on_host, self.formats, self._copied = on_host, Counter(), []
+        self.on_host, self.formats, self._joined = on_host, Counter(), []
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         if on_host and any(format_of(p).coded for p in model.parameters()):
             notice("decoder: no kernel reads quantised weights on a CPU: their numbers are kept in full, nothing is saved")
 
-    def changed(self) -> str | None:
-        return next(("a quantised layer's bias" for bias, version in self._copied if bias._version != version), None)
+    def refresh_copies(self) -> None:
+        """Copy joined biases again, in place, where they have changed. All other weights are read where they are."""
+        for product, versions in self._joined:
+            if versions != (now := [bias._version for bias in product.biases]):
+                product.copy_biases()
+                versions[:] = now
 
     def stacked(self, *layers: Linear) -> "DenseLinear | PackedLinear":
         if not format_of(layers[0].weight).coded:
             return DenseLinear(*layers)
         self.formats.update(packed_of(layer).kind for layer in layers)
         product = PackedLinear(self, layers, own_codes(layers))
-        if product.bias is not None and len(layers) > 1:
-            self._copied += [(bias, bias._version) for bias in product.biases]
+        if len(product.biases) > 1:
+            self._joined.append((product, [bias._version for bias in product.biases]))
         return product
 
     gate_up = stacked
