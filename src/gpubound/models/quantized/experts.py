@@ -84,7 +84,7 @@ class Fp4Experts(OnlyCodes):
             token, slot = torch.where(top_k_index == expert)
             both = _Product.apply(x[token], self, "gate_up", expert) + self.bias("gate_up", expert)
             y = _Product.apply(self.gated(both), self, "down", expert) + self.bias("down", expert)
-            out = out.index_add(0, token, (y * top_k_weights[token, slot, None]).to(x.dtype))
+            out.index_add_(0, token, (y * top_k_weights[token, slot, None]).to(x.dtype))  # in place: autograd keeps no copy
         return out
 
 
