@@ -47,7 +47,7 @@ def _shape(weight: Tensor, bias: Tensor | None, tokens: int) -> tuple:
 
 def _example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int = 1) -> tuple:
     """Two rows of 40 channels, one at its first position."""
-    position, places = ints(0, 7)[:, None] + torch.arange(tokens, dtype=torch.int32), taps - 1 + tokens
+    position, places = ints(0, 7)[:, None] + ints(*range(tokens)), taps - 1 + tokens
     return (
         draw(g, 2 * tokens, 120).detach(), position.contiguous(), draw(g, 2, places, 40).detach(), draw(g, 40, taps),
         draw(g, 40) if bias else None, zeros(2 * tokens, 40),
