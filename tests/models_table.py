@@ -47,6 +47,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), MLA
     ),
+    "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 4},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
     "gptj": {"rotary_dim": 4},

@@ -14,6 +14,7 @@ kernels_path = of_decode.kernels_path  # a fixture: the way that a GPU takes
 
 FUSED = (
     "arcee",
+    "bamba",
     "cohere",
     "cohere2",
     "cwm",
@@ -76,7 +77,7 @@ RECURRENT = "its two layers are recurrent, and transformers' cache wants one of 
 OWN_FAULT = "transformers' own forward raises in this configuration"
 UNVERIFIED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "prophetnet", "reformer", "xlstm"), OWN_FAULT),
-    **dict.fromkeys(("bailing_hybrid", "bamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
+    **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
     **dict.fromkeys(("qwen4_exp_text", "recurrent_gemma"), RECURRENT),
 }  # fmt: skip
 KINDS = [pytest.param(kind, marks=[pytest.mark.skip(SKIPPED[kind])] if kind in SKIPPED else []) for kind in TYPES]

@@ -121,6 +121,10 @@ DELTA = {
     "linear_value_head_dim": 12, "rope_parameters": HALF,
 }  # fmt: skip
 RECURRENT = {
+    "Bamba": {
+        "num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
+        "mamba_d_state": 8, "mamba_chunk_size": 8,
+    },
     "Qwen3_5": DELTA,
     "Qwen3Next": DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                           "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True},

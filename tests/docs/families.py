@@ -15,6 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
 NAMES = {
     "arcee": "Arcee",
+    "bamba": "Bamba",
     "cohere": "Cohere (Command R)",
     "cohere2": "Cohere 2 (Command A, R7B)",
     "cwm": "CWM",

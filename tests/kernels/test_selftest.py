@@ -65,6 +65,7 @@ SHAPED = {
     "lora_gradients": (48, 64, 16, False, 2, False, True),
     "lora_product": (0, 16, True, False),
     "lora_up": (16, False, 3),
+    "mamba_step": (3, 8, 1, 16, 2, False),
     "norm_gate_up": (1.0, "gelu_tanh"),
     "norm_product": (1.0, 30.0, 16, True),
     "norm_products": (1.0,),

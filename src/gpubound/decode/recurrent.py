@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import delta_step, short_conv
+from ..kernels import delta_step, grouped_norm_rows, mamba_step, short_conv
 from ..kernels.delta_rule import chunked_delta_rule, delta_inputs, gated_norm
+from ..kernels.mamba import chunked_mamba, group_normed, mamba_inputs
 from ..layers.linear_product import fused_linear
-from ..models.recurrent import DeltaWeights, RecurrentWeights, ShortConvWeights
+from ..models.recurrent import DeltaWeights, MambaWeights, RecurrentWeights, ShortConvWeights
 from .layer import Part, Workspace
 
 
@@ -31,8 +32,7 @@ class RecurrentLayer(Part):
         self.state = workspace.cache.states[number]
         widths = [sum(len(layer.weight) for layer in group) for group in inputs]
         self._rows = [workspace.buffer(f"recurrent{at}", workspace.rows, width) for at, width in enumerate(widths)]
-        width = weights.output.weight.shape[1]
-        self._mixed = workspace.buffer("recurrent", workspace.rows, width, dtype=workspace.dtype)
+        self._mixed = workspace.buffer("recurrent", workspace.rows, weights.width, dtype=workspace.dtype)
 
     def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
@@ -76,6 +76,11 @@ class RecurrentLayer(Part):
         padded = self.state.extend(x, start, cache.targets, cache.ends)
         return F.conv1d(padded.transpose(1, 2), w.conv[:, None], w.conv_bias, groups=len(w.conv)).transpose(1, 2)
 
+    def live(self, start: int, tokens: int) -> Tensor | None:
+        """Return which of a prompt's tokens (B, T) from `start` on are no padding; None: all."""
+        ends = self.workspace.cache.ends
+        return None if ends is None else torch.arange(start, start + tokens, device=ends.device) < ends[:, None]
+
     def exact(self) -> RecurrentWeights:
         """Return the weights with the values that a rounded format represents."""
         inputs = tuple(layer for product in self.inputs for layer in product.exact())
@@ -116,10 +121,45 @@ class GatedDelta(RecurrentLayer):
         q, k, v, z, b, a = w.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
         x = F.silu(self.convolved(torch.cat([q, k, v], -1), start))
         q, k, v, g, beta = delta_inputs(x, b, a, w.parameters(), w.shape)
-        if cache.ends is not None:  # padding neither forgets nor writes
-            live = (torch.arange(start, start + q.shape[1], device=q.device) < cache.ends[:, None])[..., None]
-            g, beta = g.masked_fill(~live, 0.0), beta.masked_fill(~live, 0.0)
-            k, v = k.masked_fill(~live[..., None], 0.0), v.masked_fill(~live[..., None], 0.0)  # which may be NaN
+        if (live := self.live(start, q.shape[1])) is not None:  # padding neither forgets nor writes, and may be NaN
+            g, beta = (t.masked_fill(~live[..., None], 0.0) for t in (g, beta))
+            k, v = (t.masked_fill(~live[..., None, None], 0.0) for t in (k, v))
         o, matrix = chunked_delta_rule(q, k, v, g, beta, state.matrix_before(start, len(q), cache.targets))
         state.write_matrix(matrix, cache.targets)
         return gated_norm(o, z, w.head_norm).flatten(2).to(x.dtype)
+
+
+class Mamba(RecurrentLayer):
+    op = "mamba_step"
+    weights: MambaWeights
+
+    def __init__(self, weights: MambaWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
+        self._gated = workspace.buffer("mamba", workspace.rows, weights.shape.inner)
+
+    def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
+        w, state, gated = self.weights, self.state, self._gated[: len(out)]
+        assert state.matrix is not None
+        mamba_step(rows[0], position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, gated, mode)
+        if w.head_norm is None:
+            out.copy_(gated)
+        else:
+            grouped_norm_rows(gated, w.head_norm, w.shape.groups, out, mode)
+
+    def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
+        w, state, targets = self.weights, self.state, self.workspace.cache.targets
+        z, x, dt = w.shape.parts(rows[0])
+        x = F.silu(self.convolved(x, start))
+        v, b, c, g, skipped = mamba_inputs(x, dt, w.parameters(), w.shape)
+        if (live := self.live(start, v.shape[1])) is not None:  # padding neither forgets nor writes, and may be NaN
+            g = g.masked_fill(~live[..., None], 0.0)
+            v, b = (t.masked_fill(~live[..., None, None], 0.0) for t in (v, b))
+        y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets))
+        state.write_matrix(matrix, targets)
+        y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
+        return (y if w.head_norm is None else group_normed(y, w.head_norm, w.shape.groups)).to(x.dtype)
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        rows = super().ops()
+        norm = [] if self.weights.head_norm is None else [("norm of heads", "grouped_norm_rows", "")]
+        return [*rows[:-1], *norm, rows[-1]]

@@ -41,7 +41,7 @@ from ..models.decoding import (
     norm_tensors,
 )
 from ..models.reader import Reader
-from ..models.recurrent import DeltaWeights, ShortConvWeights
+from ..models.recurrent import DeltaWeights, MambaWeights, ShortConvWeights
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
@@ -51,7 +51,7 @@ from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, 
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, MoELayer
 from .placement.plan import LayerStage, described
-from .recurrent import GatedDelta, ShortConv
+from .recurrent import GatedDelta, Mamba, ShortConv
 from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import WeightView
 from .weights import PackedFormat, weight_format
@@ -78,6 +78,7 @@ PARTS: dict[type, Any] = {
     ShortConvWeights: ShortConv,
     LatentAttentionWeights: CachedLatentAttention,
     DeltaWeights: GatedDelta,
+    MambaWeights: Mamba,
     DenseWeights: DenseMLP,
     UngatedWeights: UngatedMLP,
     ExpertWeights: MoELayer,

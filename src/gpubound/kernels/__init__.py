@@ -43,6 +43,7 @@ from .lora import (
     lora_product as lora_product,
     lora_up as lora_up,
 )
+from .mamba import grouped_norm_rows as grouped_norm_rows, mamba_step as mamba_step
 from .nf4 import dequantize_nf4 as dequantize_nf4
 from .ngram_speculation import accept as accept, propose as propose
 from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm

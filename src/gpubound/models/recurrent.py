@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaParameters, DeltaShape, delta_inputs, gated_norm
+from ..kernels.mamba import MambaParameters, MambaShape, group_normed, mamba_inputs
 from .decoding import AnyNorm, Linear, PartWeights, Rounding, Shape, StateShape, plain_linear, plain_norm
 from .reader import Reader
 
@@ -32,6 +33,11 @@ class RecurrentWeights(PartWeights):
     post_norm: ClassVar[None] = None
 
     def state(self) -> StateShape:
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """The columns of the output layer's input."""
         raise NotImplementedError
 
     def vectors(self) -> list[Tensor]:
@@ -75,6 +81,10 @@ class ShortConvWeights(RecurrentWeights):
         channels, taps = self.conv.shape
         return StateShape(channels, taps)
 
+    @property
+    def width(self) -> int:
+        return len(self.conv)
+
     def mixed(self, rows: list[Tensor]) -> Tensor:
         gate, output_gate, value = rows[0].chunk(3, -1)
         return output_gate * self.convolved(gate * value)
@@ -92,6 +102,10 @@ class DeltaWeights(RecurrentWeights):
     def state(self) -> StateShape:
         channels, taps = self.conv.shape
         return StateShape(channels, taps, (self.shape.value_heads, self.shape.key_width, self.shape.value_width))
+
+    @property
+    def width(self) -> int:
+        return self.shape.value_heads * self.shape.value_width
 
     def groups(self) -> list[tuple[Linear, ...]]:
         half = len(self.inputs) // 2
@@ -112,6 +126,39 @@ class DeltaWeights(RecurrentWeights):
             S = S + k[t][..., None] * change[:, None]
             outputs.append(torch.einsum("hde,hd->he", S, q[t]))
         return gated_norm(torch.stack(outputs), z, self.head_norm).flatten(1)
+
+
+@dataclass(frozen=True)
+class MambaWeights(RecurrentWeights):
+    """Mamba-2. `head_norm`: of groups of heads, after the gate; None: there is none"""
+
+    a_log: Tensor
+    dt: Tensor
+    skip: Tensor
+    head_norm: Norm | None
+    shape: MambaShape
+
+    def state(self) -> StateShape:
+        channels, taps = self.conv.shape
+        return StateShape(channels, taps, (self.shape.heads, self.shape.width, self.shape.state))
+
+    @property
+    def width(self) -> int:
+        return self.shape.inner
+
+    def parameters(self) -> MambaParameters:
+        return MambaParameters(self.conv, self.conv_bias, self.a_log, self.dt, self.skip)
+
+    def mixed(self, rows: list[Tensor]) -> Tensor:
+        z, x, dt = self.shape.parts(rows[0])
+        x = F.silu(self.convolved(x))
+        v, b, c, g, skipped = (t[0] for t in mamba_inputs(x[None], dt[None], self.parameters(), self.shape))
+        S, outputs = v.new_zeros(self.state().matrix), []
+        for t in range(len(v)):
+            S = S * g[t].exp()[:, None, None] + v[t][..., None] * b[t][:, None]
+            outputs.append(torch.einsum("hpn,hn->hp", S, c[t]))
+        y = (torch.stack(outputs) + skipped).flatten(1) * F.silu(z)
+        return y if self.head_norm is None else group_normed(y, self.head_norm, self.shape.groups)
 
 
 class RecurrentReader(Reader):

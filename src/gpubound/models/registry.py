@@ -237,6 +237,7 @@ FAMILIES = {
         "glm4_moe_lite": "Glm4MoeLite",
         "youtu": "Youtu",
     },
+    "mamba": {"bamba": "Bamba"},
     "qwen3_5": {"qwen3_5": "Qwen3_5"},
     "qwen3_next": {"qwen3_next": "Qwen3Next", "qwen3_5_moe": "Qwen3_5Moe"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},

@@ -1,7 +1,6 @@
 """A step of the gated delta rule by a program for each row and value head, which holds the head's whole matrix.
 
-The value heads of a key head convolve its q and k each by itself; the first of them writes their inputs to the ring. No program
-reads the place that is written: a ring has a place for each tap, and the newest input is read from the product.
+The value heads of a key head convolve its q and k each by itself; the first of them writes their inputs to the ring.
 """
 
 import torch
@@ -13,25 +12,9 @@ from ..delta_rule import TINY, DeltaParameters, DeltaShape
 from ..plans import power_of_two
 from ._launch import bump_versions, options
 from ._pdl import _begin, _end, _wait
+from ._ring import _convolved
 
 _TINY = tl.constexpr(TINY)
-
-
-@triton.jit
-def _convolved(x_ptr, ring_ptr, conv_ptr, channel, inside, position, writes, C, PLACES: tl.constexpr, TAPS: tl.constexpr,
-               BLOCK: tl.constexpr):  # fmt: skip
-    """silu of the convolution of some channels: the newest inputs are at x_ptr, the older ones in the ring, which gets them."""
-    kind = ring_ptr.dtype.element_ty
-    place = position + tl.zeros([BLOCK], tl.int32)
-    newest = tl.load(x_ptr, mask=inside, other=0.0).to(kind)
-    total = newest.to(tl.float32) * tl.load(conv_ptr + channel * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
-    for j in tl.static_range(1, TAPS):
-        tap = tl.load(conv_ptr + channel * TAPS + TAPS - 1 - j, mask=inside, other=0.0).to(tl.float32)
-        at = tl.maximum(place - j, 0) % PLACES
-        total += tap * tl.load(ring_ptr + at * C + channel, mask=inside & (place >= j), other=0.0).to(tl.float32)
-    here = ring_ptr + tl.maximum(place, 0) % PLACES * C + channel
-    tl.store(here, newest, mask=inside & (place >= 0) & writes)
-    return total / (1.0 + tl.exp(-total))
 
 
 @triton.jit
@@ -74,10 +57,10 @@ def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv
     begun = tl.zeros([BD, BE], tl.int32) + position > 0
     S = tl.load(tile, mask=both & begun, other=0.0)  # asked for first: it is most of what is read
     first = tl.zeros([BD], tl.int32) + j == 0
-    q = _convolved(x_ptr + q_at + d, ring_ptr, conv_ptr, n * D + d, in_key, position, first, C, PLACES, TAPS, BD)
-    k = _convolved(x_ptr + k_at + d, ring_ptr, conv_ptr, N * D + n * D + d, in_key, position, first, C, PLACES, TAPS, BD)
-    v = _convolved(x_ptr + v_at + e, ring_ptr, conv_ptr, 2 * N * D + h * E + e, in_value, position, in_value, C, PLACES, TAPS,
-                   BE)  # fmt: skip
+    q = _convolved(x_ptr + q_at + d, ring_ptr, conv_ptr, None, n * D + d, in_key, position, first, C, PLACES, TAPS, BD)
+    k = _convolved(x_ptr + k_at + d, ring_ptr, conv_ptr, None, N * D + n * D + d, in_key, position, first, C, PLACES, TAPS, BD)
+    v = _convolved(x_ptr + v_at + e, ring_ptr, conv_ptr, None, 2 * N * D + h * E + e, in_value, position, in_value, C, PLACES,
+                   TAPS, BE)  # fmt: skip
     q = q / tl.sqrt((tl.sum(q * q, 0) + _TINY) * D)
     k = k / tl.sqrt(tl.sum(k * k, 0) + _TINY)
     a = tl.load(gates_ptr + a_at) + shift

@@ -1,0 +1,181 @@
+"""Mamba-2: a recurrence of a matrix for each head, which forgets, and writes a token's input times B, a row of the group.
+
+    S = exp(-exp(A) dt) S + dt x Bᵀ,  y = S C + D x,   dt = softplus(its product + its bias), at least a limit
+
+`mamba_step` is a decoding step of a layer: the causal convolution of x, B and C with SiLU, the recurrence, and y times silu(z).
+`grouped_norm_rows` is the RMSNorm over each group of heads that follows.
+
+Legend: B rows, H heads, P width of a head, G groups, which share B and C, N width of a state, C channels of the convolution
+(x, B and C: H P + 2 G N), K its taps.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .decode_product import WRITTEN, Norm
+from .dispatch import implementation, require
+from .registry import definition, draw, ints, zeros
+from .short_conv import ring_convolution
+
+CHUNK = 64  # tokens of a chunk
+
+
+class MambaShape(NamedTuple):
+    """Sizes of a layer's heads. A row of its product has z, x, B, C and dt, in this order."""
+
+    heads: int
+    width: int
+    groups: int
+    state: int
+    least: float = 0.0  # dt is no smaller
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.width
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def columns(self) -> int:
+        return self.inner + self.channels + self.heads
+
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return z (..., H P), the inputs of the convolution (..., C), and dt (..., H)."""
+        return x.split([self.inner, self.channels, self.heads], -1)
+
+
+class MambaParameters(NamedTuple):
+    """Weights of a layer besides its projections."""
+
+    conv: Tensor  # (C, K)
+    conv_bias: Tensor | None  # (C,)
+    a_log: Tensor  # (H,)
+    dt: Tensor  # (H,)
+    skip: Tensor  # (H,): D
+
+
+def mamba_step(
+    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
+    dependent: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
+
+    x         (B, columns) fp32, as norm_product writes it: z, x, B, C and dt
+    position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
+    ring      (B, places, C), of at least K places: the inputs at position p are at place p % places
+    state     (B, H, P, N) fp32
+    out       (B, H P) fp32
+    """
+    op, rows, (H, P, G, N, _) = "mamba_step", len(ring), shape
+    conv, bias, *vectors = parameters
+    if H % G:
+        raise ValueError(f"{op}: shape: {H} heads must divide evenly among {G} groups.")
+    require(op, "x", x, torch.float32, (rows, shape.columns), x.device, "norm_product writes it")
+    require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
+    require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
+    require(op, "state", state, torch.float32, (rows, H, P, N), x.device, "it is written in place")
+    require(op, "parameters.conv", conv, None, (shape.channels, "taps"), x.device, "it has the taps of each channel")
+    if bias is not None:
+        require(op, "parameters.conv_bias", bias, None, (shape.channels,), x.device, "it has one number for each channel")
+    for name, t in zip(("a_log", "dt", "skip"), vectors):
+        require(op, f"parameters.{name}", t, None, (H,), x.device, "it has one number for each head")
+    require(op, "out", out, torch.float32, (rows, H * P), x.device, WRITTEN)
+    if ring.shape[1] < conv.shape[1]:
+        raise ValueError(f"{op}: ring: got {ring.shape[1]} places, wanted {conv.shape[1]} or more, one for each tap.")
+    kernel = implementation(op, conv, None, (*shape[:4], conv.shape[1], bias is not None))
+    return kernel(x, position, ring, state, parameters, shape, out, dependent)
+
+
+def _example(g: torch.Generator, H: int = 4, P: int = 8, G: int = 2, N: int = 16, taps: int = 4, bias: bool = True) -> tuple:
+    """Two rows, one at its first position."""
+    shape = MambaShape(H, P, G, N, 0.5)
+    vectors = (draw(g, H).detach() for _ in range(3))
+    parameters = MambaParameters(draw(g, shape.channels, taps), draw(g, shape.channels) if bias else None, *vectors)
+    return (
+        draw(g, 2, shape.columns).detach(), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
+        draw(g, 2, H, P, N).detach(), parameters, shape, zeros(2, H * P),
+    )  # fmt: skip
+
+
+@definition(_example)
+@torch.no_grad()
+def mamba_step_reference(
+    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
+    dependent: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    z, mixed, dt = shape.parts(x)
+    mixed = ring_convolution(mixed[:, None], position, ring, parameters.conv, parameters.conv_bias)
+    v, b, c, g, skipped = (t[:, 0] for t in mamba_inputs(F.silu(mixed), dt[:, None], parameters, shape))
+    known = (position >= 0).view(-1, 1, 1, 1)
+    S = torch.where(position.view(-1, 1, 1, 1) > 0, state, 0.0) * g.exp()[..., None, None] + v[..., None] * b[..., None, :]
+    y = torch.einsum("bhpn,bhn->bhp", S, c) + skipped
+    state.copy_(torch.where(known, S, state))
+    out.copy_(torch.where(known[..., 0, 0], y.flatten(1) * F.silu(z), torch.nan))
+    return out, ring, state
+
+
+def mamba_inputs(mixed: Tensor, dt: Tensor, parameters: MambaParameters, shape: MambaShape) -> list[Tensor]:
+    """Return dt x (B, T, H, P), B and C (B, T, H, N), the logs of decays (B, T, H) and D x (B, T, H, P), in at least fp32.
+
+    mixed: the convolved x, B and C (B, T, C); dt: (B, T, H)
+    """
+    H, P, G, N, least = shape
+    wide = torch.promote_types(mixed.dtype, torch.float32)
+    x, b, c = mixed.to(wide).split([H * P, G * N, G * N], -1)
+    x = x.unflatten(-1, (H, P))
+    b, c = (t.unflatten(-1, (G, N)).repeat_interleave(H // G, -2) for t in (b, c))
+    dt = F.softplus(dt.to(wide) + parameters.dt.to(wide)).clamp(min=least)
+    skipped = parameters.skip.to(wide)[:, None] * x
+    return [dt[..., None] * x, b, c, -parameters.a_log.to(wide).exp() * dt, skipped]
+
+
+def chunked_mamba(v: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return S C (B, T, H, P) of every token, and the states (B, H, P, N) after the last one, chunk by chunk.
+
+    v, b, c, g: as of `mamba_inputs`
+    """
+    B, T, H, P = v.shape
+    if pad := -T % CHUNK:  # tokens that neither forget nor write
+        v, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (v, b, c))
+        g = F.pad(g, (0, 0, 0, pad))
+    v, b, c, g = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (v, b, c, g))  # (B, H, chunks, CHUNK, ...)
+    total = g.cumsum(-1)  # the log of what is left at each token of a state before its chunk
+    causal = torch.ones(CHUNK, CHUNK, device=v.device, dtype=torch.bool).tril()
+    left = (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+    within = (c @ b.transpose(-1, -2) * left) @ v
+    written = (b * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2) @ v  # (B, H, chunks, N, P)
+    kept, c = total[..., -1].exp()[..., None, None], c * total.exp()[..., None]
+    S = v.new_zeros(B, H, b.shape[-1], P) if state is None else state.to(v.dtype).transpose(-1, -2)
+    outputs = []
+    for chunk in range(v.shape[2]):
+        outputs.append(within[:, :, chunk] + c[:, :, chunk] @ S)
+        S = S * kept[:, :, chunk] + written[:, :, chunk]
+    return torch.cat(outputs, 2)[:, :, :T].transpose(1, 2), S.transpose(-1, -2)
+
+
+def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
+    """out (B, width, in any dtype) = the RMSNorm of each of `groups` parts of fp32 x (B, width), times the norm's gain."""
+    require("grouped_norm_rows", "x", x, torch.float32, ("rows", len(norm.weight)), x.device, "mamba_step writes it")
+    require("grouped_norm_rows", "norm.weight", norm.weight, None, x.shape[1:], x.device, "it has one number for each column")
+    require("grouped_norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
+    if groups < 1 or x.shape[1] % groups:
+        raise ValueError(f"grouped_norm_rows: groups: {x.shape[1]} columns must divide evenly among them, got {groups}.")
+    return implementation("grouped_norm_rows", norm.weight)(x, norm, groups, out, dependent)
+
+
+@definition(lambda g: (draw(g, 2, 48).detach(), Norm(draw(g, 48), 1e-5), 3, zeros(2, 48)))
+@torch.no_grad()
+def grouped_norm_rows_reference(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
+    return out.copy_(group_normed(x, norm, groups))
+
+
+def group_normed(x: Tensor, norm: Norm, groups: int) -> Tensor:
+    """Return the RMSNorm of each of `groups` parts of x (..., width), in the dtype of x."""
+    parts = x.unflatten(-1, (groups, -1))
+    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.eps)
+    return parts.flatten(-2) * (norm.weight.to(x.dtype) + norm.offset)

@@ -1,0 +1,102 @@
+"""A step of Mamba-2 by a program for each row and head, which holds the head's whole matrix, and the norm of groups of heads.
+
+The heads of a group convolve its B and C each by itself; the first of them writes their inputs to the ring.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..decode_product import Norm
+from ..mamba import MambaParameters, MambaShape
+from ..plans import power_of_two
+from ._launch import bump_versions, options
+from ._pdl import _begin, _end, _wait
+from ._ring import _convolved
+
+
+@triton.jit
+def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_ptr, a_ptr, dt_ptr, skip_ptr, least, out_ptr,
+                       H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, PLACES: tl.constexpr,
+                       TAPS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    row, h = tl.program_id(0), tl.program_id(1)
+    SHARE: tl.constexpr = H // G
+    INNER: tl.constexpr = H * P
+    C: tl.constexpr = INNER + 2 * G * N
+    group = h // SHARE
+    p, n = tl.arange(0, BP), tl.arange(0, BN)
+    in_head, in_state = p < P, n < N
+    rate = -tl.exp(tl.load(a_ptr + h).to(tl.float32))
+    shift = tl.load(dt_ptr + h).to(tl.float32)
+    skip = tl.load(skip_ptr + h).to(tl.float32)
+    _wait(DEPENDENT)
+    _end(DEPENDENT)
+    position = tl.load(position_ptr + row)
+    x_ptr += row.to(tl.int64) * (INNER + C + H)
+    ring_ptr += row.to(tl.int64) * PLACES * C
+    tile = state_ptr + (row.to(tl.int64) * H + h) * P * N + p[:, None] * N + n[None]
+    both = in_head[:, None] & in_state[None]
+    begun = tl.zeros([BP, BN], tl.int32) + position > 0
+    S = tl.load(tile, mask=both & begun, other=0.0)  # asked for first: it is most of what is read
+    first = tl.zeros([BN], tl.int32) + h % SHARE == 0
+    inputs = x_ptr + INNER
+    x = _convolved(inputs + h * P + p, ring_ptr, conv_ptr, bias_ptr, h * P + p, in_head, position, in_head, C, PLACES, TAPS,
+                   BP)  # fmt: skip
+    b = _convolved(inputs + INNER + group * N + n, ring_ptr, conv_ptr, bias_ptr, INNER + group * N + n, in_state, position,
+                   first, C, PLACES, TAPS, BN)  # fmt: skip
+    c = _convolved(inputs + INNER + (G + group) * N + n, ring_ptr, conv_ptr, bias_ptr, INNER + (G + group) * N + n, in_state,
+                   position, first, C, PLACES, TAPS, BN)  # fmt: skip
+    dt = tl.load(inputs + C + h) + shift
+    dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
+    dt = tl.where(dt < least, least, dt)  # a NaN stays
+    S = S * tl.exp(rate * dt) + (dt * x)[:, None] * b[None]
+    y = tl.sum(S * c[None], 1) + skip * x
+    tl.store(tile, S, mask=both & (tl.zeros([BP, BN], tl.int32) + position >= 0))
+    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0)
+    y = tl.where(tl.zeros([BP], tl.int32) + position >= 0, y * z / (1.0 + tl.exp(-z)), float("nan"))
+    tl.store(out_ptr + row.to(tl.int64) * INNER + h * P + p, y, mask=in_head)
+
+
+@triton.jit
+def _grouped_norm_rows_kernel(x_ptr, weight_ptr, out_ptr, eps, offset, width, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+                              DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    col = tl.arange(0, BLOCK)
+    inside, at = col < SIZE, tl.program_id(1) * SIZE + col
+    gain = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32) + offset
+    _wait(DEPENDENT)
+    _end(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64) * width
+    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
+    y = x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps) * gain
+    tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@torch.no_grad()
+def mamba_step(
+    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
+    dependent: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    H, P, G, N, least = shape
+    conv, bias, a_log, dt, skip = parameters
+    BP, BN = power_of_two(P), power_of_two(N)
+    _mamba_step_kernel[(len(x), H)](
+        x, position, ring, state, conv, bias, a_log, dt, skip, least, out, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
+        **options(8 if BP * BN > 8192 else 4, dependent),
+    )  # fmt: skip
+    bump_versions(out, ring, state)
+    return out, ring, state
+
+
+@torch.no_grad()
+def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
+    rows, width = x.shape
+    block = power_of_two(width // groups)
+    _grouped_norm_rows_kernel[(rows, groups)](
+        x, norm.weight, out, norm.eps, norm.offset, width, width // groups, block,
+        **options(max(1, min(8, block // 512)), dependent),
+    )  # fmt: skip
+    bump_versions(out)
+    return out

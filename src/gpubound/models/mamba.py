@@ -1,0 +1,57 @@
+"""Bamba: Mamba-2 in most layers, attention in the others.
+
+Placing swaps norms, MLPs and the loss; the loop over layers and what mixes tokens stay those of transformers.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from ..kernels.decode_product import Norm
+from ..kernels.mamba import MambaShape
+from .hf_modules import mlp, norm, tried_causal_lm
+from .reader import linear_of, weight_of
+from .recurrent import MambaWeights, RecurrentReader, taps_of
+from .registry import Maker, Swap
+
+
+def bamba_causal_lm(module: Any, stack: Any) -> Swap:
+    swap = tried_causal_lm(module, stack)
+    return replace(swap, refusal="its loss has a z-loss") if module.z_loss_coefficient else swap
+
+
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": bamba_causal_lm}
+
+
+class BambaReader(RecurrentReader):
+    NORMS = ("input_layernorm", None, "pre_ff_layernorm", None)
+    FINAL, MIXER = "final_layernorm", "mamba"
+    READS = frozenset((
+        "attn_layer_indices", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
+        "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "num_logits_to_keep", "z_loss_coefficient",
+    ))  # fmt: skip
+
+    def refusal(self, max_length: int) -> str | None:
+        if (why := super().refusal(max_length)) or self.activation() == "silu":
+            return why
+        return "its Mamba layers have another activation than silu"
+
+    def mlp_of(self, block: Any) -> Any:
+        return block.feed_forward
+
+    def mixer(self, block: Any) -> MambaWeights:
+        layer, (before, _) = self.attention_of(block), self.norms(block, self.NORMS[:2])
+        return MambaWeights(
+            norm=before,
+            inputs=(linear_of(layer.in_proj),),
+            output=linear_of(layer.out_proj),
+            conv=taps_of(layer.conv1d),
+            conv_bias=layer.conv1d._parameters["bias"],
+            a_log=layer._parameters["A_log"],
+            dt=layer._parameters["dt_bias"],
+            skip=layer._parameters["D"],
+            head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),
+            shape=MambaShape(layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size),
+        )
+
+
+DECODING: dict[str, Any] = {"BambaForCausalLM": BambaReader}
