@@ -106,7 +106,11 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
         "harmless": [],
     }
     ran = answering(monkeypatch, verdict, ANSWER)
-    monkeypatch.setattr(runner.results, "provenance", lambda device, command: {"gpu": "NVIDIA H200", "command": command})
+    monkeypatch.setattr(
+        runner.results,
+        "provenance",
+        lambda device, command: {"gpu": "NVIDIA H200", "command": command, "date": "2026-11-29T12", "commit": "1"},
+    )
     runner.main(runner.Options(folder, results=folder / "kept", keep=folder / "reports"))
     out = capsys.readouterr().out
     assert [each[0] for each in ran] == ["plain", "doctor", "fix"] and "absent" in out and "77f55b9" in out
@@ -155,6 +159,19 @@ def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
     assert "## The doctor on public scripts, GPU" in outcome.section(tmp_path) and "50 %, 62 %" in outcome.section(tmp_path)
     text = "\n".join(sums([good, late]))
     assert "2 of 3" in text and "1 of 3" in text and text.count("1 of 2 scripts") == 4 and "0 of 1 scripts" in text
+
+
+def test_outcomes_of_several_runs_are_merged(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcome, "FOLDER", tmp_path / "results")
+    about = {"gpu": "GPU", "torch": "2", "date": "2026-11-29T12", "commit": "1", "command": "c"}
+    vae, mnist = Outcome("vae", ["95"], step_ms=8.0), Outcome("mnist", failed="no verdict")
+    outcome.write(tmp_path / "wild-gpu.json", about, [mnist, vae])
+    outcome.main([str(tmp_path / "wild-gpu.json")])
+    later = about | {"date": "2026-11-30T12", "commit": "2"}
+    outcome.write(tmp_path / "wild-gpu.json", later, [Outcome("vae", failed="not begun"), Outcome("mnist", ["38"])])
+    outcome.main([str(tmp_path / "wild-gpu.json")])
+    _, kept = outcome.read(tmp_path / "results" / "wild-gpu.json")
+    assert [(each.name, each.found, each.commit) for each in kept] == [("vae", ["95"], "1"), ("mnist", ["38"], "2")]
 
 
 def test_a_script_has_the_gpu_from_its_first_step_on(tmp_path, monkeypatch, capsys):

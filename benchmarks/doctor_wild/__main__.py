@@ -91,8 +91,7 @@ def keep(options: Options, outcomes: list[Outcome]) -> None:
     """Write what was measured so far, so that a run which is cut short keeps what it had."""
     if options.results is None or options.dry_run or options.eye != "doctor":
         return
-    only = f" --only {' '.join(options.only)}" if options.only else ""
-    about = results.provenance(torch.device("cuda"), f"python -m benchmarks.doctor_wild FOLDER --rounds {options.rounds}{only}")
+    about = results.provenance(torch.device("cuda"), f"python -m benchmarks.doctor_wild FOLDER --rounds {options.rounds}")
     write(options.results / f"wild-{results.file_of(about['gpu']).stem}.json", about, outcomes)
 
 

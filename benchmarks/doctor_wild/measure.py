@@ -31,7 +31,7 @@ class Measurement:
 
     folder     where the scripts lie; copies are made in it
     lock       the file that gives the GPU to one process at a time
-    keep       a folder for doctor.json and doctor.html of each script
+    keep       a folder for doctor.json and doctor.html of each script, and for the stderr of a run that fails
     rounds     of a proof; 0: the patches are made, and not run
     seconds    after which a run of a script is ended, with its wait for its turn
     until      a time of time.monotonic(), after which neither a script nor a proof begins
@@ -82,6 +82,9 @@ class _Run:
         """Return what a command prints. Its exit code may be `allowed` at most."""
         ran = subprocess.run(command, cwd=self.there, capture_output=True, text=True, timeout=self.how.seconds)
         if ran.returncode > allowed or not ran.stdout.strip():
+            if self.how.keep is not None:
+                self.how.keep.mkdir(parents=True, exist_ok=True)
+                (self.how.keep / f"{self.script.name}-stderr.txt").write_text(ran.stderr, encoding="utf-8")
             raise _Failed(f"exit code {ran.returncode}: {(ran.stderr.strip().splitlines() or [''])[-1][:200]}")
         return ran.stdout
 

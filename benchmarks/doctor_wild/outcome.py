@@ -1,13 +1,21 @@
-"""What a run on public scripts measured: one outcome a script, kept as JSON, shown as a table."""
+"""What a run on public scripts measured: one outcome a script, kept as JSON, shown as a table.
+
+python -m benchmarks.doctor_wild.outcome wild-nvidia-h200.json    keep outcomes that were measured on another machine
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.results import FOLDER
+
+from .score import scripts
 
 SAME_STEP, SAME_SAVING, IN_TIME = 0.05, 0.15, 45.0  # the gates: of a step, of a saving, seconds to a verdict
 
@@ -42,6 +50,8 @@ class Outcome:
     """Whether the losses are the same."""
     faster: bool | None = None
     failed: str = ""
+    date: str = ""
+    commit: str = ""
 
     @property
     def beside_plain(self) -> float | None:
@@ -138,8 +148,14 @@ def sums(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def write(file: Path, about: Mapping[str, Any], outcomes: Iterable[Outcome]) -> None:
+    """Write outcomes, in the order of `scripts.yaml`. Those that the file has of other scripts, or that failed now, stay."""
+    made = {"date": about["date"][:10], "commit": about["commit"]}
+    new = {each.name: each if each.date else replace(each, **made) for each in outcomes}
+    old = {each.name: each for each in read(file)[1]} if file.exists() else {}
+    kept = old | {name: each for name, each in new.items() if not each.failed or old.get(name, each).failed}
+    order = [*scripts(), *kept]
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = {**about, "scripts": [asdict(each) for each in outcomes]}
+    content = {**about, "scripts": [asdict(kept[name]) for name in dict.fromkeys(order) if name in kept]}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -157,8 +173,8 @@ def section(folder: Path) -> str:
 def _section(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
     lines = ["", f"## The doctor on public scripts, {about['gpu']}", "", INTRODUCTION, "", *table(outcomes), ""]
     lines += [f"- {line}" for line in sums(outcomes)]
-    source = f"{about['gpu']}, torch {about['torch']}, {about['date'][:10]}, commit {about['commit']}: `{about['command']}`"
-    return "\n".join([*lines, "", f"- {source}", ""])
+    runs = ", ".join(sorted({f"{each.date} at commit {each.commit}" for each in outcomes}))
+    return "\n".join([*lines, "", f"- {about['gpu']}, torch {about['torch']}, {runs}: `{about['command']}`", ""])
 
 
 INTRODUCTION = """\
@@ -166,3 +182,15 @@ Scripts that were not written for the doctor, run unmodified ([where they are fr
 Step: the doctor's beside that of runs without it. Saving: what the patches that need no asking save of a step, by the
 prices of their findings, and as measured in alternating runs. Proven: the losses are the same and the step is shorter.
 Verdict: seconds from the script's first step on."""
+
+
+def main(argv: list[str]) -> int:
+    """Merge files that were written on other machines into the results of this folder."""
+    for path in map(Path, argv):
+        about, outcomes = read(path)
+        write(FOLDER / path.name, about, outcomes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

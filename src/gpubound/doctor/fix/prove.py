@@ -312,6 +312,7 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
     command = [sys.executable, "-m", *start, *RUN, str(folder / "job.json")]
     done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not all(result.exists() for result in results):
+        print(done.stderr, file=sys.stderr)
         message = " / ".join(error_lines(done.stderr)).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "unmodified"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
