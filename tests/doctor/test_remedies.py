@@ -103,6 +103,18 @@ def test_a_value_whose_name_is_only_shown(capsys):
     assert [code for code, fix in named(step).items() if fix == general] == ["decides = loss.mean().item()"]
 
 
+def test_a_batch_of_a_loader_is_pinned_there():
+    loader = torch.utils.data.DataLoader(torch.ones(4, 3), batch_size=2)
+
+    def step():
+        for x in loader:
+            x.to(simgpu())
+        torch.ones(2).to(simgpu())
+
+    fixes = named(step)
+    assert fixes.pop("x.to(simgpu())") == remedies.PINNED and remedies.PINNED not in fixes.values() and len(fixes) == 1
+
+
 class Environment:
     def step(self, action):
         return action

@@ -16,7 +16,7 @@ from gpubound.doctor.record.sampled import MOST, SampledPhase, Samples
 from gpubound.doctor.report.text import screen
 from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts
 from gpubound.doctor.rules.diagnose import diagnose
-from gpubound.doctor.rules.host import in_the_way, loop_around, loop_of
+from gpubound.doctor.rules.host import ELSEWHERE, ENVIRONMENTS, in_the_way, loop_around, loop_of
 from gpubound.watch.source_line import Site, Stack, stack_of
 
 from .evidences import STEPS, at, replace, row, seen, steps
@@ -75,7 +75,7 @@ def test_a_loop_is_the_innermost_one_of_the_function_that_updates(script):
     evidence = seen(steps(lambda loop: loop, run=0.2), samples=sampled(script), step_ms=[1.0])
     loop = loop_of(evidence)
     assert loop is not None and (loop.site.line, loop.site.end, loop.site.code) == (2, 8, "for x in loader:")
-    assert {site.line: round(ms, 2) for site, ms in loop.late.items()} == {3: 0.3, 6: 0.25, 4: 0.2, 7: 0.15, 2: 0.05}
+    assert {site.line: round(ms, 2) for site, ms in loop.late.items()} == {3: 0.3, 6: 0.25, 4: 0.2, 7: 0.15}
 
 
 @pytest.fixture
@@ -101,6 +101,35 @@ def test_work_on_a_line_and_launching_in_a_loop_are_told_apart(verdict):
         and "TrainStep" in launching.fix
     )
     assert verdict.findings[0] is launching and "lines 2 to 8" in conclusion(verdict)
+
+
+def test_a_loop_besides_the_steps_has_its_part_of_the_launches(tmp_path):
+    path = tmp_path / "ppo.py"
+    path.write_text("for _ in range(9):\n  for step in range(128):\n    act()\n  for part in parts:\n    optimizer.step()\n")
+    rollout = Stack((Site(str(path), 3, "<module>", "act()", 3),))
+    update = Stack((Site(str(path), 5, "<module>", "optimizer.step()", 5),), ADAM)
+    late = {rollout: 60, update: 30}
+    step = Prices(seen(steps(lambda loop: loop, run=0.2))).step_ms
+    launches = row("launch", "addmm", type(at(1))(rollout.sites[0]), 1000)
+    evidence = seen(steps(lambda loop: loop, run=0.2), launches, samples=Samples(late, late), step_ms=[step] * STEPS)
+    verdict = diagnose(evidence)
+    first, second = verdict.findings
+    assert (first.site.line, first.site.end, first.fix) == (2, 3, ELSEWHERE) and (second.site.line, second.site.end) == (4, 5)
+    assert first.ms == pytest.approx(2 * second.ms) and first.count == pytest.approx(2 * second.count)
+    assert first.ms + second.ms == pytest.approx(verdict.step_ms - verdict.device_ms) and "TrainStep" in second.fix
+
+
+def test_an_environment_s_own_time_is_a_finding_beside_the_read_of_its_action(tmp_path):
+    path = tmp_path / "dqn.py"
+    path.write_text("for step in range(9):\n    action = q(x).cpu()\n    envs.step(action.numpy())\n    y = x.to(device)\n")
+    lines = [Stack((Site(str(path), n, "<module>", code, n),)) for n, code in ((3, "envs.step(action.numpy())"), (4, "y = x"))]
+    late = dict.fromkeys(lines, 45)
+    places = [type(at(1))(each.sites[0]) for each in lines]
+    rows = [row(kind, "copy", place, 1, "pageable, blocking", 8) for kind, place in zip(("d2h", "h2d"), places)]
+    evidence = seen(steps(lambda loop: loop, run=0.2), *rows, row("launch", "addmm", at(99), 40), samples=Samples(late, late))
+    found = diagnose(replace(evidence, step_ms=[0.3] * STEPS))
+    works = [(each.site.line, each.fix) for each in found.findings if each.kind == "host_work"]
+    assert works == [(3, ENVIRONMENTS)], "what prepares a copy is part of it"
 
 
 def test_a_line_that_launches_through_a_library_is_no_work_of_the_host(script):

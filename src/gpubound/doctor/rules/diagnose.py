@@ -10,7 +10,7 @@ from ...watch.ledger import TOTALS
 from ..finding import GPU_TIME, KINDS, Finding, Verdict
 from ..price.prices import Line, Measurements, Prices, line_of
 from . import compute, host, waits
-from .remedies import RARE
+from .remedies import ACTED, RARE
 from .waits import MEMORY_KINDS, StallCandidate
 
 Rule = Callable[[Measurements, Prices], Iterable[StallCandidate]]
@@ -92,8 +92,8 @@ def _distinct(claims: Iterable[StallCandidate]) -> list[StallCandidate]:
         mine = replace(claim, calls=claim.calls - calls, spans=claim.spans - spans)
         line = line_of(claim.place)
         first = lines.get(line) if claim.waits and line is not None else None
-        if claim.kind in ("cpu_op", "host_work") and line in lines:
-            continue  # the host prepares what this line copies
+        if claim.kind in ("cpu_op", "host_work") and line in lines and distinct[lines[line]].fix != ACTED:
+            continue  # the host prepares what this line copies; what an environment does with an action is other work
         if first is not None and claim.kind == "sync":
             distinct[first] = replace(distinct[first], evidence=f"{distinct[first].evidence}; the line also {claim.evidence}")
         if first is not None or (claim.waits and claim.calls and not mine.calls):
@@ -137,10 +137,12 @@ def _adding_up(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> l
     left = max(prices.step_ms - prices.launch_free - (_together(stalls, prices) or 0.0), 0.0)
     works = sum(finding.ms or 0.0 for _, finding in pairs if finding.kind in HOST_TIME - {"launch_bound"})
     share = min(left / works, 1.0) if works else 1.0
+    launching = sum(finding.ms or 0.0 for _, finding in pairs if finding.kind == "launch_bound")
+    rest = min((left - share * works) / launching, 1.0) if launching else 1.0
     result = []
     for claim, finding in pairs:
         if finding.kind in HOST_TIME and finding.ms is not None:
-            ms = min(finding.ms, left - share * works) if finding.kind == "launch_bound" else share * finding.ms
+            ms = (rest if finding.kind == "launch_bound" else share) * finding.ms
             claim, finding = replace(claim, ms=ms), replace(finding, ms=ms)
         result.append((claim, finding))
     return result

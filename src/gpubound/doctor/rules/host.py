@@ -10,7 +10,7 @@ import ast
 import linecache
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...watch.events import MASKING
@@ -18,7 +18,7 @@ from ...watch.ledger import LedgerRow
 from ...watch.source_line import LIBRARY, Place, Site, Stack, owner
 from ..price.prices import Line, Measurements, Prices, line_of
 from .compute import EVERY, busiest, computing
-from .remedies import parsed
+from .remedies import acts, parsed
 from .waits import StallCandidate, estimate, spans_of, writes_checkpoint
 
 BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
@@ -30,10 +30,17 @@ OPTIMIZERS, ENGINE = "torch/optim/", "_engine_run_backward"
 
 @dataclass(frozen=True)
 class Loop:
-    """The innermost loop around a step's end, and milliseconds a step in which the GPU is idle at each statement in it."""
+    """A loop, and milliseconds a step in which the GPU is idle at each statement in it, without waits for a loader."""
 
     site: Site
     late: dict[Site, float]
+
+    @property
+    def ms(self) -> float:
+        return sum(self.late.values())
+
+    def holds(self, site: Site) -> bool:
+        return site.file == self.site.file and self.site.line <= site.line <= self.site.end
 
 
 @lru_cache(maxsize=256)
@@ -57,23 +64,36 @@ def loop_around(site: Site) -> Site | None:
 
 
 def loop_of(evidence: Measurements) -> Loop | None:
-    """Return the loop whose steps were sampled, from the stacks of its optimizer, or else of backward."""
+    """Return the innermost loop around the end of the sampled steps, from the stacks of the optimizer, or else of backward."""
     ends: Counter[Site] = Counter()
     for updates in (True, False):
         for stack, count in evidence.samples.stacks.items():
-            if (_updates(stack) if updates else _in_engine(stack)) and (loop := _innermost_loop(stack)):
-                ends[loop] += count
+            if (_updates(stack) if updates else _in_engine(stack)) and (site := _innermost_loop(stack)):
+                ends[site] += count
         if ends:
             break
     else:
         return None
-    site = ends.most_common(1)[0][0]
+    loop = Loop(ends.most_common(1)[0][0], {})
     late: Counter[Site] = Counter()
     for stack, count in evidence.samples.late.items():
-        inside = [each for each in stack.sites if each.file == site.file and site.line <= each.line <= site.end]
-        if inside and inside[-1].function == site.function:
+        inside = [each for each in stack.sites if loop.holds(each)]
+        if inside and inside[-1].function == loop.site.function and not stack.loading:
             late[inside[-1]] += count
-    return Loop(site, {each: evidence.sampled_ms(count) for each, count in late.most_common()})
+    return replace(loop, late={each: evidence.sampled_ms(count) for each, count in late.most_common()})
+
+
+def other_loops(evidence: Measurements, loop: Loop) -> list[Loop]:
+    """Return the loops that the function of the steps' loop has besides, such as one that makes a rollout, and in which the GPU
+    is idle for BOUND of a step or more."""
+    late: dict[Site, Counter[Site]] = defaultdict(Counter)
+    for stack, count in evidence.samples.late.items():
+        here = [site for site in stack.sites if site.file == loop.site.file and site.function == loop.site.function]
+        site = loop_around(here[-1]) if here and not stack.loading and not loop.holds(here[-1]) else None
+        if site is not None and not site.line <= loop.site.line <= site.end:
+            late[site][here[-1]] += count
+    loops = [Loop(site, {line: evidence.sampled_ms(n) for line, n in counts.most_common()}) for site, counts in late.items()]
+    return sorted((each for each in loops if each.ms >= BOUND * (evidence.ms or 0.0)), key=lambda each: -each.ms)
 
 
 def _innermost_loop(stack: Stack) -> Site | None:
@@ -120,7 +140,8 @@ def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         launching = launches[line_of(place)] * max(prices.pace or 0.0, every)
         if late >= PER_LAUNCH * launching and (prices.share(late - launching) or 0.0) >= WORK:
             text = f"the GPU is idle for {late:.3g} ms a step while the host is in this line"
-            yield estimate("host_work", place, 1, text, late - launching)
+            fix = ENVIRONMENTS if place.site is not None and acts(place.site) else ""
+            yield estimate("host_work", place, 1, text, late - launching, fix)
 
 
 def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
@@ -131,25 +152,39 @@ def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandid
     if ceiling - alone < BOUND * prices.step_ms:
         return
     launches = sum(call.kind == "launch" for call in evidence.tape.calls) / evidence.taped_steps
-    text = f"{launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
     loop, place = loop_of(evidence), busiest(evidence, lambda row: row.place.via and OPTIMIZERS in row.place.via.file)
     site = loop.site if loop is not None else loop_around(place.site) if place.site is not None else None
-    if loop is not None and loop.late:
-        parts = [f"line {each.line} {ms:.3g} ms ({each.code})" for each, ms in list(loop.late.items())[:SHOWN]]
-        text += f". The GPU is idle while the host is in {', '.join(parts)}"
+    others = other_loops(evidence, loop) if loop is not None else []
+    every = evidence.sampled_ms(sum(count for stack, count in evidence.samples.late.items() if not stack.loading))
+    left = 1.0
+    for other in others:
+        share = other.ms / every
+        left -= share
+        text = f"some {share * launches:.0f} of {launches:.0f} launches a step, by samples{_idle_at(other)}"
+        yield StallCandidate(
+            "launch_bound", Place(other.site), share * launches, text, ms=share * (ceiling - alone), certainty="estimate",
+            fix=ELSEWHERE,
+        )  # fmt: skip
+    text = f"{left * launches:.0f} launches a step; as a graph it would take the device's {alone:.3g} ms"
     reasons = in_the_way(evidence, site) if site is not None else []
-    fix = CAPTURE + (f"; first change {', '.join(reasons)}" if reasons else "")
     yield StallCandidate(
         "launch_bound",
         Place(site) if site is not None else place,
-        launches,
-        text,
-        ms=ceiling - alone,
-        certainty="replayed",
-        fix=fix,
+        left * launches,
+        text + (_idle_at(loop) if loop is not None else ""),
+        ms=left * (ceiling - alone),
+        certainty="estimate" if others else "replayed",
+        fix=CAPTURE + (f"; first change {', '.join(reasons)}" if reasons else ""),
     )
 
 
+def _idle_at(loop: Loop) -> str:
+    parts = [f"line {site.line} {ms:.3g} ms ({site.code})" for site, ms in list(loop.late.items())[:SHOWN]]
+    return f". The GPU is idle while the host is in {', '.join(parts)}" if parts else ""
+
+
+ENVIRONMENTS = "step environments in other processes (gymnasium.vector.AsyncVectorEnv), or take ones that run on the device"
+ELSEWHERE = "do more in each pass of this loop (a larger batch, more environments), or capture what it launches (gb.capture)"
 CAPTURE = "let gb.TrainStep make the step, as one CUDA graph (gpubound fix writes it for a plain loop)"
 
 

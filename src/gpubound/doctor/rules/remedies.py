@@ -52,6 +52,7 @@ LISTED = re.compile(r"\w\[(?:[^\[\]]*,\s*)?\[[-\d\s,]+\]")  # x[:, [-1]]
 SLICE = "a list as an index is copied to the device each time: take a slice (x[:, -1:]), or index with a tensor made there once"
 WRITTEN = re.compile(r"\]\s*=[^=]")  # x[i] = number
 SCALAR = 16  # bytes
+PINNED = "pass pin_memory=True to the DataLoader, and non_blocking=True here"
 ACTED = "an environment needs it at once: step more environments for each read, or act with a copy of the policy on the CPU"
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)
 
@@ -75,7 +76,7 @@ def _of_value(site: Site, count: float) -> str:
     text = ast.unparse(statement) if statement is not None else site.code
     if METER.search(text):
         return LATER
-    if _acts(statement, scope):
+    if acts(site):
         return ACTED
     if count >= SEVERAL and statement is not None and any(isinstance(n, COMPREHENSIONS) for n in ast.walk(statement)):
         return AT_ONCE
@@ -100,8 +101,9 @@ def _only_shown(statement: ast.stmt | None, scope: ast.AST) -> bool:
     return bool(uses) and not decides and all(SHOWN.search(ast.unparse(each)) for each in uses)
 
 
-def _acts(statement: ast.stmt | None, scope: ast.AST | None) -> bool:
-    """Return whether a statement gives what it reads to an environment's step, or assigns it to a name that is given to one."""
+def acts(site: Site) -> bool:
+    """Return whether a line gives what it reads to an environment's step, or assigns it to a name that is given to one."""
+    statement, scope = _statement(site)
     if statement is None or scope is None:
         return False
     steps = [
@@ -148,13 +150,25 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
     code = row.place.site.code if row.place.site else ""
     if row.kind == "d2h" and SHOWN.search(code):
         return RARELY if count > OFTEN else RARE
-    if row.kind == "d2h" and row.place.site is not None and _acts(*_statement(row.place.site)):
+    if row.kind == "d2h" and row.place.site is not None and acts(row.place.site):
         return ACTED
+    if row.kind == "h2d" and row.pageable and row.place.site is not None and _of_loader(row.place.site):
+        return PINNED
     if row.kind == "h2d" and LISTED.search(code):
         return SLICE
     if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
         return NUMBER.remedy
     return INDEX if index_of(row) else ""
+
+
+def _of_loader(site: Site) -> bool:
+    """Return whether a line of a file with a DataLoader copies a tensor that it does not make there."""
+    statement, _ = _statement(site)
+    calls = [n for n in ast.walk(statement or ast.Module([], [])) if isinstance(n, ast.Call)]
+    copied = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "cuda")]
+    made = any(isinstance(n, ast.Call) for tensor in copied for n in ast.walk(tensor))
+    makers = (n for n in ast.walk(parsed(site.file)) if isinstance(n, ast.Call))
+    return bool(copied) and not made and any(ast.unparse(n.func).split(".")[-1] == "DataLoader" for n in makers)
 
 
 def index_of(row: LedgerRow) -> str:
