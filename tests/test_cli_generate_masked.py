@@ -11,6 +11,7 @@ from gpubound.decode import MaskedSampler
 from gpubound.models import Decoder, DecoderConfig, save_hf
 from tests.messages import message
 
+from .models.llama.test_masked import DREAM, LLADA, write
 from .train.runs import build_corpus, recipe, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,3 +80,24 @@ def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):
     causal = save_hf(Decoder(DecoderConfig(16, 32, 1, 2, 1, 320)), tmp_path / "causal", Tokenizer.load(hf))
     code, _, err = command(causal, "--prompt", "a", "--guidance", "1")
     assert code == 2 and message("cli_generate_masked:options_of_the_other_kin.2", causal).within(err)
+
+
+def test_published_folders(command, tmp_path):
+    """LLaDA's is trained for a step, and generated from before and after it; Dream's has no tokenizer.json."""
+    write(tmp_path / "llada", LLADA, tokenizer=True)
+    options = ["--prompt", "def main", "--max-new-tokens", "8", "--denoising-steps", "2", "--ignore-eos", "--json"]
+    code, out, _ = command(tmp_path / "llada", *options)
+    assert code == 0 and len(json.loads(out)["sequences"][0]["tokens"]) == 8
+    (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
+    changes = {"model": str(tmp_path / "llada"), "objective": "diffusion", "steps": 1, "data": (str(tmp_path / "text.txt"),)}
+    run, _ = train(recipe("", tmp_path / "run", **changes))
+    assert run.objective.mask_token == LLADA["mask_token_id"]
+    exported = run.export(tmp_path / "hf")
+    assert json.loads((exported / "config.json").read_text())["model_type"] == "llada"
+    assert json.loads(command(exported, *options)[1])["sequences"][0]["tokens"]
+
+    write(tmp_path / "dream", DREAM)
+    code, _, err = command(tmp_path / "dream", *options)
+    assert code == 2 and "--tokenizer FOLDER" in err
+    code, out, _ = command(tmp_path / "dream", *options, "--tokenizer", tmp_path / "llada")
+    assert code == 0 and len(json.loads(out)["sequences"][0]["tokens"]) == 8

@@ -204,6 +204,9 @@ class Tokenizer:
         for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
             config |= read_json(file, CURE) if file.exists() else {}
         special = {name: _content(name, config.get(name), file) for name in SPECIAL_NAMES}
+        if special["mask_token"] is None and (folder / "config.json").exists():  # LLaDA: only the model's config names it
+            mask = read_json(folder / "config.json", CURE).get("mask_token_id")
+            special["mask_token"] = inner.id_to_token(mask) if type(mask) is int and mask >= 0 else None
         template = folder / "chat_template.jinja"
         chat = read_text(template, CURE) if template.exists() else config.get("chat_template")
         if isinstance(chat, list):  # several, by name

@@ -17,6 +17,7 @@ from ..device import label, limit, resolve
 from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
 from ..models.diffusion import MaskedSampler
+from ..models.folder import MASK_ID
 from .load import Saved, open_saved
 from .options import VERIFY, Generate
 
@@ -195,7 +196,7 @@ def explicit_sampling(options: Generate) -> dict[str, Any]:
 def build_sampler(options: Generate, saved: Saved, probe: list[list[int]]) -> MaskedSampler:
     """Return a sampler for batches like `probe`, and log a line that describes it."""
     tokenizer = saved.tokenizer
-    if tokenizer.mask is None:
+    if tokenizer.mask is None and getattr(saved.model, "generation", {}).get(MASK_ID) is None:
         raise ValueError(
             f"{saved.folder}: its tokenizer has no mask_token, and the model fills masks; give --tokenizer FOLDER."
         )

@@ -24,8 +24,24 @@ from .registry import WRAPPERS
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MASK_ID = "mask_token_id"  # of masked diffusion models
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+# Names of LLaDA's modules, and of a Decoder's. N is the number of a layer.
+LLADA_NAMES = {
+    "model.transformer.wte": "model.embed_tokens",
+    "model.transformer.blocks.N.attn_norm": "model.layers.N.input_layernorm",
+    "model.transformer.blocks.N.q_proj": "model.layers.N.self_attn.q_proj",
+    "model.transformer.blocks.N.k_proj": "model.layers.N.self_attn.k_proj",
+    "model.transformer.blocks.N.v_proj": "model.layers.N.self_attn.v_proj",
+    "model.transformer.blocks.N.attn_out": "model.layers.N.self_attn.o_proj",
+    "model.transformer.blocks.N.ff_norm": "model.layers.N.post_attention_layernorm",
+    "model.transformer.blocks.N.ff_proj": "model.layers.N.mlp.gate_proj",
+    "model.transformer.blocks.N.up_proj": "model.layers.N.mlp.up_proj",
+    "model.transformer.blocks.N.ff_out": "model.layers.N.mlp.down_proj",
+    "model.transformer.ln_f": "model.norm",
+    "model.transformer.ff_out": "lm_head",
+}
 LARGEST = 2**24  # of a size: the product of two still fits into the 63 bits in which torch counts bytes
 
 
@@ -47,8 +63,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def dtype_of(about: dict[str, Any], folder: Path) -> torch.dtype:
-    """Return the dtype of the saved weights, by config.json."""
+    """Return the dtype of the saved weights, by config.json. LLaDA's names none: that of the first tensor."""
     value = about.get("dtype") or about.get("torch_dtype") or "float32"
+    if about.get("model_type") == "llada" and not about.keys() & {"dtype", "torch_dtype"}:
+        with opened(weight_files(folder)[0]) as tensors:
+            return tensors.get_slice(next(iter(tensors.keys())))[:1].dtype
     name = value.removeprefix("torch.") if isinstance(value, str) else None
     if name not in DTYPES:
         raise DataError(f"{folder / 'config.json'}: dtype: got {value!r}, wanted one of {', '.join(DTYPES)}.")
@@ -109,12 +128,13 @@ def read_generation(path: Path, about: dict[str, Any]) -> dict[str, Any]:
     file = path / GENERATION
     generation = read_json(file, CURE) if file.exists() else {}
     for source, fields in ((path / "config.json", about), (file, generation)):
-        for name in SPECIAL_IDS:
+        for name in (*SPECIAL_IDS, MASK_ID):
             value = fields.get(name)
             tokens = value if isinstance(value, list) else [] if value is None else [value]
             if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
                 raise DataError(f"{source}: {name}: got {value!r}, wanted a token's number, a list of them, or null.")
-    return {name: about.get(name) for name in SPECIAL_IDS} | {k: v for k, v in generation.items() if v is not None}
+    mask = {} if about.get(MASK_ID) is None else {MASK_ID: about[MASK_ID]}
+    return {name: about.get(name) for name in SPECIAL_IDS} | mask | {k: v for k, v in generation.items() if v is not None}
 
 
 @dataclass(frozen=True)
@@ -126,14 +146,32 @@ class Stored:
     dtype: str  # by safetensors' names
 
 
+def decoder_name(stored: str) -> str:
+    """Return a Decoder's name of a stored tensor: another one for LLaDA's."""
+    return renamed(stored, LLADA_NAMES) if stored.startswith("model.transformer.") else stored
+
+
+def llada_name(name: str) -> str:
+    """Return LLaDA's name of a Decoder's tensor."""
+    return renamed(name, {ours: theirs for theirs, ours in LLADA_NAMES.items()})
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """Return the name of a tensor whose module has another name by `names`; unknown ones stay."""
+    module, _, tensor = name.rpartition(".")
+    number = next((part for part in module.split(".") if part.isdecimal()), "N")
+    other = names.get(module.replace(f".{number}.", ".N."))
+    return name if other is None else f"{other.replace('.N.', f'.{number}.')}.{tensor}"
+
+
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """Return the metadata of all tensors in the folder by name, from the headers of its safetensors files."""
+    """Return the metadata of all tensors in the folder by a Decoder's names, from the headers of its safetensors files."""
     stored: dict[str, Stored] = {}
     for file in weight_files(path):
         with opened(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
                 header = tensors.get_slice(name)
-                stored[name] = Stored(file, tuple(header.get_shape()), header.get_dtype())
+                stored[decoder_name(name)] = Stored(file, tuple(header.get_shape()), header.get_dtype())
     return stored
 
 

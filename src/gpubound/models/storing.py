@@ -28,6 +28,7 @@ from .folder import (
     WEIGHTS,
     Stored,
     check_layers,
+    decoder_name,
     dtype_of,
     opened,
     read_config,
@@ -118,8 +119,8 @@ def read_parts(path: Path, parts: Mapping[str, Part]) -> None:
     """Read a slice of each named tensor to its destination. Nothing else is read."""
     for file in weight_files(path):
         with opened(file) as tensors:
-            for name in (name for name in tensors.keys() if name in parts):  # noqa: SIM118 (it is no dict)
-                memory, part = parts[name]
+            for name in (name for name in tensors.keys() if decoder_name(name) in parts):  # noqa: SIM118 (it is no dict)
+                memory, part = parts[decoder_name(name)]
                 if memory.numel():
                     memory.copy_(tensors.get_slice(name)[part] if part else tensors.get_tensor(name))
 
@@ -131,16 +132,18 @@ def write_model(
     tokenizer: Tokenizer | None = None,
     weights: Weights | None = None,
     overwrite: bool = False,
+    named: Callable[[str], str] = str,
 ) -> Path:
     """Write the model's folder. An existing model is replaced only with `overwrite`.
 
     weights  iterator over the weights, for a sharded model, each gathered when it is reached; None: the model's. Those of one
              file are in memory at a time
+    named    (name of a tensor) -> its name in the folder
     """
     own = ("config.json", GENERATION, WEIGHTS, INDEX, *(part.name for part in path.glob(PARTS)))
     check_replaceable(path, "save", own, overwrite=overwrite)
     make_folder(path)
-    state = stored_state(model)
+    state = {named(name): tensor for name, tensor in stored_state(model).items()}
     generation = dict(model.generation) | (special_ids(model, tokenizer) if tokenizer else {})
     # Without these fields transformers takes bos = 1 and eos = 2, whatever those tokens are.
     config = config | {name: generation.get(name) for name in SPECIAL_IDS}
@@ -149,7 +152,7 @@ def write_model(
         config |= {"id2label": dict(enumerate(model.classes)), "label2id": {name: n for n, name in enumerate(model.classes)}}
         if config["pad_token_id"] is None:  # transformers finds the last token of a row by it
             config["pad_token_id"] = next(iter(ends_of(generation)), None)
-    _write_weights(path, state, iter(state.items() if weights is None else weights))
+    _write_weights(path, state, iter(state.items()) if weights is None else ((named(name), tensor) for name, tensor in weights))
     for name, content in (("config.json", config), (GENERATION, generation)):
         write_atomic(path / name, json.dumps(content, indent=2) + "\n")
     if tokenizer:

@@ -180,7 +180,7 @@ def test_presets_are_their_size(name, millions):
 @pytest.mark.parametrize(
     "change,named",
     [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3, llada, Dream"),
         ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
         ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),

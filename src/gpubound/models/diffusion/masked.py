@@ -31,6 +31,7 @@ from ...kernels import sample
 from ...kernels.sampling import Into, Rows, Settings
 from ...layers.embedding_and_head import head_of
 from ...trace import fallback
+from ..folder import MASK_ID
 from ..language_model import hidden_of, logits_of, why_not_head
 from ..registry import mode
 from .noise import MODES, MOST
@@ -173,7 +174,7 @@ class MaskedSampler:
     """Fill masks by a model that attends in both directions, with its current weights.
 
     tokenizer   of texts. Its mask token and end of text are the defaults
-    mask_token  id of the mask token; None: the tokenizer's
+    mask_token  id of the mask token; None: the tokenizer's, else that of the model's files
     ends        tokens that end an answer. None: the tokenizer's end of text
     graph       "auto": the step is captured on a GPU. "require": captured, or GraphError. "off": called
     """
@@ -189,7 +190,10 @@ class MaskedSampler:
         self.model, self.device = model, next(model.parameters()).device
         self.text = TextCodec.of(tokenizer, "MaskedSampler")
         self.vocab = head_of(model).weight.shape[0]
-        self.mask_token = _mask_token(mask_token, self.text, self.vocab)
+        own_mask = (
+            getattr(model, "generation", {}).get(MASK_ID) if self.text is None or self.text.mask is None else self.text.mask
+        )
+        self.mask_token = _mask_token(own_mask if mask_token is None else mask_token, self.vocab)
         own = None if self.text is None else self.text.eos
         self.ends = tuple(ends) if ends is not None else () if own is None else (own,)
         if graph not in MODES:
@@ -340,8 +344,7 @@ class ActiveRequest:
         return self.generation
 
 
-def _mask_token(token: int | None, text: TextCodec | None, vocab: int) -> int:
-    token = (None if text is None else text.mask) if token is None else token
+def _mask_token(token: int | None, vocab: int) -> int:
     if token is None:
         raise ValueError(
             "MaskedSampler: mask_token: got none, and the tokenizer has none; give the id that the model was trained with."

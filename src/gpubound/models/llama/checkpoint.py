@@ -14,16 +14,17 @@ from ...errors import DataError
 from ...layers.fused_weights import hooked
 from ...layers.linear_product import multiply_by_records
 from ...lora.layers import of_peft
-from ..folder import Beyond, ConfigFields, dtype_of, has_config, needs_transformers, read_config
+from ..folder import MASK_ID, Beyond, ConfigFields, dtype_of, has_config, llada_name, needs_transformers, read_config
 from ..language_model import LanguageModel
 from ..quantized.choose import scheme_of
 from ..quantized.fill import fill
 from ..registry import FAMILIES, Sizes
 from ..storing import Weights, read_model, unread_model, write_model
-from .decoder import PRESETS as PRESETS, Decoder, DecoderConfig
+from .decoder import BOTH_DIRECTIONS, PRESETS as PRESETS, Decoder, DecoderConfig
+from .masked import DREAM, LLADA, masked_config, masked_hf_config
 
 FOREIGN = True
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")  # model_types that Decoder implements
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", LLADA, DREAM)  # model_types that Decoder implements
 
 Config = TypeVar("Config", bound=DecoderConfig)
 
@@ -64,12 +65,17 @@ def load_hf(path: str | Path, device: str | torch.device = "cpu", dtype: torch.d
     folder, about = Path(path), read_config(Path(path))
     if (scheme := scheme_of(folder, about)) is not None:
         return fill(unread(folder), scheme, torch.device(device), dtype or dtype_of(about, folder))
-    return read_model(Path(path), Decoder, config_of, device, dtype)
+    return read_model(folder, Decoder, config_of, device, dtype, layers=_layers(about))
 
 
 def unread(path: str | Path) -> Decoder:
     """Return the folder's Decoder on the meta device, for `read_parts` (storing.py) to fill."""
-    return unread_model(Path(path), Decoder, config_of)
+    return unread_model(Path(path), Decoder, config_of, layers=_layers(read_config(Path(path))))
+
+
+def _layers(about: dict[str, Any]) -> str:
+    """Return the field of config.json with the number of layers."""
+    return "n_layers" if about.get("model_type") == LLADA else "num_hidden_layers"
 
 
 def outline(path: str | Path) -> Decoder:
@@ -86,10 +92,15 @@ def save_hf(
 ) -> Path:
     """Write a folder that transformers loads, with the same logits. An existing model is replaced only with `overwrite`.
 
+    A model with causal=False is written as LLaDA or Dream, whose Python code for transformers is not part of the folder.
     With `tokenizer` the folder also has the tokenizer, and the tokens that begin, end and pad a text.
     """
-    config = hf_config(model.config, next(model.parameters()).dtype)
-    return write_model(model, config, Path(path), tokenizer, weights, overwrite)
+    dtype, arguments = next(model.parameters()).dtype, (Path(path), tokenizer, weights, overwrite)
+    if model.config.causal:
+        return write_model(model, hf_config(model.config, dtype), *arguments)
+    mask = model.generation.get(MASK_ID) if tokenizer is None or tokenizer.mask is None else tokenizer.mask
+    config = masked_hf_config(model.config, str(dtype).removeprefix("torch."), mask)
+    return write_model(model, config, *arguments, named=str if model.config.shifted else llada_name)
 
 
 load, save = load_hf, save_hf
@@ -100,6 +111,11 @@ def as_transformers(model: Decoder) -> Any:
     needs_transformers("a decoder without fused kernels")
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if not model.config.causal:
+        raise ValueError(
+            f"decoder: model: got a Decoder that is not decoded token by token: {BOTH_DIRECTIONS}; generate with "
+            f"gpubound.decode.MaskedSampler(model)."
+        )
     if why := _no_hf_family(model.config):
         raise ValueError(
             f"decoder: model: got a Decoder that transformers cannot compute where the fused kernels do not: {why}; set "
@@ -151,6 +167,8 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
         raise Beyond(
             f"{path}: model_type is {family!r}, wanted one of {', '.join(SUPPORTED)}; use transformers with gb.place instead."
         )
+    if family in (LLADA, DREAM):
+        return masked_config(about, path)
     rope, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     rope = scaling | rope
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -1,8 +1,9 @@
 """The decoder: a Llama-shaped language model over the library's layers.
 
 Grouped-query attention, rotary positions, RMSNorm and a gated MLP, with the options that set Llama, Mistral, Qwen2, Qwen3 and
-SmolLM apart: biases on q, k and v, normed q and k heads, tied embeddings. Parameters are named as Hugging Face names them, so
-checkpoint.py moves a checkpoint in or out without renaming.
+SmolLM apart: biases on q, k and v, normed q and k heads, tied embeddings. With causal=False it is a masked diffusion model, as
+LLaDA and Dream are. Parameters are named as Hugging Face names them, so checkpoint.py moves a checkpoint in or out without
+renaming (LLaDA has other names: storing.py).
 
 Legend: B batch, T tokens.
 """
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.dispatch import Call
@@ -23,6 +25,7 @@ from ..decoding import Shape
 from ..language_model import LanguageModel
 from ..reader import Reader
 
+BOTH_DIRECTIONS = "its tokens attend to later tokens (causal=False)"  # why a model does not generate token by token
 REQUIRED: Any = None  # default of required fields, so that __post_init__ names a missing one: dataclasses raise a TypeError
 
 
@@ -47,6 +50,8 @@ class DecoderConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     positions: int = 4096  # the longest sequence it is meant for; written to HF's config, not a limit of the code
+    causal: bool = True  # False: attention in both directions, for masked diffusion
+    shifted: bool = False  # with causal=False: a token is predicted at the position before it, as Dream does
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -62,6 +67,10 @@ class DecoderConfig:
             )
         if self.rope_low >= self.rope_high:
             raise ValueError(f"{kind}: rope_low: got {self.rope_low}, wanted a number below rope_high, {self.rope_high}.")
+        if self.shifted and self.causal:
+            raise ValueError(
+                f"{kind}: shifted: got True, but a causal model predicts the next token anyway; give causal=False."
+            )
 
     def _check_types(self) -> None:
         for field in fields(self):
@@ -110,11 +119,12 @@ class Trunk(nn.Module):
     def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
-        qk_norm = config.eps if config.qk_norm else None
+        options: dict[str, Any] = {"bias": config.qkv_bias, "qk_norm": config.eps if config.qk_norm else None}
+        options |= {"causal": config.causal}
         self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, **where)
         self.layers = nn.ModuleList(
             Block(
-                Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, config.qkv_bias, qk_norm, **where),
+                Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, **options, **where),
                 MLP(config.hidden, config.intermediate, **where),
                 config.hidden,
                 config.eps,
@@ -124,17 +134,19 @@ class Trunk(nn.Module):
         )
         self.norm = RMSNorm(config.hidden, config.eps, **where)
         self.rope = RopeTable(config.angles)
+        self.shifted = config.shifted
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None) -> Tensor:
         x, rope = look_up(self.embed_tokens, input_ids), self.rope.of(input_ids, position_ids)
-        return run_blocks(self.layers, self.norm, x, rope, mask)
+        x = run_blocks(self.layers, self.norm, x, rope, mask)
+        return torch.cat([x[:, :1], x[:, :-1]], 1) if self.shifted else x
 
 
 class OwnReader(Reader):
     """Reader of Decoder."""
 
     def refusal(self, max_length: int) -> str | None:
-        return None
+        return self.model.undecoded()
 
     def shape(self) -> Shape:
         c = self.config
@@ -156,6 +168,12 @@ class Decoder(LanguageModel):
         if not isinstance(config, DecoderConfig):
             raise ValueError(f"Decoder: config: got {type(config).__name__}, wanted a DecoderConfig.")
         super().__init__(config, Trunk(config, device, dtype), device, dtype)
+
+    def undecoded(self) -> str | None:
+        return super().undecoded() if self.config.causal else BOTH_DIRECTIONS
+
+    def unpacked(self) -> str | None:
+        return "it predicts a token at the position before it (shifted=True)" if self.config.shifted else None
 
     def calls(self) -> Iterator[Call]:
         c = self.config

@@ -118,7 +118,6 @@ class RichardsConfig(DecoderConfig):
     attention: str = "softmax"
     mlp: str = "swiglu"
     norm: str = "rms"
-    causal: bool = True  # False: attention in both directions, for masked diffusion
     time: str = "none"  # film: norms are scaled and shifted by a time, for a denoiser of continuous inputs
     rope: bool = True  # False: no rotary positions
     degree: int = 3  # of poly attention: 1, 3, 5 or 7
@@ -140,6 +139,8 @@ class RichardsConfig(DecoderConfig):
             raise ValueError(f"RichardsConfig: time: got {self.time!r}; {hint(self.time, TIMES, 'there are')}")
         if self.rope and self.head_dim % 2:
             raise ValueError(f"RichardsConfig: heads are {self.head_dim} wide, and rotation works on pairs; give rope=False.")
+        if self.shifted:
+            raise ValueError("RichardsConfig: shifted: got True, which only a Decoder has; leave it out.")
         if not self.causal and not all(part.backwards for part in self.parts):
             raise ValueError(
                 f"RichardsConfig: causal: got False, but {self.attention} reads a text in one direction; take softmax or poly."

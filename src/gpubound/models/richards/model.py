@@ -21,7 +21,7 @@ from ...layers.embedding_and_head import look_up
 from ...layers.moe import MoE
 from ..decoding import ExpertWeights, Linear
 from ..language_model import LanguageModel
-from ..llama.decoder import OwnReader
+from ..llama.decoder import BOTH_DIRECTIONS, OwnReader
 from .config import MIXERS, MLPS, NORMS, RichardsConfig
 
 TIME_SCALE = 1000.0  # of a time: without it no sinusoid would turn by more than a radian, and all times would look alike
@@ -190,7 +190,7 @@ class RichardsDecoder(LanguageModel):
 
     def undecoded(self) -> str | None:
         if not self.config.causal:
-            return "its tokens attend to later tokens (causal=False)"
+            return BOTH_DIRECTIONS
         return "its blocks are told a time" if self.config.time != "none" else super().undecoded()
 
     def extra_loss(self) -> Tensor | None:
