@@ -14,6 +14,7 @@ kernels_path = of_decode.kernels_path  # a fixture: the way that a GPU takes
 
 FUSED = (
     "arcee",
+    "axk1",
     "bamba",
     "cohere",
     "cohere2",

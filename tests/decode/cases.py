@@ -103,6 +103,8 @@ OTHERS = {
 }  # fmt: skip
 SAME = {  # read as others are
     "Arcee": {"attention_bias": True, "mlp_bias": True},
+    "AXK1": {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
+             "topk_group": 2},
     "Glm4MoeLite": {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
     "GPTBigCode": {"multi_query": False, "num_key_value_heads": None},
     "GPTJ": {"rotary_dim": 4, "num_key_value_heads": None},
@@ -112,6 +114,10 @@ SAME = {  # read as others are
         "rms_norm_eps": 1e-2,
     },
     "Jais2": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "Mistral4": {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                 "routed_scaling_factor": 1.5, "rope_parameters": {
+                     "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": ROOM,
+                     "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}},
     "Olmo": {"attention_bias": True},
     "SolarOpen": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5},
     "Youtu": {**LATENT, "rope_interleave": False},
@@ -147,7 +153,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME | RECURRENT)[family] | options
         config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})
         how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
-        model = transformers.AutoModelForCausalLM.from_config(config, **how)
+        auto = transformers.AutoModelForCausalLM  # which has not Mistral 4: it knows the model with images alone
+        model = transformers.Mistral4ForCausalLM(config) if family == "Mistral4" else auto.from_config(config, **how)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ("norm" in name or (kind in ("Falcon", "GPTNeo") and ".ln_" in name)) and not name.endswith("bias"):

@@ -25,6 +25,18 @@ def test_the_cache_holds_one_latent_a_token(kind, device):
     assert after - before == layers * 20 * 28 * 2
 
 
+@pytest.mark.parametrize("kind", ["AXK1", "Glm4MoeLite", "Mistral4", "Youtu"])
+def test_families_that_are_read_as_these(kind, device):
+    fast = gb.decoder(cases.build(kind, device=device), 3, cases.ROOM)
+    assert fast.path == ""
+    cases.assert_greedy(fast, cases.prompts(), 12)
+
+
+def test_queries_that_are_scaled_beyond_a_length(device):
+    fast = gb.decoder(cases.build("Mistral4", device=device, max_position_embeddings=200), 1, cases.ROOM + 1, verify=False)
+    assert f"scaled beyond {cases.ROOM} tokens" in fast.path
+
+
 @KINDS
 @pytest.mark.parametrize("options", [{"pages": 5}, {"fused": False}, {"speculate": 4}], ids=str)
 def test_pages_the_models_own_forward_and_drafts_give_the_same(kind, options, device):

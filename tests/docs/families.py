@@ -15,6 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
 NAMES = {
     "arcee": "Arcee",
+    "axk1": "A.X-K1",
     "bamba": "Bamba",
     "cohere": "Cohere (Command R)",
     "cohere2": "Cohere 2 (Command A, R7B)",
@@ -52,6 +53,7 @@ NAMES = {
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
     "mistral3": "Mistral Small 3, Ministral 3 with images",
+    "mistral4": "Mistral 4",
     "mixtral": "Mixtral",
     "nemotron": "Nemotron",
     "olmo": "OLMo",
@@ -84,7 +86,7 @@ CODED = (  # whose MLPs no part of placing swaps
     "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
-SPARSE = ("mixtral", "gpt_oss", "latent", "qwen3_next")  # families whose MLPs are experts
+SPARSE = ("mixtral", "gpt_oss", "latent", "mistral4", "qwen3_next")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, GLM-4-MoE-Lite and Youtu: multi-head latent attention, whose cache holds one latent a token.
+"""DeepSeek-V2 and V3, A.X-K1, GLM-4-MoE-Lite and Youtu: multi-head latent attention, whose cache holds one latent a token.
 
 DeepSeek-V3 is Kimi-K2's layout, too. Experts are read as those of models/mixtral.py. DeepSeek-V2 chooses them by a softmax,
 with groups ranked by the best of each.
@@ -201,6 +201,10 @@ class LatentReader(SparseReader):
             q_down=linear_of(attention.q_a_proj) if low else None,
             q_norm=q_norm,
         )
+
+    def mlp(self, block: Any) -> Any:
+        weights, after = super().mlp(block), self.norms(block.mlp, ("post_mlp_layernorm",))[0]  # of A.X-K1's experts
+        return weights if after is None else replace(weights, post_norm=after)
 
     @property
     def interleaved(self) -> bool:

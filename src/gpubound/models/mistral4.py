@@ -1,0 +1,35 @@
+"""Mistral 4: DeepSeek-V3's latent attention with Ministral 3's queries, and experts chosen by a softmax.
+
+Placing replaces norms, MLPs and the loss. Attention, whose queries grow with their position, and its loop stay transformers'.
+"""
+
+from functools import partial
+from typing import Any
+
+from ..kernels.expert_choice import ExpertRouting
+from .hf_modules import causal_lm, mlp, norm
+from .latent import LatentCausalLM, LatentReader
+from .ministral3 import BETA, first_scaled
+from .registry import Maker
+
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": partial(causal_lm, part=LatentCausalLM)}
+
+
+class Mistral4Reader(LatentReader):
+    READS = LatentReader.READS | {BETA}
+
+    def refusal(self, max_length: int) -> str | None:
+        if self.config.n_group > 1:
+            return f"its experts are in {self.config.n_group} groups, and chosen by a softmax"
+        first = first_scaled(self.config)
+        if self.config.rope_parameters.get(BETA) and max_length > first:
+            return f"its queries are scaled beyond {first} tokens, and max_length is {max_length}"
+        return super().refusal(max_length)
+
+    def routing(self, block: Any) -> ExpertRouting | None:
+        router = block.gate
+        factor = float(router.routed_scaling_factor)
+        return None if factor == 1 else ExpertRouting(None, bool(router.norm_topk_prob), factor)
+
+
+DECODING = {"ForCausalLM": Mistral4Reader}
