@@ -29,6 +29,8 @@ FUSED = (
     "gemma2",
     "gemma3",
     "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "glm",
     "glm4",
     "glm4_moe",

@@ -68,6 +68,15 @@ OTHERS = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
         "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
     }},
+    "Gemma4": {  # the last two of four layers share keys; layers without a window have wider heads
+        "num_hidden_layers": 4, "layer_types": LOCAL["layer_types"] * 2, "sliding_window": 9, "global_head_dim": 16,
+        "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 1.5,
+    },
+    "Gemma4Unified": {  # keys that are values
+        "layer_types": LOCAL["layer_types"], "sliding_window": 9, "global_head_dim": 16, "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "Cohere": {"logit_scale": 0.5},
     "Cohere2": {"logit_scale": 0.5, "layer_types": LOCAL["layer_types"], "sliding_window": 9},
     "Ernie4_5": {"use_bias": True},
@@ -149,7 +158,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         )
     else:
         family = kind.partition(" ")[0]
-        name = f"{family}TextConfig" if family in ("Gemma3", "Qwen3_5") else f"{family}Config"
+        typed = "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5"
+        name = f"{family}TextConfig" if family in typed else f"{family}Config"
         chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME | RECURRENT)[family] | options
         config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})
         how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
@@ -159,12 +169,14 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         for name, parameter in model.named_parameters():
             if ("norm" in name or (kind in ("Falcon", "GPTNeo") and ".ln_" in name)) and not name.endswith("bias"):
                 shifted = "Gemma" in kind or (kind in ("Qwen3_5", "Qwen3Next") and "linear_attn" not in name)
-                parameter.uniform_(0.5, 1.5).sub_(1.0 if shifted else 0.0)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if shifted and "Gemma4" not in kind else 0.0)
             else:
                 parameter.normal_(std=0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.normal_(std=0.3)
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.2)
     model = model.to(device, dtype).eval()
     if kind.endswith("placed"):
         gb.place(model, device=device)

@@ -7,10 +7,9 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import transformer
-from gpubound.decode.kv_cache import PAGE, Cache, WindowRing
+from gpubound.decode.kv_cache import PAGE, Cache, CachedLayer, WindowRing
 from gpubound.decode.runner import RunnerConfig
 from gpubound.kernels import dispatch
-from gpubound.models.decoding import Shape
 from gpubound.watch import watch
 
 from . import cases
@@ -32,7 +31,7 @@ def decoder(kind: str, device, **options) -> gb.FastDecoder:
     return fast
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "GptOss"])
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma3", "Gemma4", "GptOss"])
 def test_tokens_are_those_of_the_whole_text(kind, device):
     """Prompts that are shorter than the ring and longer in one batch: padding may not overwrite a short row's keys."""
     fast = decoder(kind, device, **ON_CPU)
@@ -116,10 +115,9 @@ class TestMemory:
     def test_rings_of_a_27b_model_at_128k_tokens(self):
         """Gemma 3 27B: 62 layers, every sixth without a window; 16 heads of keys, 128 wide."""
         length, window = 128 * 1024, 1024
-        windows = {number: 0 if number % 6 == 5 else window for number in range(62)}
-        shape = Shape(hidden=5376, heads=32, kv_heads=16, head_dim=128, vocab=262208, scale=1.0)
+        layers = {number: CachedLayer(16, 128, 0 if number % 6 == 5 else window) for number in range(62)}
         sizes = [
-            Cache(RunnerConfig(1, length), windows, shape, torch.bfloat16, torch.device("meta"), rings).nbytes
+            Cache(RunnerConfig(1, length), layers, torch.bfloat16, torch.device("meta"), rings).nbytes
             for rings in (True, False)
         ]
         token = 2 * 2 * 16 * 128
@@ -129,14 +127,26 @@ class TestMemory:
     def test_a_ring_has_room_for_the_tokens_of_a_step(self):
         for window, tokens, pages in ((PAGE, 1, 1), (PAGE, 2, 2), (PAGE - 4, 5, 1), (PAGE - 3, 5, 2)):
             build = RunnerConfig(2, 1024, tokens)
-            shape = Shape(hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=9, scale=1.0)
-            (store,) = Cache(build, {0: window}, shape, torch.float32, torch.device("cpu")).stores
+            (store,) = Cache(build, {0: CachedLayer(1, 8, window)}, torch.float32, torch.device("cpu")).stores
             assert isinstance(store, WindowRing) and store.k.shape == (1, 2 * pages, 1, PAGE, 8)
 
     def test_windows_as_long_as_the_cache_need_no_ring(self):
-        build, shape = RunnerConfig(1, 128), Shape(hidden=8, heads=1, kv_heads=1, head_dim=8, vocab=9, scale=1.0)
-        cache = Cache(build, {0: 65, 1: 0}, shape, torch.float32, torch.device("cpu"))
+        layers = {0: CachedLayer(1, 8, 65), 1: CachedLayer(1, 8)}
+        cache = Cache(RunnerConfig(1, 128), layers, torch.float32, torch.device("cpu"))
         assert not cache.ringed and len(cache.stores) == 1
+
+    def test_layers_of_other_shapes_and_layers_that_share_keys(self):
+        """Gemma 4 E4B's shape: of 42 layers the last 18 share keys; every sixth has no window and heads twice as wide."""
+        length, window, last = 128 * 1024, 512, {False: 22, True: 23}
+        layers = {}
+        for number in range(42):
+            whole = number % 6 == 5
+            source = last[whole] if number > 23 else None
+            layers[number] = CachedLayer(2, 512 if whole else 256, 0 if whole else window, source)
+        cache = Cache(RunnerConfig(1, length), layers, torch.bfloat16, torch.device("meta"))
+        token = 2 * 2 * 2 * 256
+        assert cache.nbytes == (4 * 2 * length + 20 * window) * token
+        assert cache.bytes_read([length]) == (7 * 2 * length + 35 * window) * token
 
     def test_the_table_shows_what_layers_keep(self):
         fast = decoder("Gemma3", "cpu", **ON_CPU)

@@ -164,14 +164,20 @@ def test_what_no_step_reads_changes_nothing(fast, capsys):
 
 
 def test_a_number_of_all_layers_is_refused_until_it_is_back():
-    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM, verify=False)
-    before = of_decoder(fast)
-    attention = fast.model.model.layers[0].self_attn
-    scaling, attention.scaling = attention.scaling, 1.0
+    fast = gb.decoder(cases.build("Gemma3"), 1, cases.ROOM, verify=False)
+    before, config = of_decoder(fast), fast.model.config
+    cap, config.final_logit_softcapping = config.final_logit_softcapping, 1.0
     for _ in range(2):
-        assert refusal(gb.GenerateError, lambda: of_decoder(fast)) == message(
-            "decode/weights:a_number_of_all_layers_i", scaling
-        )
+        assert refusal(gb.GenerateError, lambda: of_decoder(fast)) == message("decode/weights:a_number_of_all_layers_i", cap)
+    config.final_logit_softcapping = cap
+    assert of_decoder(fast) == before
+
+
+def test_a_layers_scale_of_scores_is_followed():
+    fast = gb.decoder(cases.build("Llama"), 1, cases.ROOM, verify=False)
+    before, attention = of_decoder(fast), fast.model.model.layers[0].self_attn
+    scaling, attention.scaling = attention.scaling, 1.0
+    assert of_decoder(fast) == of_model(fast) != before
     attention.scaling = scaling
     assert of_decoder(fast) == before
 

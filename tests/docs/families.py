@@ -30,6 +30,8 @@ NAMES = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
+    "gemma4_unified": "Gemma 4 Unified",
     "glm": "GLM",
     "glm4": "GLM-4",
     "glm4_moe": "GLM-4-MoE (GLM-4.5)",
@@ -101,7 +103,7 @@ def config_of(kind: str):
 
 def placed(swaps) -> str:
     parts = {"Attention": "attention", "MLP": "MLP"}
-    found = ["norms", *(name for role, name in parts.items() if role in swaps)]
+    found = ["norms", *(name for role, name in parts.items() if swaps.keys() & {role, f"Text{role}"})]
     return ", ".join([*found, "residual adds"] if set(STACKS) & swaps.keys() else found)
 
 
@@ -129,7 +131,7 @@ def row(kind: str) -> list[str]:
 def quantised_folders(kind: str, swaps) -> str:
     if kind == "gpt_neox":  # its q, k and v are rows of one weight, by head
         return "kept, decoded by its own forward"
-    coded = kind in CODED or ("MLP" in swaps and family_of(kind) not in SPARSE)
+    coded = kind in CODED or (swaps.keys() & {"MLP", "TextMLP"} and family_of(kind) not in SPARSE)
     return "kept, decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
 
 

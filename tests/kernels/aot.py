@@ -102,6 +102,14 @@ MORE = {
         lambda: one_biased_weight("tiled_norm_product"),
     ),
     "choose_experts by the token": ("choose_experts", by_token),
+    "decode_attention over shared keys": (
+        "decode_attention",
+        lambda: example_of("decode_attention", 2, 4, 256, 128, False, 0.0, 0.0, False, False, False, 0, 0.0),
+    ),
+    "decode_attention of wide keys that are values": (
+        "decode_attention",
+        lambda: example_of("decode_attention", 4, 8, 512, 256, False, 0.0, 0.0, False, False, False, 1, 1e-6),
+    ),
     "choose_experts beside the shared expert": ("choose_experts", lambda: example_of("choose_experts", True)),
     "group_norm of groups larger than a tile": (
         "group_norm",

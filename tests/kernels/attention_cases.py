@@ -19,15 +19,16 @@ class Case:
     kind, paged       of the cache
     pairs             that are rotated; None: all
     whole, offset     of the norms: over whole rows instead of heads, and their gain
+    new, v_eps        heads of the product for each kv head besides the queries' (0: the cache has the token's); of values' norm
     """
 
     def __init__(
         self, device, dtype, positions, kind=None, paged=False, kv=2, group=2, width=16, tokens=1, normed=False,
-        pairs=None, whole=False, offset=0.0, cap=0.0, interleaved=False, gated=False,
+        pairs=None, whole=False, offset=0.0, cap=0.0, interleaved=False, gated=False, new=2, v_eps=0.0,
     ):  # fmt: skip
         self.device, self.dtype, self.kv, self.group, self.width, self.tokens = device, dtype, kv, group, width, tokens
         self.kind, rows = KINDS.get(kind), len(positions)
-        self.qkv = draw(device, torch.float32, rows * tokens, ((2 if gated else 1) * group + 2) * kv * width)
+        self.qkv = draw(device, torch.float32, rows * tokens, ((2 if gated else 1) * group + new) * kv * width)
         first = torch.tensor(positions, device=device, dtype=torch.int32)
         self.position = first[:, None] + torch.arange(tokens, device=device, dtype=torch.int32) if tokens > 1 else first
         angles = draw(device, torch.float32, L, pairs or width // 2, seed=3)
@@ -35,11 +36,11 @@ class Case:
         if normed:
             sizes = (kv * group * width, kv * width) if whole else (width, width)
             norms = [Norm(draw(device, dtype, size, seed=4 + i), 1e-6, offset) for i, size in enumerate(sizes)]
-        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5, 0, cap, interleaved, None, gated)
+        self.heads = Heads(angles.cos(), angles.sin(), *norms, width**-0.5, 0, cap, interleaved, None, gated, v_eps)
         caches = [draw(device, torch.float32, rows, kv, L, width, seed=1 + i) for i in range(2)]
         for cache in caches:
             for row, position in enumerate(positions):
-                cache[row, :, position:] = float("nan")
+                cache[row, :, position if new else position + tokens :] = float("nan")
         self.pages = shuffled(rows, device) if paged else None
         kept = [self.keep(cache) for cache in caches]
         self.caches = [parts[0] for parts in kept] + [parts[1] for parts in kept if len(parts) > 1]

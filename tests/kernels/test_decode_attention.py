@@ -14,7 +14,7 @@ from gpubound.kernels.registry import load
 from gpubound.kernels.triton import decode_attention as fast
 from tests.messages import refusals
 
-from .attention_cases import Case, L, one_by_one, parity
+from .attention_cases import NAMES, Case, L, one_by_one, parity
 from .cases import DTYPES, SOURCES, TOLERANCE, draw, pairwise, same
 
 
@@ -118,7 +118,7 @@ def test_wrong_arguments_are_named(device):
 
     refusals(
         "kernels/decode_attention:wrong_arguments_are_named",
-        partial(call, qkv=case.qkv[:, :64]),
+        partial(call, qkv=case.qkv[:, :48]),
         partial(call, position=case.position.long()),
         partial(call, cos=case.heads.cos[:9]),
         partial(call, q_norm=norm),
@@ -154,6 +154,40 @@ def test_the_forms_of_other_families_agree_with_the_reference(device, dtype, pai
 @pytest.mark.parametrize("form", SPECIAL[1:])
 def test_several_tokens_in_the_forms_of_other_families(device, source, form):
     one_by_one(special(device, torch.bfloat16, [0, 62, 147], *form, kv=1, tokens=3), source)
+
+
+SHARED = [(0, 0.0), (1, 0.0), (1, 1e-6), (2, 1e-2)]
+
+
+@pairwise
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dependent", [0, EARLY])
+@pytest.mark.parametrize(("new", "v_eps"), SHARED)
+@pytest.mark.parametrize("form", [{}, {"paged": True}, {"kind": "int8"}], ids=str)
+def test_shared_keys_and_normed_values_agree_with_the_reference(device, dtype, dependent, new, v_eps, form):
+    case = Case(device, dtype, [0, 5, 63, 64, 149], normed=True, new=new, v_eps=v_eps, **form)
+    parity(case, max(TOLERANCE[dtype], 1e-5), window=70, dependent=dependent)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("new", "v_eps"), SHARED[:3])
+def test_several_tokens_over_shared_keys(device, source, new, v_eps):
+    one_by_one(Case(device, torch.float32, [0, 62, 147], tokens=3, normed=True, new=new, v_eps=v_eps), source)
+
+
+def test_the_definition_of_shared_keys_and_normed_values(device):
+    """A key that is the value too, then an earlier layer's keys and values in the cache: as of three products with them."""
+    three = Case(device, torch.float32, [0, 9, 149], normed=True, v_eps=1e-2)
+    q, k, _ = three.qkv.split([64, 32, 32], -1)
+    three.qkv = torch.cat([q, k, k], -1)
+    want, *caches = three("reference")
+    three.qkv = torch.cat([q, k], -1)
+    for name, one, other in zip(NAMES, three("reference"), (want, *caches)):
+        same(name, one.nan_to_num(), other.nan_to_num(), 0.0)  # NaN beyond the tokens
+    three.qkv = q.contiguous()
+    same("out", three("reference", caches=list(caches))[0], want, 0.0)
+    factor = k.view(3, 2, 16).square().mean(-1, keepdim=True).add(1e-2).rsqrt()
+    torch.testing.assert_close(caches[1][range(3), :, [0, 9, 149]], k.view(3, 2, 16) * factor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

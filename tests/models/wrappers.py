@@ -22,6 +22,14 @@ KINDS = {
         text_config=TEXT | LOCAL, vision_config=VISION, mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=6,
         eoi_token_index=7,
     ),
+    "gemma4": lambda: hf.Gemma4Config(
+        text_config=TEXT | {
+            "num_hidden_layers": 4, "layer_types": LOCAL["layer_types"] * 2, "sliding_window": 9, "global_head_dim": 16,
+            "pad_token_id": 0, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": VOCABULARY,
+        },
+        image_token_id=IMAGE,
+    ),
     "mistral3": lambda: hf.Mistral3Config(
         text_config=TEXT | {"model_type": "mistral"}, vision_config=PIXTRAL, image_token_index=IMAGE, spatial_merge_size=1
     ),
@@ -55,7 +63,7 @@ KINDS = {
     ),
 }  # fmt: skip
 GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-PLAIN = [kind for kind in KINDS if kind not in GRIDS]
+PLAIN = [kind for kind in KINDS if kind not in (*GRIDS, "gemma4")]  # built with a part for images, whose tokens are a text's
 
 
 def shifted(kind, name):

@@ -16,6 +16,8 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
@@ -42,6 +44,7 @@ from transformers import (
 
 import gpubound as gb
 
+VOCABULARY = 89
 CONFIGS = {
     "llama": LlamaConfig,
     "llama tied": LlamaConfig,
@@ -53,6 +56,8 @@ CONFIGS = {
     "gemma": GemmaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "gemma4": Gemma4TextConfig,
+    "gemma4_unified": Gemma4UnifiedTextConfig,
     "olmo2": Olmo2Config,
     "phi3": Phi3Config,
     "ministral": MinistralConfig,
@@ -101,6 +106,22 @@ OPTIONS = {
         "sliding_window": 24,
     },
     "gemma3": GEMMA,
+    "gemma4": {
+        "num_hidden_layers": 4,
+        "layer_types": GEMMA["layer_types"] * 2,
+        "sliding_window": 5,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": VOCABULARY,
+    },
+    "gemma4_unified": {
+        "layer_types": GEMMA["layer_types"],
+        "sliding_window": 5,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+    },
     "exaone4": {"layer_types": GEMMA["layer_types"], "sliding_window": 5},
     "glm": {"rope_parameters": HALF},
     "glm4": {"rope_parameters": HALF, "attention_bias": True},
@@ -139,7 +160,6 @@ OPTIONS = {
     },
     "youtu": LATENT | {"rope_interleave": False},
 }
-VOCABULARY = 89
 
 
 def place(model, device="cpu", **options):
@@ -176,7 +196,10 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
-                p.uniform_(-0.5, 0.5) if "gemma" in kind else p.uniform_(0.5, 1.5)
+                p.uniform_(-0.5, 0.5) if "gemma" in kind and "gemma4" not in kind else p.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.2)
     return model.to(dtype)
 
 

@@ -111,11 +111,13 @@ def reference_stages(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and output of every module, in order; the last are the logits."""
     shape, home = model.shape, model.embed.device
+    kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer, of which later layers share some
     tables = {home: model.tables(ids.shape[0])}
     x = model.embed[ids.to(home)].float() * shape.embedded
     if model.positions is not None:
         x = x + model.positions[: len(ids)].float()
     yield "model.embed_tokens", x
+    inputs = None if model.layer_inputs is None else model.layer_inputs.define(ids.to(home), x)
     numbers = itertools.count()
     for layer in model.layers:  # not by enumerate, which keeps the last one, in fp32, while the next one is made
         number = next(numbers)
@@ -123,10 +125,15 @@ def reference_stages(
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]
-        before, x = x, x + layer.attention.define(shape, x, tables[device], rounded)
+        before, x = x, x + layer.attention.define(x, tables[device], rounded, kept, number)
         yield f"model.layers.{number}.self_attn", x
         x = x + layer.mlp.define(before if layer.mlp.parallel else x, number, choices)
         yield f"model.layers.{number}.mlp", x
+        if layer.extra is not None and inputs is not None:
+            x = x + layer.extra.define(x, inputs[:, number].to(device))
+            yield f"model.layers.{number}.layer_input", x
+        if layer.factor is not None:
+            x = x * layer.factor.float()
         del layer
     x = plain_norm(x.to(home), model.norm)
     yield "model.norm", x
@@ -148,10 +155,13 @@ class RoundedModel:
     def __init__(self, body: "FusedRunner") -> None:
         live = body.live
         self.body, self.shape, self.embed, self.norm, self.positions = body, live.shape, live.embed, live.norm, live.positions
+        self.layer_inputs = live.layer_inputs
 
     @property
     def layers(self) -> Iterator[LayerWeights]:
-        return (LayerWeights(attention.exact(), mlp.exact()) for attention, mlp in self.body.layers)
+        for layer, live in zip(self.body.layers, self.body.live.layers):
+            extra = None if layer.extra is None else layer.extra.exact()
+            yield live._replace(attention=layer.attention.exact(), mlp=layer.mlp.exact(), extra=extra)
 
     def head_parts(self) -> Iterator[Tensor]:
         """Yield the head's weight in parts: all of it may be the largest matrix by far."""

@@ -19,7 +19,7 @@ from ..kernels.decode_product import ACTIVATIONS
 from ..kernels.dispatch import can_launch
 from ..kernels.rope import rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm
-from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, UngatedWeights
+from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, LayerWeights, UngatedWeights
 from .layer import capped_attend
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class CpuLinear:
 
 
 class CpuLayer(NamedTuple):
+    rest: LayerWeights  # of which a part after the MLP and the factor are read
+    more: list[CpuLinear]  # the products of that part
     part: Any  # attention, or a recurrent layer
     attention: Any  # its weights
     mlp: DenseWeights | UngatedWeights
@@ -74,16 +76,18 @@ class CpuStep:
     def read_weights(self) -> None:
         """Read the runner's current weights."""
         self.layers = []
-        for part, mlp in self.body.layers:
+        for weights, (part, mlp, extra) in zip(self.body.live.layers, self.body.layers):
             *inputs, output = map(CpuLinear, part.products)
-            self.layers.append(CpuLayer(part, part.weights, mlp.weights, inputs, output, *map(CpuLinear, mlp.products)))
+            more = [CpuLinear(product) for product in (extra.products if extra else ())]
+            own = part, part.weights, mlp.weights, inputs, output, *map(CpuLinear, mlp.products)
+            self.layers.append(CpuLayer(weights, more, *own))
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
-        body, s, rows = self.body, self.body.live.shape, len(token)
+        body, rows = self.body, len(token)
         low, high = map(int, position.aminmax())
         end = high + 1
         if end > self.finite and low < high:
-            for cache in (t for store in body.cache.stores for t in (store.k, store.v)):
+            for cache in (t for store in body.cache.stores for t in store.tensors):
                 cache[:, :rows, :, self.finite : end] = 0
         self.finite = max(self.finite, end)
         windows = {layer.attention.window for layer in self.layers if layer.attention.state() is None}
@@ -96,20 +100,22 @@ class CpuStep:
         x = body.embedded(token)
         if body.positions is not None:
             x = x + body.positions[index]
-        for number, (part, attention, mlp, inputs, o, up, down) in enumerate(self.layers):
+        own_inputs = None if body.inputs is None else body.inputs.of_prompt(token, x)
+        for number, (rest, more, part, attention, mlp, inputs, o, up, down) in enumerate(self.layers):
             h = _normed(x, attention.norm)
             if attention.state() is not None:
                 mixed = part.mix([torch.cat([*linear(h)], -1).float() for linear in inputs], position, 0)
             else:
-                gate, *linears = attention.apart(inputs[0](h), s.head_dim)
-                q, k, v = attention.heads(linears, s.head_dim, _normed)
+                gate, rows_of = attention.apart(inputs[0](h))
+                q, *own = attention.heads(rows_of, _normed)
                 if attention.table is not None:
                     cos, sin = angles[attention.table]
-                    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+                    q, *own[:1] = (rotate(heads, cos, sin) for heads in (q, *own[:1]))
                 keys, values = (t[:rows] for t in body.cache.keys_values(number))
-                keys[row, :, target], values[row, :, target] = k, v
+                if own:
+                    keys[row, :, target], values[row, :, target] = own
                 start, mask = visible[attention.window]
-                mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, s.scale, attention)
+                mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, attention)
                 mixed = mixed if gate is None else mixed * gate.sigmoid()
             y = o(mixed)[0]
             before, x = x, x + _normed(y, attention.post_norm)
@@ -119,18 +125,26 @@ class CpuStep:
             else:
                 h = ACTIVATED[mlp.activation](first[0])
             x = x + _normed(down(h)[0], mlp.post_norm)
+            if rest.extra is not None and own_inputs is not None:
+                gate, out = more
+                h = ACTIVATIONS[rest.extra.activation](gate(x)[0]) * own_inputs[:, number]
+                x = x + _normed(out(h)[0], rest.extra.post_norm)
+            if rest.factor is not None:
+                x = x * rest.factor
         logits = body.logits_of(_normed(x, body.live.norm))
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.largest[:rows]))
         body.arg[:rows] = self.largest[:rows]
         return logits
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, weights: AttentionWeights) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: AttentionWeights) -> Tensor:
     """Return the attention (B, H D) of queries (B, H, D) to the visible keys and values (B, K, L, D)."""
     if weights.cap or weights.sinks is not None:
-        return capped_attend(q[:, :, None], k, v, mask, scale, weights.cap, weights.sinks).flatten(1)
+        return capped_attend(q[:, :, None], k, v, mask, weights.scale, weights.cap, weights.sinks).flatten(1)
     # A group's query heads are queries of its one key head: no keys are repeated, as enable_gqa would.
-    return F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, attn_mask=mask, scale=scale).flatten(1)
+    return F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, attn_mask=mask, scale=weights.scale).flatten(
+        1
+    )
 
 
 def _normed(x: Tensor, norm: AnyNorm) -> Tensor:

@@ -21,7 +21,7 @@ from ..layers.invariant import BatchInvariant
 from ..models.invariant import why_not_invariant
 from ..models.language_model import hidden_of
 from ..models.registry import mode
-from .kv_cache import PAGE, Cache, words
+from .kv_cache import PAGE, Cache, cached_layers, words
 from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body, random_ids
 from .transformer import ViewRunner
 from .weight_view import WeightView, bind
@@ -69,10 +69,10 @@ class ExactRunner(ViewRunner):
             raise ValueError(f"decoder: exact: {live}; leave exact out.")
         self.model, self.live, self.config, self.device = model, live, config, live.device
         self.max_batch, self.max_length, self.vocab = config.max_batch, config.max_length, live.shape.vocab
-        windows = dict.fromkeys(range(len(live.layers)), 0)  # no layer has one
-        needed = Cache(config, windows, live.shape, live.dtype, torch.device("meta")).nbytes + 4 * config.max_batch * self.vocab
+        layers = cached_layers(live.layers)
+        needed = Cache(config, layers, live.dtype, torch.device("meta")).nbytes + 4 * config.max_batch * self.vocab
         check_room(needed, self.device, config)
-        self.cache = Cache(config, windows, live.shape, live.dtype, self.device)
+        self.cache = Cache(config, layers, live.dtype, self.device)
         self.rows = torch.arange(config.max_batch, device=self.device, dtype=torch.int32)[:, None]  # the blocks of a row
         self.logits = torch.zeros(config.max_batch, self.vocab, device=self.device, dtype=torch.float32)
         self.scale: Tensor | None = None  # of the hidden states before the head, one for each row

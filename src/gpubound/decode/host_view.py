@@ -20,13 +20,13 @@ from .weight_view import WeightView
 class HostView:
     """A WeightView on another device than its model's."""
 
-    sliced, adapted, apart, positions, copied = False, False, None, None, None
+    sliced, adapted, apart, positions, copied, layer_inputs = False, False, None, None, None, None
 
     def __init__(self, original: WeightView, device: torch.device) -> None:
-        if any(type(layer.mlp) is not DenseWeights for layer in original.layers):
+        if any(type(layer.mlp) is not DenseWeights or layer.extra is not None for layer in original.layers):
             raise ValueError(
-                f"decoder: device: got {device} for a model on {original.device} whose MLPs are experts or have no gate, "
-                f"wanted one with dense, gated MLPs; move the model."
+                f"decoder: device: got {device} for a model on {original.device} whose MLPs are experts or have no gate or an "
+                f"input besides, wanted one with dense, gated MLPs; move the model."
             )
         self.original, self.device, self.dtype = original, device, original.dtype
         self.model, self.shape, self.coded = original.model, original.shape, original.coded
@@ -41,11 +41,15 @@ class HostView:
     def _read(self) -> None:
         live = self.original
         self.reader, self.moved = live.reader, live.moved  # which is another one after a refresh
-        self.layers = [LayerWeights(*(part.mapped(self._moved) for part in layer)) for layer in live.layers]
+        self.layers = [self._layer(layer) for layer in live.layers]
         self.embed, self.norm, self.head = self._copy(live.embed), self._moved(live.norm), live.head
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return [(cos.to(self.device), sin.to(self.device)) for cos, sin in self.original.tables(length)]
+
+    def _layer(self, layer: LayerWeights) -> LayerWeights:
+        factor = None if layer.factor is None else self._copy(layer.factor)
+        return layer.mapped(self._moved)._replace(factor=factor)
 
     def _moved(self, value: Any) -> Any:
         """Return a norm, a vector, or a linear layer with its bias, on the device."""
@@ -66,11 +70,12 @@ class StreamedModel:
 
     def __init__(self, view: HostView) -> None:
         self._view, self.shape, self.embed, self.norm, self.head = view, view.shape, view.embed, view.norm, view.head
-        self.tables, self.positions = view.tables, view.positions
+        self.tables, self.positions, self.layer_inputs = view.tables, view.positions, view.layer_inputs
 
     @property
     def layers(self) -> Iterator[LayerWeights]:
-        return (LayerWeights(*(part.mapped(self._on_device) for part in layer)) for layer in self._view.layers)
+        for layer in self._view.layers:
+            yield layer.mapped(self._on_device)
 
     def _on_device(self, value: Any) -> Any:
         return value if isinstance(value, Tensor) else value._replace(weight=value.weight.to(self._view.device))

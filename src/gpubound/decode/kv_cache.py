@@ -14,10 +14,11 @@ attention kernels read and write a ring as any other paged cache. A recurrent la
 Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a head.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from ..kernels import decode_attention, quantized_decode_attention
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from ..kernels.latent_attention import LatentCache
-from ..models.decoding import Shape, StateShape
+from ..models.decoding import LatentAttentionWeights, LayerWeights, StateShape
 from .layer_state import LayerState
 from .request import to_device
 
@@ -82,6 +83,32 @@ def ring_pages(window: int, tokens: int) -> int:
     return pages_for(window + tokens - 1)
 
 
+class CachedLayer(NamedTuple):
+    """The shape of a layer's keys and values, and how many of the last ones it reads."""
+
+    kv_heads: int
+    head_dim: int
+    window: int = 0  # 0: all
+    source: int | None = None  # the layer whose keys and values it reads; None: it has some
+    latent: bool = False  # whether it has one row a token for all heads, and no values
+
+
+def cached_layers(layers: Sequence[LayerWeights]) -> dict[int, CachedLayer | StateShape]:
+    """Return what is cached of each layer, by its number."""
+    found: dict[int, Any] = {}
+    for number, layer in enumerate(layers):
+        a = layer.attention
+        if (state := a.state()) is not None:
+            found[number] = state
+        elif isinstance(a, LatentAttentionWeights):
+            found[number] = CachedLayer(1, len(a.latent.weight), latent=True)
+        elif a.source is None:
+            found[number] = CachedLayer(a.kv_heads, a.head_dim, a.window)
+        else:
+            found[number] = found[a.source]._replace(window=a.window, source=a.source)
+    return found
+
+
 class LayerStore:
     """Keys and values of some layers, (layers, B, K, L, D) each; in pages, (layers, pages, K, PAGE, D). Scales lack the D.
 
@@ -92,17 +119,16 @@ class LayerStore:
     window = 0  # the last positions that the layers attend to; 0: all
 
     def __init__(
-        self, layers: int, blocks: int, positions: int, shape: Shape, dtype: torch.dtype, device: torch.device
+        self, layers: int, blocks: int, positions: int, like: CachedLayer, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate `blocks` rows or pages of `positions`. dtype: the model's, or one of KINDS."""
-        heads, width = (1, shape.latent) if shape.latent else (shape.kv_heads, shape.head_dim)
-        size = layers, blocks, heads, positions, width
+        size = layers, blocks, like.kv_heads, positions, like.head_dim
         self.k = torch.zeros(size, device=device, dtype=dtype)
-        self.v = torch.zeros(size if not shape.latent else 0, device=device, dtype=dtype)
+        self.v = torch.zeros(size if not like.latent else 0, device=device, dtype=dtype)
         self.k_scale = self.v_scale = None
         if dtype in KINDS.values():
             self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
-        self.bytes_a_token = self.nbytes // (blocks * positions)  # of keys and values in these layers, with their scales
+        self.bytes_a_token = self.nbytes // (layers * blocks * positions)  # of a layer's keys and values, with their scales
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -173,14 +199,13 @@ class WindowRing(LayerStore):
         layers: int,
         rows: int,
         length: int,
-        window: int,
         count: int,
-        shape: Shape,
+        like: CachedLayer,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(layers, rows * count, PAGE, shape, dtype, device)
-        self.window, self.count = window, count
+        super().__init__(layers, rows * count, PAGE, like, dtype, device)
+        self.window, self.count = like.window, count
         first = count * torch.arange(rows, device=device, dtype=torch.int32)
         self.pages = first[:, None] + torch.arange(pages_for(length), device=device, dtype=torch.int32) % count
 
@@ -212,57 +237,67 @@ class WindowRing(LayerStore):
 
 
 class Cache:
-    """Keys and values of all layers with attention, in stores of layers that keep the same positions; states of the others.
+    """Keys and values of all layers with attention, in stores of layers that keep the same positions in one shape; states of
+    the others.
 
-    Layers with a window have a `WindowRing` of its last positions, where that is shorter than `max_length`.
+    Layers with a window have a `WindowRing` of its last positions, where that is shorter than `max_length`. Layers that share
+    an earlier layer's keys and values have nothing.
     """
 
     first = 0  # the cache's row of a step's first row; not 0 for a later lane
     targets: Tensor | None = None  # see LayerStore.write
     ends: Tensor | None = None
-    shared: LayerStore | None = None  # whose pages all rows share
+    shared: LayerStore | None = None  # the first one whose pages all rows share, by the one table
 
     def __init__(
         self,
         build: "RunnerConfig",
-        kept: Mapping[int, int | StateShape],
-        shape: Shape,
+        layers: Mapping[int, "CachedLayer | StateShape"],
         dtype: torch.dtype,
         device: torch.device,
         rings: bool = True,
     ) -> None:
-        """kept: the window of each layer's attention, 0 for none, or its state; by the layer's number.
-        rings: False keeps all positions of every layer."""
+        """layers: by their numbers. rings: False keeps all positions of every layer."""
         layout, self.rows, self.length = build.cache, build.max_batch, build.max_length
-        self.layout, self.dtype, self.layers, self.device = layout, dtype, [*kept], device
+        self.layout, self.dtype, self.numbers, self.device = layout, dtype, [*layers], device
         self.kind = None if layout.kind is None else KINDS[layout.kind]
-        if shape.latent and self.kind is not None:
+        self.layers = {number: layer for number, layer in layers.items() if isinstance(layer, CachedLayer)}
+        if self.kind is not None and any(layer.latent for layer in self.layers.values()):
             raise ValueError(
                 f"decoder: cache: got {layout.kind!r} for a model whose cache holds latents, which have no 8-bit form; "
                 "leave it out."
             )
-        groups: dict[tuple[int, int], list[int]] = {}  # layers by their window and the pages of its ring
-        self.states: dict[int, LayerState] = {}
         tokens = build.tokens + build.redone
-        for number, window in kept.items():
-            if isinstance(window, StateShape):
-                self.states[number] = LayerState(window, self.rows, tokens, dtype, device)
-                continue
-            pages = ring_pages(window, tokens) if window and rings else 0
-            groups.setdefault((window, pages) if 0 < pages < pages_for(self.length) else (0, 0), []).append(number)
+        self.states: dict[int, LayerState] = {}
+        for number, shape in layers.items():
+            if isinstance(shape, StateShape):
+                self.states[number] = LayerState(shape, self.rows, tokens, dtype, device)
+        groups: dict[tuple[CachedLayer, int], list[int]] = {}  # layers by their shape, window, and the pages of its ring
+        for number, layer in self.layers.items():
+            pages = ring_pages(layer.window, tokens) if layer.window and rings else 0
+            kept = (layer, pages) if 0 < pages < pages_for(self.length) else (layer._replace(window=0), 0)
+            if layer.source is None:
+                groups.setdefault(kept, []).append(number)
         self.stores: list[LayerStore] = []
         self._places: dict[int, tuple[LayerStore, int]] = {}
-        rest = shape, self.kind or dtype, device
-        for (window, pages), numbers in groups.items():
+        rest, table = (self.kind or dtype, device), None
+        for (like, pages), numbers in groups.items():
             if pages:
-                store: LayerStore = WindowRing(len(numbers), self.rows, self.length, window, pages, *rest)
+                store: LayerStore = WindowRing(len(numbers), self.rows, self.length, pages, like, *rest)
             elif layout.pages is None:
-                store = LayerStore(len(numbers), self.rows, self.length, *rest)
+                store = LayerStore(len(numbers), self.rows, self.length, like, *rest)
             else:
-                store = self.shared = LayerStore(len(numbers), layout.pages + 1, PAGE, *rest)
-                store.pages = torch.zeros(self.rows, pages_for(self.length), device=device, dtype=torch.int32)
+                store = LayerStore(len(numbers), layout.pages + 1, PAGE, like, *rest)
+                if table is None:
+                    self.shared = store
+                    table = torch.zeros(self.rows, pages_for(self.length), device=device, dtype=torch.int32)
+                store.pages = table
             self.stores.append(store)
             self._places |= {number: (store, place) for place, number in enumerate(numbers)}
+        self._places |= {n: self._places[layer.source] for n, layer in self.layers.items() if layer.source is not None}
+        self._readers = Counter(store for store, _ in self._places.values())
+        self._sources = {layer.source for layer in self.layers.values()}
+        self._extended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a prompt that later layers share
         self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
 
     @property
@@ -272,7 +307,7 @@ class Cache:
 
     @property
     def whole(self) -> LayerStore:
-        """The one store of a cache without rings."""
+        """The one store of a cache without rings, of layers of one shape."""
         (store,) = self.stores
         return store
 
@@ -292,9 +327,9 @@ class Cache:
     def bytes_read(self, lengths: list[int]) -> int:
         """Return the bytes of keys, values and states that a step of rows of these lengths reads."""
         total = sum(state.nbytes for state in self.states.values()) // self.rows * len(lengths)
-        for store in self.stores:
+        for store, layers in self._readers.items():
             read = map(min, lengths, repeat(store.window)) if store.window else lengths
-            total += store.bytes_a_token * sum(read)
+            total += store.bytes_a_token * layers * sum(read)
         return total
 
     def reserve(self, limits: Tensor) -> None:
@@ -326,6 +361,22 @@ class Cache:
 
         Return those that the prompt attends to, (B, K, S, D); the last T are the new ones.
         """
+        found = self._write(number, start, k, v)
+        if number in self._sources:
+            self._extended[number] = found
+        return found
+
+    def extended(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return what `extend` has returned of the layer whose keys and values layer `number` shares."""
+        source = self.layers[number].source
+        assert source is not None
+        return self._extended[source]
+
+    def end_prompt(self) -> None:
+        """Free the keys and values of a prompt that layers shared."""
+        self._extended.clear()
+
+    def _write(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         store, place = self._places[number]
         if self.kind is None or store.k_scale is None or store.v_scale is None:
             k, v = store.write([(store.k[place], k), (store.v[place], v)], start, self.targets, self.ends)
@@ -387,10 +438,10 @@ class Cache:
             for store in self.stores
             if isinstance(store, WindowRing)
         ]
-        _, _, heads, _, width = self.stores[0].k.shape
         if latent:
-            parts.insert(1, f"latents of {width} numbers a token")
-        plain = (1 if latent else 2) * len(self._places) * self.rows * heads * self.length * width * self.dtype.itemsize
+            parts.insert(1, f"latents of {self.stores[0].k.shape[-1]} numbers a token")
+        wide = sum(store.k.shape[0] * store.k.shape[2] * store.k.shape[4] for store in self.stores)
+        plain = (1 if latent else 2) * self.rows * self.length * wide * self.dtype.itemsize
         return [("cache", ", ".join(parts), f"{(self.nbytes - states) / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}"), *kept]
 
 

@@ -32,26 +32,26 @@ class CachedLatentAttention(Part):
 
     def __init__(self, weights: LatentAttentionWeights, number: int, form: object, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
-        w, s, rows = weights, workspace.shape, workspace.rows
+        w, rows, heads = weights, workspace.rows, weights.query_heads
         first, *rest, _ = w.groups()
         self.down = self.product(self.form.stacked(*first), *first)
         self.q = self.product(self.form.stacked(*rest[0]), *rest[0]) if rest else None
         self.o = self.last = self.product(self.form.stacked(w.o), w.o)
         self.widths = [len(layer.weight) for layer in first]
         self.up = w.up.weight.detach().to(workspace.device)  # in its own format; a copy only of a model in host memory
-        self.rank, self.heads = self.up.shape[1], s.heads
+        self.rank, self.heads = self.up.shape[1], heads
         self._projected = workspace.buffer("projected", rows, sum(self.widths))
         if self.q is not None:
             self._low = workspace.buffer("low", rows, self.widths[0])
-            self._q = workspace.buffer("q", rows, s.heads * s.head_dim)
-        self._queries = workspace.buffer("queries", rows, s.heads, s.latent, dtype=workspace.dtype)
-        self._mixed = workspace.buffer("mixed", rows, s.heads * w.value(s), dtype=workspace.dtype)
-        counts = {n: _splits(n, s.heads)[0] for n in (rows, min(rows, GEMV_ROWS))}
+            self._q = workspace.buffer("q", rows, heads * w.head_dim)
+        self._queries = workspace.buffer("queries", rows, heads, len(w.latent.weight), dtype=workspace.dtype)
+        self._mixed = workspace.buffer("mixed", rows, heads * w.value, dtype=workspace.dtype)
+        counts = {n: _splits(n, heads)[0] for n in (rows, min(rows, GEMV_ROWS))}
         most = max(n * splits for n, splits in counts.items())
-        self._sums = workspace.buffer("sums", most, s.heads, self.rank)
-        self._weights = workspace.buffer("weights", most, s.heads, 2)
+        self._sums = workspace.buffer("sums", most, heads, self.rank)
+        self._weights = workspace.buffer("weights", most, heads, 2)
         self._angles = workspace.tables[w.table]
-        self._first = number == workspace.cache.layers[0]  # of its group: its product is the fence of triton/_step.py
+        self._first = number == workspace.cache.numbers[0]  # of its group: its product is the fence of triton/_step.py
 
     def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
@@ -76,7 +76,7 @@ class CachedLatentAttention(Part):
         return self._attend(q, latent, position, 0)
 
     def _attend(self, q: Tensor, latent: Tensor, position: Tensor, mode: int) -> Tensor:
-        w, s, rows = self.weights, self.workspace.shape, len(q)
+        w, rows = self.weights, len(q)
         cache, queries, mixed = (
             self.workspace.cache.latents(self.number, len(position)),
             self._queries[:rows],
@@ -85,16 +85,16 @@ class CachedLatentAttention(Part):
         latent_queries(q, latent, position, w.latent_norm, self.up, *self._angles, cache, queries, w.interleaved, mode)
         splits, tiles = _splits(rows, self.heads)
         sums, weights = (t[: rows * splits].view(rows, splits, *t.shape[1:]) for t in (self._sums, self._weights))
-        return latent_attention(queries, position, cache, self.up, s.scale, LatentScratch(sums, weights, tiles), mixed, mode)
+        return latent_attention(queries, position, cache, self.up, w.scale, LatentScratch(sums, weights, tiles), mixed, mode)
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
-        w, s, width = self.weights, self.workspace.shape, self.weights.rotated
+        w, width = self.weights, self.weights.rotated
         q, latent = self.linear(self.down, h)
         if self.q is not None:
             (q,) = self.linear(self.q, normed(q, w.q_norm))
         latent, key = latent.split([self.rank, width], -1)
-        plain, turning = q.unflatten(-1, (self.heads, -1)).split([s.head_dim - width, width], -1)
+        plain, turning = q.unflatten(-1, (self.heads, -1)).split([w.head_dim - width, width], -1)
         pair = turning, key.unsqueeze(-2)
         if w.interleaved:
             pair = apart(turning, width // 2), apart(pair[1], width // 2)
@@ -102,13 +102,13 @@ class CachedLatentAttention(Part):
         turned, key = rope(*pair, cos[start:end], sin[start:end])
         new = torch.cat([normed(latent, w.latent_norm).unsqueeze(-2), key], -1)
         kept = self.workspace.cache.extend_latents(self.number, start, new)[:, 0]  # (B, S, width of both)
-        value = w.value(s)
+        value = w.value
         expanded = F.linear(kept[..., : self.rank], self.up).unflatten(-1, (self.heads, -1))
-        k, v = expanded.split([s.head_dim - width, value], -1)
+        k, v = expanded.split([w.head_dim - width, value], -1)
         k = torch.cat([k, kept[:, :, None, self.rank :].expand(-1, -1, self.heads, -1)], -1)
-        v = F.pad(v, (0, max(0, s.head_dim - value)))  # flash attention takes values as wide as keys
+        v = F.pad(v, (0, max(0, w.head_dim - value)))  # flash attention takes values as wide as keys
         q, k, v = (t.transpose(1, 2) for t in (torch.cat([plain, turned], -1), k, v))
-        mixed = attend_prompt(q, k, v, kept.shape[1] - (end - start), 0, s.scale)
+        mixed = attend_prompt(q, k, v, kept.shape[1] - (end - start), 0, w.scale)
         return self.linear(self.o, mixed[..., :value].flatten(2))[0]
 
     def exact(self) -> LatentAttentionWeights:

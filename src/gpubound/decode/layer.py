@@ -52,6 +52,8 @@ class Workspace:
         self.peer: Any = None  # of placement/peers.py, where other devices have other slices of the same layers
         self.gemv_rows: int | None = None  # more rows are a tiled GEMM; None: there is none
         self.copy: Tensor | None = None  # of the stream in `dtype`, which a tiled GEMM reads
+        self.step_inputs: Tensor | None = None  # (layers, rows, width): the layers' own inputs in a step (layer_inputs.py)
+        self.prompt_inputs: Tensor | None = None  # (B, T, layers, width)
         self._buffers: dict[tuple, Tensor] = {}
 
     @property
@@ -82,6 +84,7 @@ class Part:
     compute: Any
     gemm_compute: Any
     captures_prompts = True  # whether a graph can hold `prompt`
+    factor: Tensor | None = None  # (1,): the stream is multiplied by it after the part
 
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
@@ -157,7 +160,9 @@ class Part:
         if self.workspace.peer is not None:
             self.workspace.peer.add(self.target(x), mode)
         if self._sum is not None:
-            add_norm(self.target(x), self.weights.post_norm, x, mode)
+            add_norm(self.target(x), self.weights.post_norm, x, mode, self.factor)
+        elif self.factor is not None:
+            x *= self.factor
 
     def linear(self, product: Any, x: Tensor) -> list[Tensor]:
         """Return x (..., K) times each weight of a product, with biases and adapters: of a prompt, by torch."""
@@ -177,7 +182,7 @@ class Part:
     @property
     def first(self) -> bool:
         """Return whether the part is the first of its group of layers."""
-        return self.number == self.workspace.cache.layers[0]
+        return self.number == self.workspace.cache.numbers[0]
 
     def fenced(self, mode: int) -> int:
         """Return the launch mode of a layer's first product, which is the fence of triton/_pdl.py in a group's first layer."""
@@ -209,14 +214,16 @@ class CachedAttention(Part):
 
     def __init__(self, weights: AttentionWeights, number: int, form: Any, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
-        w, s, rows = weights, workspace.shape, workspace.rows
-        self.qkv = self.product(form.stacked(w.q, w.k, w.v), w.q, w.k, w.v)
+        w, rows, inputs = weights, workspace.rows, list(weights.inputs.values())
+        self.qkv = self.product(form.stacked(*inputs), *inputs)
         self.o = self.last = self.product(form.stacked(w.o), w.o)
-        self._qkv = workspace.buffer("qkv", rows, sum(len(layer.weight) for layer in (w.q, w.k, w.v)))
-        self._mixed = workspace.buffer("mixed", rows, s.heads * s.head_dim, dtype=workspace.dtype)
-        most = max(n * _splits(n, s.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
-        self._partial = workspace.buffer("partial", most, s.kv_heads, s.heads // s.kv_heads, s.head_dim + 2)
-        self._finished = workspace.buffer("finished", rows * s.kv_heads, dtype=torch.int32)
+        self.kv_heads = workspace.cache.layers[number].kv_heads
+        self._sizes = [len(layer.weight) for layer in inputs]
+        self._qkv = workspace.buffer("qkv", rows, sum(self._sizes))
+        self._mixed = workspace.buffer("mixed", rows, w.query_heads * w.head_dim, dtype=workspace.dtype)
+        most = max(n * _splits(n, self.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
+        self._partial = workspace.buffer("partial", most, self.kv_heads, w.query_heads // self.kv_heads, w.head_dim + 2)
+        self._finished = workspace.buffer("finished", rows * self.kv_heads, dtype=torch.int32)
         self._angles = workspace.no_rotation if w.table is None else workspace.tables[w.table]
 
     def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
@@ -228,43 +235,46 @@ class CachedAttention(Part):
         return self._mixed[:rows]
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
-        h, w = self.read(x, mode), self.weights
+        h = self.read(x, mode)
         qkv = fused_linear(h, self.qkv.matrices(), self.qkv.biases or None)
         if self.qkv.added is not None:
-            self.qkv.added.add(h, *qkv.split([len(layer.weight) for layer in (w.q, w.k, w.v)], -1))
+            self.qkv.added.add(h, *qkv.split(self._sizes, -1))
         self._attend(len(x), qkv, position, 0)  # a dependent launch after cuBLAS takes 0.4 us longer (H200, 350m, 32 rows)
         return self._mixed[: len(x)]
 
     def prompt(self, h: Tensor, start: int, end: int) -> Tensor:
         """Return the attention's output for normed h (B, T, hidden) at positions start to end."""
-        w, s = self.weights, self.workspace.shape
-        gate, *rows = w.apart(self.linear(self.qkv, h), s.head_dim)
-        q, k, v = w.heads(rows, s.head_dim, normed)
+        w, cache = self.weights, self.workspace.cache
+        gate, rows = w.apart(self.linear(self.qkv, h))
+        q, *own = w.heads(rows, normed)
         if w.table is not None:
             cos, sin = self._angles
-            q, k = rope(q, k, cos[start:end], sin[start:end])
-        k, v = self.workspace.cache.extend(self.number, start, k, v)
+            keys = own[0] if own else q[..., :1, :]  # shared keys are rotated: a head that is not read takes their place
+            q, keys = rope(q, keys, cos[start:end], sin[start:end])
+            own = [keys, *own[1:]] if own else own
+        k, v = cache.extend(self.number, start, *own) if own else cache.extended(self.number)
         before = k.shape[2] - (end - start)  # keys that the cache has returned with the prompt's own
-        mixed = attend_prompt(q.transpose(1, 2), k, v, before, w.window, s.scale, w.cap, w.sinks).flatten(2)
+        mixed = attend_prompt(q.transpose(1, 2), k, v, before, w.window, w.scale, w.cap, w.sinks).flatten(2)
         return self.linear(self.o, mixed if gate is None else mixed * gate.sigmoid())[0]
 
     def _attend(self, rows: int, qkv: Tensor, position: Tensor, mode: int) -> None:
-        s, w = self.workspace.shape, self.weights
-        heads = Heads(*self._angles, w.q_norm, w.k_norm, s.scale, w.window, w.cap, w.interleaved > 0, w.sinks, w.gated)
-        splits, tiles = _splits(rows, s.kv_heads)
-        partial = self._partial[: rows * splits].view(rows, s.kv_heads, splits, *self._partial.shape[2:])
-        scratch = Scratch(partial, self._finished[: rows * s.kv_heads], tiles)
+        w, kv_heads = self.weights, self.kv_heads
+        how = w.interleaved > 0, w.sinks, w.gated, w.v_eps
+        heads = Heads(*self._angles, w.q_norm, w.k_norm, w.scale, w.window, w.cap, *how)
+        splits, tiles = _splits(rows, kv_heads)
+        partial = self._partial[: rows * splits].view(rows, kv_heads, splits, *self._partial.shape[2:])
+        scratch = Scratch(partial, self._finished[: rows * kv_heads], tiles)
         self.workspace.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
     def exact(self) -> AttentionWeights:
         """Return the weights with the values that a rounded format represents."""
-        (q, k, v), (o,) = self.qkv.exact(), self.o.exact()
-        return replace(self.weights, q=q, k=k, v=v, o=o)
+        (o,) = self.o.exact()
+        return replace(self.weights, **dict(zip(self.weights.inputs, self.qkv.exact())), o=o)
 
     def ops(self) -> list[tuple[str, str, str]]:
         attention = self.workspace.cache.layout.op
         return [
-            (f"{self.norm_in_product}q k v", f"{self.qkv.prefix}norm_product", ""),
+            (f"{self.norm_in_product}{' '.join(self.weights.inputs)}", f"{self.qkv.prefix}norm_product", ""),
             ("rotation, cache, attention", attention, ""),
             ("output", f"{self.o.prefix}add_product", ""),
         ]

@@ -34,9 +34,8 @@ from ..models.decoding import (
     DenseWeights,
     ExpertWeights,
     LatentAttentionWeights,
-    LayerWeights,
+    LayerInputWeights,
     Linear,
-    StateShape,
     UngatedWeights,
     norm_tensors,
 )
@@ -45,9 +44,10 @@ from ..models.recurrent import DeltaWeights, MambaWeights, ShortConvWeights
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
-from .kv_cache import PLAIN, Cache
+from .kv_cache import PLAIN, Cache, CachedLayer, cached_layers
 from .latent import CachedLatentAttention
 from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, normed, normed_rows
+from .layer_inputs import InputProduct, LayerInput
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, MoELayer
 from .placement.plan import LayerStage, described
@@ -83,6 +83,7 @@ PARTS: dict[type, Any] = {
     UngatedWeights: UngatedMLP,
     ExpertWeights: MoELayer,
     ColumnExpertWeights: ColumnMoELayer,
+    LayerInputWeights: LayerInput,
 }
 
 
@@ -98,6 +99,8 @@ def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
     overflow in fp16.
     """
     parts = [layer.mlp for layer in live.layers if isinstance(layer.mlp, DenseWeights)]
+    if any(layer.extra is not None or getattr(layer.attention, "v", layer) is None for layer in live.layers):
+        return 0
     plain = config.max_batch > 1 and config.tokens == 1 and config.weights is None and not live.sliced and not live.adapted
     if not plain or live.coded or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
         return 0
@@ -110,7 +113,7 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
 
     tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
     """
-    attention, mlp = live.layers[0]
+    (attention, mlp, *_), extra = live.layers[0], live.layers[0].extra
     norm, rounded = in_product(attention.norm), weight_format(weights).prefix
     prefix = "quantized_" if live.coded else rounded
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
@@ -133,16 +136,18 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
             *((op, ()) for op in ("column_gate_up", "column_down", "add_slots")),
         ]
     calls.append((product, form(norm, 0.0)) if isinstance(mlp, UngatedWeights) else (gate_up, form(norm, activation)))
+    if extra is not None:
+        calls += [(product, form(None, 0.0)), ("activate_rows", (extra.activation, True))]
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
         groups: list[tuple[Linear, ...]] = []
-        for attention, mlp in live.layers:
+        for attention, mlp, *_ in live.layers:
             groups += attention.groups()
             groups += [(mlp.gate, mlp.up), (mlp.down,)] if isinstance(mlp, DenseWeights) else []
         added = dict.fromkeys(filter(None, (form_of_layers(*group) for group in groups)))
         return calls + ([("norm_rows", form(norm))] if added else []) + [("add_adapters", one) for one in added]
-    for attention, mlp in live.layers if live.adapted else ():
+    for attention, mlp, *_ in live.layers if live.adapted else ():
         *inputs, output = attention.groups()
         calls += [(product, form(norm, 0.0, added=form_of_layers(*group))) for group in inputs]
         calls.append((add, form_of_layers(*output)))
@@ -168,6 +173,11 @@ def _same(norm: AnyNorm, other: AnyNorm) -> bool:
 class Layer(NamedTuple):
     attention: Any  # a part with the methods of layer.CachedAttention
     mlp: Any  # a part with the methods of layer.DenseMLP
+    extra: LayerInput | None = None
+
+    @property
+    def parts(self) -> list[Any]:
+        return [part for part in self if part is not None]
 
 
 class LayerGroup:
@@ -176,29 +186,31 @@ class LayerGroup:
     def __init__(self, live: WeightView | HostView, config: RunnerConfig, stage: LayerStage, rings: bool) -> None:
         self.numbers, self.device = stage.layers, stage.device
         tables = [(cos.to(self.device), sin.to(self.device)) for cos, sin in live.tables(config.max_length)]
-        kept = {number: what for number, what in kept_by_layer(live.layers).items() if number in stage.layers}
-        self.cache = Cache(config, kept, live.shape, live.dtype, self.device, rings)
+        layers = cached_layers(live.layers)
+        self.cache = Cache(config, {number: layers[number] for number in stage.layers}, live.dtype, self.device, rings)
         self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
         self.layers: list[Layer] = []
 
     def report(self, number: int) -> tuple[str, str, str]:
         """Return (stage, device, contents) for the decoder's table."""
-        weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in layer for t in part.weights.tensors()}
+        weights = {t.data_ptr(): t.nbytes for layer in self.layers for part in layer.parts for t in part.weights.tensors()}
         return f"stage {number}", str(self.device), described(self.numbers, sum(weights.values()), self.cache.nbytes)
 
     def read_weights(self, live: WeightView | HostView, form: Any) -> None:
         """Read the model's current weights. Copies of earlier ones are freed layer by layer."""
         self.workspace.adapting.begin(adapter_names(live.model))
         for index, number in enumerate(self.numbers):
-            parts = (PARTS[type(part)](part, number, form, self.workspace) for part in live.layers[number])
+            weights = live.layers[number]
+            parts = (PARTS[type(part)](part, number, form, self.workspace) for part in weights.parts)
             self.layers[index : index + 1] = [layer := Layer(*parts)]
-            layer.mlp.reads_normed = layer.mlp.weights.parallel and _same(*(part.weights.norm for part in layer))
+            layer.parts[-1].factor = weights.factor
+            layer.mlp.reads_normed = layer.mlp.weights.parallel and _same(*(part.weights.norm for part in layer.parts[:2]))
         self.workspace.adapting.close()
 
     def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
         with entered(self.device):
-            for attention, mlp in self.layers:
+            for attention, mlp, extra in self.layers:
                 if mlp.weights.parallel:
                     self._parallel_step(attention, mlp, x, position, mode, own_kernels)
                 elif own_kernels:
@@ -207,6 +219,8 @@ class LayerGroup:
                 else:
                     attention.gemm_step(x, position, mode)
                     mlp.gemm_step(x, mode)
+                if extra is not None:
+                    (extra.step if own_kernels else extra.gemm_step)(x, mode)
 
     def _parallel_step(self, attention: Any, mlp: Any, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run a block whose parts read the same stream: both compute before either adds."""
@@ -220,15 +234,15 @@ class LayerGroup:
             attention.gemm_add(mixed, x, mode)
             mlp.gemm_add(h, x, mode)
 
-    def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
-        """Return the stream (B, T, hidden) of positions from `start` on, and the output to add to it."""
+    def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor | None]:
+        """Return the stream (B, T, hidden) of positions from `start` on, and the output to add to it, if there is one."""
         # torch makes these copies in the devices' current streams, where one waits for the work of both and delays what
         # follows. Devices that read one chunk each meanwhile get the next no later for it; lanes of rows would
         # (placement/pipeline.py).
         x, end = x.to(self.device), start + x.shape[1]
         pending = None if pending is None else pending.to(self.device)
         with entered(self.device):
-            for attention, mlp in self.layers:
+            for attention, mlp, extra in self.layers:
                 h, x = add_and_norm(x, pending, attention.weights.norm)
                 pending = normed(attention.prompt(h, start, end), attention.weights.post_norm)
                 if mlp.weights.parallel:
@@ -237,18 +251,21 @@ class LayerGroup:
                 else:
                     h, x = add_and_norm(x, pending, mlp.weights.norm)
                     pending = normed(mlp.prompt(h), mlp.weights.post_norm)
-        assert pending is not None  # there is a layer
+                if extra is not None:
+                    x = x + pending
+                    pending = normed(extra.prompt(x), extra.weights.post_norm)
+                if (factor := (extra or mlp).factor) is not None:
+                    x, pending = (x + pending) * factor, None
+        self.cache.end_prompt()
         return x, pending
-
-
-def kept_by_layer(layers: Sequence[LayerWeights]) -> dict[int, int | StateShape]:
-    """Return the window of each layer's attention, 0 for none, or its state."""
-    return {number: layer.attention.state() or layer.attention.window for number, layer in enumerate(layers)}
 
 
 def table_bytes(reader: Reader, config: RunnerConfig) -> int:
     """Return the bytes of cos and sin of each kind of angles, and of layers without rotation."""
-    return (len(reader.angles()) + 1) * config.max_length * reader.shape().head_dim * 4
+    width = max(
+        (layer.head_dim for layer in cached_layers(reader.layers()).values() if isinstance(layer, CachedLayer)), default=0
+    )
+    return (len(reader.angles()) + 1) * config.max_length * width * 4
 
 
 def add_and_norm(x: Tensor, pending: Tensor | None, norm: AnyNorm) -> tuple[Tensor, Tensor]:
@@ -310,6 +327,7 @@ class FusedRunner(ViewRunner):
     best: Tensor
     arg: Tensor
     measured: Accuracy | None = None
+    inputs: InputProduct | None = None  # of the layers' own, where they have some
 
     def __init__(self, live: WeightView | HostView, config: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
         """stages: devices of the layers, if there are several."""
@@ -325,10 +343,11 @@ class FusedRunner(ViewRunner):
         fp32: Any = {"device": self.device, "dtype": torch.float32}
         self.dense = all(type(layer.mlp) in (DenseWeights, UngatedWeights) for layer in live.layers) and not live.sliced
         plain = config.tokens == 1 and config.cache == PLAIN and (stages is None or len(stages) == 1)
-        on_host = cpu_step.fits(self.device) and plain and self.dense and not live.shape.latent
+        latent = any(isinstance(layer.attention, LatentAttentionWeights) for layer in live.layers)
+        on_host = cpu_step.fits(self.device) and plain and self.dense and not latent
         rings = not on_host and not live.sliced  # slices do not get the lengths of prompts
         if stages is None:
-            needed = Cache(config, kept_by_layer(live.layers), live.shape, live.dtype, META, rings).nbytes
+            needed = Cache(config, cached_layers(live.layers), live.dtype, META, rings).nbytes
             check_room(needed + table_bytes(live.reader, config) + 4 * rows * self.vocab, self.device, config)
             stages = [LayerStage(self.device, range(len(live.layers)))]
         self.spans = [LayerGroup(live, config, stage, rings) for stage in stages]
@@ -369,7 +388,7 @@ class FusedRunner(ViewRunner):
         self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
-        plain = all(part.post_norm is None for layer in live.layers for part in layer)
+        plain = all(part.post_norm is None for layer in live.layers for part in layer.parts)
         usual = not any(isinstance(layer.attention.norm, LayerNorm) or layer.mlp.parallel for layer in live.layers)
         copied = self.tiled_rows > 0 and plain and usual
         for group in self.spans:
@@ -380,8 +399,11 @@ class FusedRunner(ViewRunner):
         self.embed, self.head, self.positions = live.embed, self.form.head(live.head), getattr(live, "positions", None)
         self.early_bytes = PackedFormat.early_bytes if live.coded else self.form.early_bytes
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
-        read = [tensor for layer in self.layers for part in layer for tensor in part.tensors()]
+        read = [tensor for layer in self.layers for part in layer.parts for tensor in part.tensors()]
         read += [*norm_tensors(live.norm), *self.head.tensors()]
+        if live.layer_inputs is not None:
+            self.inputs = InputProduct(live.layer_inputs, self.workspace, len(live.layers))
+            read += live.layer_inputs.tensors()
         self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
         self.sparse = [layer for layer in self.layers if type(layer.mlp) not in (DenseMLP, UngatedMLP)]
         self.refills = len(self.spans) == 1
@@ -405,6 +427,8 @@ class FusedRunner(ViewRunner):
             x *= self.live.shape.embedded
         if self.positions is not None:
             x += F.embedding(position.flatten(), self.positions)
+        if self.inputs is not None:
+            self.inputs.step(token.flatten(), x, rows <= self.gemv_rows)
         mode, own_kernels = self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows)
         for group in self.spans:
             x, position = x.to(group.device), position.to(group.device)
@@ -535,18 +559,20 @@ class FusedRunner(ViewRunner):
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:
         """Return the last hidden state (B, T, hidden) of ids (B, T) at positions from start on, after those in the cache."""
         x, pending = self.streamed(ids, start)
-        return add_and_norm(x.to(self.device), pending.to(self.device), self.live.norm)[0]
+        return add_and_norm(x.to(self.device), None if pending is None else pending.to(self.device), self.live.norm)[0]
 
-    def streamed(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Return the stream of ids (B, T) after the last layer, on its device, and the last MLP's output, not yet added."""
+    def streamed(self, ids: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        """Return the stream of ids (B, T) after the last layer, on its device, and the last MLP's output if not yet added."""
         if self.adapting.products:
             self.adapting.mark(len(ids), ids.shape[1])
         x, pending = self.embedded(ids), None
         if self.positions is not None:
             x = x + self.positions[start : start + ids.shape[1]]
+        if self.inputs is not None:
+            self.workspace.prompt_inputs = self.inputs.of_prompt(ids, x)
         for group in self.spans:
             x, pending = group.prompt(x, pending, start)
-        assert pending is not None  # there is a group
+        self.workspace.prompt_inputs = None
         return x, pending
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -604,7 +630,7 @@ class FusedRunner(ViewRunner):
         if self.host:
             rows = [(f"{len(self.layers)} layers, head", "torch", "a CPU has no kernels of ours")]
             return [*rows, *self.adapting.report(), *weights, *self._rounding()]
-        counted = Counter(row for layer in self.layers for part in layer for row in part.report())
+        counted = Counter(row for layer in self.layers for part in layer.parts for row in part.report())
         rows = [group.report(number) for number, group in enumerate(self.spans)] if len(self.spans) > 1 else []
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.workspace.kernels}: {self.form.prefix}norm_product", ""))

@@ -27,6 +27,7 @@ from ..models.reader import Reader, linear_of, text_stack, weight_of
 from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
+from .kv_cache import CachedLayer, cached_layers
 from .model_watch import TensorWatch, WeightVersions, model_tensors, scalars_of
 from .quantized import kind_of, packed_of
 
@@ -68,6 +69,8 @@ class WeightView:
                 f"decoder: the weights are now {embed.dtype} on {embed.device} with {shape.vocab} words, the decoder was built "
                 f"for {self.dtype} on {self.device} with {self.shape.vocab}; build a new one."
             )
+        if _cached(reader.layers()) != _cached(self.layers):
+            raise GenerateError(f"{changed}: its layers have other keys and values; build a new one.")
         self.reader = reader
         self._read()
 
@@ -76,7 +79,9 @@ class WeightView:
         for module in self.model.modules():  # a first forward would join weights into one buffer, and so move them
             if isinstance(module, (Attention, MLP)):
                 module.stacked.joined(module.projections())
-        self.coded = any(format_of(one.weight).coded for layer in reader.layers() for part in layer for one in part.linears())
+        self.coded = any(
+            format_of(one.weight).coded for layer in reader.layers() for part in layer.parts for one in part.linears()
+        )
         if self.coded and self._stacks is None:  # codes that are multiplied as one are read in place
             self._stacks = defaultdict(Stacked)
         self.apart = None if self._stacks is None else _make_neighbours(reader, self._stacks)
@@ -86,7 +91,7 @@ class WeightView:
         self.norm = reader.final_norm()
         self.head = Linear(weight_of(reader.model.lm_head), reader.model.lm_head._parameters.get("bias"))
         self.positions = reader.positions()
-        self.layers = reader.layers()
+        self.layers, self.layer_inputs = reader.layers(), reader.layer_inputs()
         self.copied = WeightVersions(self.model) if reader.copies else None
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.layer_devices = _devices(reader)
@@ -99,18 +104,20 @@ class WeightView:
 
     @property
     def adapted(self) -> bool:
-        return any(one.adapters for layer in self.layers for part in layer for one in part.linears())
+        return any(one.adapters for layer in self.layers for part in layer.parts for one in part.linears())
 
     def numbers(self) -> Any:
         """Return what is read from the model, without its tensors."""
         reader = self.reader
         why = reader.refusal(self.max_length)
-        return why or (reader.shape(), scalars_of(reader.layers()), [angles.stamp() for angles in reader.angles()])
+        angles = [angles.stamp() for angles in reader.angles()]
+        return why or (reader.shape(), scalars_of(reader.layers()), scalars_of(reader.layer_inputs()), angles)
 
     def bytes_read(self) -> int:
         """Return the bytes of the weights that a step reads in full: all except the embedding and the experts."""
-        tensors = [t for layer in self.layers for part in layer for t in part.tensors()]
+        tensors = [t for layer in self.layers for part in layer.parts for t in part.tensors()]
         tensors += [*norm_tensors(self.norm), *self.head.tensors()]
+        tensors += self.layer_inputs.tensors() if self.layer_inputs else []
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
@@ -118,6 +125,11 @@ class WeightView:
         positions = torch.arange(length, device=self.device)[None]
         tables = (RopeTable(angles).at(positions) for angles in self.reader.angles())
         return [(cos[0].contiguous(), sin[0].contiguous()) for cos, sin in tables]
+
+
+def _cached(layers: Sequence[LayerWeights]) -> list[Any]:
+    """Return what is cached of each layer, whatever its window."""
+    return [one._replace(window=0) if isinstance(one, CachedLayer) else one for one in cached_layers(layers).values()]
 
 
 def bind(model: nn.Module, max_length: int = 1, neighbours: bool = False, spread: bool = False) -> WeightView | str:
@@ -197,7 +209,7 @@ def restore_on_error(*models: nn.Module) -> Iterator[None]:
 
 def _unread(model: nn.Module, reader: Reader) -> str | None:
     """Return why the kernels cannot add the model's adapters."""
-    read = [low for layer in reader.layers() for part in layer for one in part.linears() for low in one.adapters]
+    read = [low for layer in reader.layers() for part in layer.parts for one in part.linears() for low in one.adapters]
     known = {id(low.a) for low in read}
     parts: Any = reader.trunk, model.lm_head
     inside = {id(module) for part in parts for module in part.modules()}  # not the part for images
@@ -215,24 +227,23 @@ def _unread(model: nn.Module, reader: Reader) -> str | None:
 
 def _uneven(reader: Reader) -> str | None:
     """Return which layer has another number of heads than the config, as one whose heads were pruned."""
-    shape = reader.shape()
-    wanted = shape.heads, shape.kv_heads, shape.kv_heads
-    for number, layer in enumerate(reader.layers()):
-        if not isinstance(layer.attention, AttentionWeights):
+    for number, (block, (attention, *_)) in enumerate(zip(reader.blocks, reader.layers())):
+        if not isinstance(attention, AttentionWeights):
             continue
-        q, k, v = (len(one.weight) // shape.head_dim for one in (layer.attention.q, layer.attention.k, layer.attention.v))
-        heads = (q // 2 if layer.attention.gated else q), k, v
+        heads = [len(one.weight) // attention.head_dim for one in attention.inputs.values()]
+        heads[0] = attention.query_heads
+        count, kv_heads = reader.heads(reader.attention_of(block))
+        wanted = [count, kv_heads, kv_heads][: len(heads)]
         if heads != wanted:
-            return (
-                f"model.layers.{number}.self_attn has {heads[0]}, {heads[1]} and {heads[2]} heads of q, k and v, and the "
-                f"config says {wanted[0]}, {wanted[1]} and {wanted[2]}"
-            )
+            words = [[*map(str, one)] for one in (attention.inputs, heads, wanted)]
+            of, got, want = (" and ".join(filter(None, (", ".join(one[:-1]), one[-1]))) for one in words)
+            return f"model.layers.{number}.self_attn has {got} heads of {of}, and the config says {want}"
     return None
 
 
 def _unlike(layers: Sequence[LayerWeights]) -> str | None:
     """Return which layers that read one input differ in a way that no step multiplies together; None where all fit."""
-    for number, (attention, mlp) in enumerate(layers):
+    for number, (attention, mlp, *_) in enumerate(layers):
         groups: list[tuple[str, Sequence[Linear]]] = []
         groups += [(f"model.layers.{number}.self_attn", group) for group in attention.groups()]
         if isinstance(mlp, DenseWeights):

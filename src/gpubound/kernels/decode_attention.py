@@ -62,6 +62,7 @@ class Heads(NamedTuple):
     interleaved: bool = False  # rotate pairs (2i, 2i + 1); the cache holds keys with these pairs `apart`
     sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
     gated: bool = False  # after each head's q, a product has a gate: the head's output is multiplied by its sigmoid
+    v_eps: float = 0.0  # of a norm of each head's values, which has no weights; 0: there is none
 
     @property
     def q_width(self) -> int:
@@ -83,7 +84,9 @@ def decode_attention(
     A row may have T new tokens. qkv, out and the scratch then have B·T rows, all of one row before those of the next. Each
     token sees the cache and the new tokens before it. Its result has the same bits as if it had come alone.
 
-    qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor rotated yet; of gated heads (B, (2H + 2K) D)
+    qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor rotated yet; of gated heads (B, (2H + 2K) D). Of
+              (H + K) D, k before its norm and rotation is v, too. Of H D, the cache has the new tokens' k and v already, by
+              another layer that shares it, whose launch may have any mode; heads.k_norm is not read
     position  (B,) int32: the token's place, which is also the number of keys that its row has already; or (B, T), places in
               order without a gap. Tokens beyond the cache may share its last place, and their results mean nothing. At a
               place outside the cache nothing is written and out is NaN, as for every token of a row that begins there
@@ -92,7 +95,7 @@ def decode_attention(
               one stands between what wrote them and this (triton/_step.py)
     """
     _check("decode_attention", qkv, position, cache, heads, scratch, out)
-    kernel = implementation("decode_attention", cache.k, None, _shape(cache, heads, out))
+    kernel = implementation("decode_attention", cache.k, None, _shape(qkv, cache, heads, out))
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -106,11 +109,11 @@ def decode_attention_reference(
     known = (position >= 0) & (position < len(heads.cos))  # a place that the cache has
     first = known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))
     known = known & first  # a place that the cache has, and so has its row's first token
-    at = torch.where(known, position, 0).long()
+    at, count = torch.where(known, position, 0).long(), out.shape[1] // cache.k.shape[3]
     for t in range(tokens):
         mine = slice(t, None, tokens)
         here, exists = at.flatten()[mine], known.flatten()[mine]
-        out[mine] = torch.where(exists[:, None], _attend(qkv[mine], here, exists, cache, heads), torch.nan).to(out.dtype)
+        out[mine] = torch.where(exists[:, None], _attend(qkv[mine], here, exists, cache, heads, count), torch.nan)
     return written(cache, out)
 
 
@@ -128,7 +131,7 @@ def quantized_decode_attention(
     unable = None
     if cache.k.dtype == torch.float8_e4m3fn and cache.k.is_cuda and torch.cuda.get_device_capability(cache.k.device) < (8, 9):
         unable = "e4m3 needs compute capability 8.9"
-    kernel = implementation(op, out, unable, _shape(cache, heads, out))
+    kernel = implementation(op, out, unable, _shape(qkv, cache, heads, out))
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -140,20 +143,29 @@ def written(cache: LayerCache, out: Tensor) -> tuple[Tensor, ...]:
     return out, *(part for part in cache[:4] if part is not None)
 
 
-def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: Heads) -> Tensor:
-    """One token of every row. Nothing is written for a row whose place is not `known`."""
+def new_heads(qkv: Tensor, cache: LayerCache, out: Tensor, heads: Heads) -> int:
+    """Return how many heads of qkv a kv head has besides its queries': 2, a key and a value; 1, one that is both; or 0."""
+    return (qkv.shape[1] - heads.q_width * out.shape[1]) // (cache.k.shape[1] * cache.k.shape[3])
+
+
+def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: Heads, count: int) -> Tensor:
+    """One token of every row. Nothing is written for a row whose place is not `known`. count: of query heads"""
     B, (K, _, D), pages = len(at), cache.k.shape[1:], cache.pages
     packed = qkv.view(B, -1, D).to(heads.cos.dtype)
-    q, k, v = packed.split([packed.shape[1] - 2 * K, K, K], 1)
-    q, gate = (q[:, ::2], q[:, 1::2]) if heads.gated else (q, None)
+    queries = packed[:, : count * heads.q_width]
+    queries, gate = (queries[:, ::2], queries[:, 1::2]) if heads.gated else (queries, None)
     c, s = heads.cos[at][:, None], heads.sin[at][:, None]
-    q, k = _normed(q, heads.q_norm), _normed(k, heads.k_norm)
-    if heads.interleaved:
-        q, k = apart(q, c.shape[-1]), apart(k, c.shape[-1])
-    q, k = rotate(q, c, s), rotate(k, c, s)
-    parts = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
-    for new, (codes, scales) in zip((k, v), parts):
-        _write(new, at, known, codes, scales, pages)
+
+    def turned(x: Tensor, norm: Norm | None) -> Tensor:
+        x = _normed(x, norm)
+        return rotate(apart(x, c.shape[-1]) if heads.interleaved else x, c, s)
+
+    q, parts = turned(queries, heads.q_norm), ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    if packed.shape[1] > (first := count * heads.q_width):
+        k, v = packed[:, first : first + K], packed[:, -K:]
+        v = rms_normed(v, Norm(torch.ones_like(v[0, 0]), heads.v_eps)) if heads.v_eps else v
+        for new, (codes, scales) in zip((turned(k, heads.k_norm), v), parts):
+            _write(new, at, known, codes, scales, pages)
     keys, values = (_read(codes, scales, pages, B).to(q.dtype) for codes, scales in parts)
     place = torch.arange(keys.shape[2], device=qkv.device)
     live = place <= at[:, None]
@@ -259,11 +271,13 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     angles = positions, min(D // 2, heads.cos.shape[-1])
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
         require(op, name, table, torch.float32, angles, device, "give one angle for each place of the cache and pair")
-    require(op, "qkv", qkv, None, (rows, (heads.q_width * H + 2 * K) * D), device, "pass the product as norm_product writes it")
+    widths = [(heads.q_width * H + new * K) * D for new in (0, 1, 2)]
+    new = widths.index(qkv.shape[1]) if qkv.dim() == 2 and qkv.shape[1] in widths else 2
+    require(op, "qkv", qkv, None, (rows, widths[new]), device, "pass the product as norm_product writes it")
     for name, part in (("cache.k", cache.k), ("cache.v", cache.v)):
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
-    _check_heads(op, heads, (D, H, K), device)
+    _check_heads(op, heads if new else heads._replace(k_norm=None), (D, H, K), device, new > 0)
     (sums, finished, _), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
     require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
     counts = (max(rows * K, finished.numel()),)
@@ -290,10 +304,10 @@ def _check_codes(op: str, cache: LayerCache) -> None:
         require(op, name, scales, torch.float32, tuple(cache.k.shape[:3]), cache.k.device, "it has one for each place")
 
 
-def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: torch.device) -> None:
+def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: torch.device, keys: bool) -> None:
     width, *counts = sizes
     q_norm, k_norm = heads.q_norm, heads.k_norm
-    if (q_norm is None) != (k_norm is None):
+    if keys and (q_norm is None) != (k_norm is None):
         raise ValueError(f"{op}: heads.q_norm and heads.k_norm go together, got one of them; pass both or neither.")
     if q_norm and k_norm and q_norm[1:] != k_norm[1:]:
         got = f"got eps and offset {q_norm[1:]} and {k_norm[1:]}"
@@ -311,28 +325,29 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
 
 
-def _shape(cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
+def _shape(qkv: Tensor, cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     """Return the example arguments: KV heads, query heads per KV head, head size; then the options that few models have."""
     _, kv, _, size = cache.k.shape
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
-    others = heads.interleaved, heads.sinks is not None, heads.gated
-    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others))
-    rare = pairs, full, offset, heads.cap, *(others if any(others) else ())
+    others, values = (heads.interleaved, heads.sinks is not None, heads.gated), (new_heads(qkv, cache, out, heads), heads.v_eps)
+    own = values != (2, 0.0)
+    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others) or own)
+    rare = pairs, full, offset, heads.cap, *(others if any(others) or own else ()), *(values if own else ())
     return shape if usual else (*shape, *rare)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
     """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
-    interleaved, sinks, gated = (*others, False, False, False)[:3]
+    interleaved, sinks, gated, new, v_eps = others + [False, False, False, 2, 0.0][len(others) :]
     cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
-    qkv = draw(generator, 2, ((2 if gated else 1) * group + 2) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated)
+    qkv = draw(generator, 2, ((2 if gated else 1) * group + new) * kv * size).detach()
+    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
     if sinks:
         heads = heads._replace(sinks=draw(generator, kv * group).detach())
     if full or offset:

@@ -348,16 +348,24 @@ def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) 
     return out.copy_(rms_normed(x, norm))
 
 
-def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
-    """x += rms_norm(y), both fp32 (B, hidden), and y = 0: the next `add_product` into y begins from nothing."""
+def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:
+    """x += rms_norm(y), both fp32 (B, hidden), and y = 0: the next `add_product` into y begins from nothing.
+
+    With a factor (1,), x is multiplied by it after the addition.
+    """
     check_stream("add_norm", x, norm)
     require("add_norm", "y", y, torch.float32, tuple(x.shape), x.device, WRITTEN)
-    return implementation("add_norm", norm.weight, None, form(norm))(y, norm, x, dependent)
+    if factor is not None:
+        require("add_norm", "factor", factor, None, (1,), x.device, "it is one number for the stream")
+    shape = form(norm) if factor is None else (norm.offset, True)
+    return implementation("add_norm", norm.weight, None, shape)(y, norm, x, dependent, factor)
 
 
-@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), draw(g, 2, 48).detach()))
+@definition(lambda g, offset=0.0, factor=False: (
+    *draw_stream(g, 48, offset), draw(g, 2, 48).detach(), 0, draw(g, 1).detach() if factor else None
+))  # fmt: skip
 @torch.no_grad()
-def add_norm_reference(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+def add_norm_reference(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:
     x.add_(rms_normed(y, norm))
     y.zero_()
-    return x
+    return x if factor is None else x.mul_(factor)

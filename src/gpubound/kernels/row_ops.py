@@ -51,18 +51,25 @@ def layer_normed(x: Tensor, norm: LayerNorm) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], gain, bias, norm.eps)
 
 
-def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, width, in the model's dtype) = activation(x) of a product x (B, width) in fp32; one of ACTIVATED."""
+def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
+    """out (B, width, in the model's dtype) = activation(x) of a product x (B, width) in fp32; one of ACTIVATED.
+
+    by: fp32 of x's shape, that it is multiplied by
+    """
     require("activate_rows", "x", x, torch.float32, ("rows", "width"), x.device, "norm_product writes it")
     require("activate_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
     if activation not in ACTIVATED:
         raise ValueError(f"activate_rows: activation must be one of {', '.join(ACTIVATED)}, got {activation!r}.")
-    return implementation("activate_rows", out, None, () if activation == "gelu_tanh" else (activation,))(
-        x, activation, out, dependent
-    )
+    if by is not None:
+        require("activate_rows", "by", by, torch.float32, tuple(x.shape), x.device, "it has one number for each of x")
+    shape: tuple = (activation, True) if by is not None else () if activation == "gelu_tanh" else (activation,)
+    return implementation("activate_rows", out, None, shape)(x, activation, out, dependent, by)
 
 
-@definition(lambda g, activation="gelu_tanh": (draw(g, 2, 48).detach(), activation, draw(g, 2, 48)))
+@definition(lambda g, activation="gelu_tanh", by=False: (
+    draw(g, 2, 48).detach(), activation, draw(g, 2, 48), 0, draw(g, 2, 48).detach() if by else None
+))  # fmt: skip
 @torch.no_grad()
-def activate_rows_reference(x: Tensor, activation: str, out: Tensor, dependent: int = 0) -> Tensor:
-    return out.copy_(ACTIVATED[activation](x))
+def activate_rows_reference(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
+    y = ACTIVATED[activation](x)
+    return out.copy_(y if by is None else y * by)

@@ -39,18 +39,13 @@ class Linear(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions and constants that all layers of a model share."""
+    """Dimensions and constants that all layers of a model share. Those of attention are in each layer's weights."""
 
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
     vocab: int
-    scale: float  # of the scores
     embedded: float = 1.0  # factor of the embeddings
     logit_scale: float = 1.0  # factor of the logits
     logit_cap: float = 0.0  # logits are cap · tanh(logit / cap); 0: not capped
-    latent: int = 0  # numbers of a token that the cache keeps instead of keys and values; 0: it keeps those
 
 
 class StateShape(NamedTuple):
@@ -82,11 +77,18 @@ class PartWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights(PartWeights):
+    """Weights of a layer's attention, with the number and size of its heads.
+
+    A layer without k and v reads the keys and values of the layer `source`.
+    """
+
     norm: AnyNorm
     q: Linear
-    k: Linear
-    v: Linear
+    k: Linear | None
+    v: Linear | None  # without it, k before its norm and rotation is v
     o: Linear
+    head_dim: int
+    scale: float  # of the scores
     q_norm: Norm | None  # of each head, or of all heads together, by its width
     k_norm: Norm | None
     window: int  # number of last keys that a token attends to; 0: all
@@ -96,6 +98,8 @@ class AttentionWeights(PartWeights):
     interleaved: int = 0  # pairs (2i, 2i + 1) that are rotated; 0: pairs (i, i + P)
     sinks: Tensor | None = None  # (H,): a further score of each head's softmax, without a value
     gated: bool = False  # q has a gate after each head, whose sigmoid multiplies the head's output
+    v_eps: float = 0.0  # of a norm of each head's values, which has no weights; 0: there is none
+    source: int | None = None
 
     def state(self) -> StateShape | None:
         """Return what the layer keeps instead of keys and values; None: it keeps these."""
@@ -103,43 +107,66 @@ class AttentionWeights(PartWeights):
 
     def groups(self) -> list[tuple[Linear, ...]]:
         """Return the linear layers that are multiplied together. The last is the output."""
-        return [(self.q, self.k, self.v), (self.o,)]
+        return [tuple(self.inputs.values()), (self.o,)]
 
-    def apart(self, rows: Iterable[Tensor], width: int) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Return the gates (..., H D) of q, or None, and q, k and v (..., H D) without them."""
-        q, k, v = rows
+    @property
+    def query_heads(self) -> int:
+        return len(self.q.weight) // (self.head_dim * (2 if self.gated else 1))
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of heads of keys, in a layer that has them."""
+        assert self.k is not None
+        return len(self.k.weight) // self.head_dim
+
+    @property
+    def inputs(self) -> dict[str, Linear]:
+        """The layers that read the normed stream, by name."""
+        return {name: layer for name in ("q", "k", "v") if (layer := getattr(self, name)) is not None}
+
+    def apart(self, rows: Iterable[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+        """Return the gates (..., H D) of q, or None, and rows (..., H D) of the inputs without them."""
+        q, *rest = rows
         if not self.gated:
-            return None, q, k, v
-        q, gate = q.unflatten(-1, (-1, 2, width)).unbind(-2)
-        return gate.flatten(-2), q.flatten(-2), k, v
+            return None, [q, *rest]
+        q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        return gate.flatten(-2), [q.flatten(-2), *rest]
 
-    def heads(self, rows: Iterable[Tensor], width: int, normed: Normed) -> list[Tensor]:
-        """Split rows (..., H D) of q, k and v into heads (..., H, D) and apply their norms. A norm of all heads comes first.
+    def heads(self, rows: Iterable[Tensor], normed: Normed) -> list[Tensor]:
+        """Split rows (..., H D) of the inputs into heads (..., H, D) of q, k and v, and apply their norms. A norm of all heads
+        comes first. A layer without keys has q alone.
 
         Interleaved pairs of q and k are put apart, as the cache has them.
         """
+        plain = [x.unflatten(-1, (-1, self.head_dim)) for x in rows]
         split = []
-        for x, norm in zip(rows, (self.q_norm, self.k_norm, None)):
-            joint = norm is not None and len(norm.weight) > width
-            heads = (normed(x, norm) if joint else x).unflatten(-1, (-1, width))
-            split.append(heads if joint or norm is None else normed(heads, norm))
-        if self.interleaved:
-            split[:2] = (apart(x, self.interleaved) for x in split[:2])
+        for heads, norm in zip(plain, (self.q_norm, self.k_norm)):
+            if norm is not None and len(norm.weight) > self.head_dim:
+                heads = normed(heads.flatten(-2), norm).view_as(heads)
+            elif norm is not None:
+                heads = normed(heads, norm)
+            split.append(apart(heads, self.interleaved) if self.interleaved else heads)
+        if len(plain) > 1:
+            v = plain[-1]
+            split.append(normed(v, Norm(v.new_ones(self.head_dim), self.v_eps)) if self.v_eps else v)
         return split
 
-    def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
-        """Return the update of x (T, hidden) in plain fp32."""
-        h = plain_norm(x, self.norm)
-        gate, *rows = self.apart((plain_linear(h, layer) for layer in (self.q, self.k, self.v)), shape.head_dim)
-        q, k, v = self.heads(rows, shape.head_dim, plain_norm)
+    def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, kept: dict, number: int) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32.
+
+        kept: keys and values (T, K, D) by the layer's number, of earlier layers; those of this one are added
+        """
+        h, T = plain_norm(x, self.norm), len(x)
+        gate, rows = self.apart(plain_linear(h, layer) for layer in self.inputs.values())
+        q, *own = self.heads(rows, plain_norm)
         if self.table is not None:
             cos, sin = (table[:, None] for table in tables[self.table])
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if rounded is not None:
-            k, v = rounded(k), rounded(v)
-        groups, T = shape.heads // shape.kv_heads, len(x)
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = capped_(torch.einsum("thd,shd->hts", q, k) * shape.scale, self.cap)
+            q, *own[:1] = (rotate(heads, cos, sin) for heads in (q, *own[:1]))
+        if own:
+            kept[number] = tuple(own if rounded is None else map(rounded, own))
+        k, v = (t.to(x.device) for t in kept[number if self.source is None else self.source])
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = capped_(torch.einsum("thd,shd->hts", q, k) * self.scale, self.cap)
         age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
         hidden = (age < 0) | (age >= (self.window or T))
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -162,6 +189,8 @@ class LatentAttentionWeights(PartWeights):
     latent_norm: Norm
     up: Linear  # (H (D + V), width of a latent): W_K and W_V of each head
     o: Linear  # (hidden, H V)
+    head_dim: int  # of queries and keys
+    scale: float  # of the scores
     interleaved: bool = False  # whether pairs (2i, 2i + 1) are rotated, instead of (i, i + P)
     q_down: Linear | None = None
     q_norm: Norm | None = None
@@ -177,30 +206,35 @@ class LatentAttentionWeights(PartWeights):
     def state(self) -> None:
         """Return None, since the layer keeps a latent of each token."""
 
-    def value(self, shape: Shape) -> int:
-        """Return the width of a value."""
-        return self.o.weight.shape[1] // shape.heads
+    @property
+    def query_heads(self) -> int:
+        return len(self.q.weight) // self.head_dim
+
+    @property
+    def value(self) -> int:
+        """The width of a value."""
+        return self.o.weight.shape[1] // self.query_heads
 
     def groups(self) -> list[tuple[Linear, ...]]:
         """Return the linear layers that are multiplied together. The last is the output."""
         own: list[tuple[Linear, ...]] = [] if self.q_down is None else [(self.q,)]
         return [(self.q if self.q_down is None else self.q_down, self.latent), *own, (self.o,)]
 
-    def define(self, shape: Shape, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding) -> Tensor:
+    def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, kept: dict, number: int) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32, by keys and values."""
-        h, T, width = plain_norm(x, self.norm), len(x), self.rotated
+        h, T, width, heads = plain_norm(x, self.norm), len(x), self.rotated, self.query_heads
         low = h if self.q_down is None else plain_norm(plain_linear(h, self.q_down), self.q_norm)
-        q = plain_linear(low, self.q).unflatten(-1, (shape.heads, -1))
+        q = plain_linear(low, self.q).unflatten(-1, (heads, -1))
         latent, key = plain_linear(h, self.latent).split([len(self.latent_norm.weight), width], -1)
         turning = [q[..., -width:], key[:, None]]
         if self.interleaved:
             turning = [apart(t, width // 2) for t in turning]
         cos, sin = (table[:, None] for table in tables[self.table])
         q_turned, key = (rotate(t, cos, sin) for t in turning)
-        expanded = plain_linear(plain_norm(latent, self.latent_norm), self.up).unflatten(-1, (shape.heads, -1))
-        k, v = expanded.split([expanded.shape[-1] - self.value(shape), self.value(shape)], -1)
-        k, q = torch.cat([k, key.expand(-1, shape.heads, -1)], -1), torch.cat([q[..., :-width], q_turned], -1)
-        scores = torch.einsum("thd,shd->hts", q, k) * shape.scale
+        expanded = plain_linear(plain_norm(latent, self.latent_norm), self.up).unflatten(-1, (heads, -1))
+        k, v = expanded.split([expanded.shape[-1] - self.value, self.value], -1)
+        k, q = torch.cat([k, key.expand(-1, heads, -1)], -1), torch.cat([q[..., :-width], q_turned], -1)
+        scores = torch.einsum("thd,shd->hts", q, k) * self.scale
         later = torch.ones(T, T, device=x.device, dtype=torch.bool).triu(1)
         y = torch.einsum("hts,shd->thd", scores.masked_fill(later, float("-inf")).softmax(-1), v)
         return plain_linear(y.flatten(1), self.o)
@@ -321,9 +355,67 @@ class ColumnExpertWeights(PartWeights):
         return plain_norm(torch.stack(updates), self.post_norm)
 
 
+@dataclass(frozen=True)
+class LayerInputWeights(PartWeights):
+    """Weights of a layer's part with a separate input: a vector of each token, times the gate of the stream."""
+
+    gate: Linear
+    out: Linear
+    activation: str
+    post_norm: Norm
+    norm: ClassVar[None] = None
+    parallel: ClassVar[bool] = False
+
+    def define(self, x: Tensor, inputs: Tensor) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32, for inputs (T, width)."""
+        gated = ACTIVATIONS[self.activation](plain_linear(x, self.gate)) * inputs
+        return plain_norm(plain_linear(gated, self.out), self.post_norm)
+
+
+class LayerInputs(NamedTuple):
+    """Separate inputs of the layers (LayerInputWeights), computed from a token and its embedding.
+
+    They are (norm(embedding · projection) + row of the table · embedded) · scale, where each layer's part is normed.
+    """
+
+    table: Tensor  # (V, layers width)
+    embedded: float  # factor of its rows
+    projection: Linear  # (layers width, hidden), without a bias
+    norm: Norm  # (width,)
+    scale: float
+
+    @property
+    def width(self) -> int:
+        return len(self.norm.weight)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a decoding step reads in full."""
+        return [*self.projection.tensors(), self.norm.weight]
+
+    def of(self, ids: Tensor, parts: Tensor) -> Tensor:
+        """Return the inputs (..., layers, width) of tokens (...), from the normed parts of the product."""
+        rows = F.embedding(ids, self.table).to(parts.dtype) * self.embedded
+        rows = rows.unflatten(-1, (-1, self.width))
+        return (parts.view_as(rows) + rows) * self.scale
+
+    def define(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Return the inputs (T, layers, width) of tokens with embeddings x (T, hidden), in plain fp32."""
+        return self.of(ids, plain_norm(plain_linear(x, self.projection).unflatten(-1, (-1, self.width)), self.norm))
+
+
 class LayerWeights(NamedTuple):
     attention: Any  # AttentionWeights, LatentAttentionWeights, or a record with their methods whose state() is not None
     mlp: Any  # DenseWeights, UngatedWeights, ExpertWeights, or another record with their methods
+    extra: LayerInputWeights | None = None
+    factor: Tensor | None = None  # (1,): the stream is multiplied by it after the layer
+
+    @property
+    def parts(self) -> list[Any]:
+        return [part for part in self[:3] if part is not None]
+
+    def mapped(self, change: Callable[[Any], Any]) -> "LayerWeights":
+        """Return the layer with `change` of each norm and linear layer."""
+        return self._replace(**{name: part.mapped(change) for name, part in zip(self._fields, self[:3]) if part is not None})
 
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:

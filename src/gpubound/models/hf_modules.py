@@ -238,8 +238,8 @@ class HFStack(Delegating):
         "post_attention_layernorm": HFNorm,
         "mlp": HFMLP,
     }
-    step: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = staticmethod(run_block)
-    output: ClassVar[Any] = BaseModelOutputWithPast
+    step: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(run_block)
+    output: Any = BaseModelOutputWithPast
     takes_masks_by_type = False
 
     table: RopeTable
@@ -267,7 +267,11 @@ class HFStack(Delegating):
         window = self.window()
         if window is not None and x.shape[1] > window and not isinstance(mask, Segments):
             return self.delegate(f"the sequence is longer than the sliding window of {window}", **kwargs)
-        return self.output(last_hidden_state=self.run(x, positions, mask))
+        return self.output(last_hidden_state=self.run(x, positions, mask, *self.more(x, kwargs)))
+
+    def more(self, x: Tensor, kwargs: dict[str, Any]) -> tuple:
+        """Return what `run` takes of a call besides the embeddings x, positions and mask."""
+        return ()
 
     def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
         """Return the hidden states after the final norm, from the embeddings x."""

@@ -31,8 +31,8 @@ def why_not_invariant(model: Any) -> str | None:
         attention = layer.attention
         if type(attention) is not AttentionWeights or type(layer.mlp) is not DenseWeights:
             return f"layer {number} of {name} is not dense: its experts have no batch-invariant kernel"
-        if attention.window or attention.cap:
-            return f"attention of layer {number} has a window or caps its scores, and its batch-invariant kernel has none"
+        if attention.window or attention.cap or attention.v is None or attention.v_eps or any(layer[2:]):
+            return f"layer {number} has a window, capped scores or shared keys, and its batch-invariant kernel has none"
     return next((f"{key}: {why}" for key, module in _parts(reader) if (why := _unable(module))), None)
 
 

@@ -21,7 +21,7 @@ from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import MLP, must_be_called, normed_for
 from ..layers.fused_weights import Kernels, run_linear
 from ..layers.linear_product import format_of, multiply
-from .decoding import ExpertWeights, LatentAttentionWeights, Shape
+from .decoding import ExpertWeights, LatentAttentionWeights
 from .hf_modules import HFAttention, HFCausalLM, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
 from .mixtral import SparseReader
 from .reader import HFAngles, linear_of
@@ -182,10 +182,6 @@ class LatentReader(SparseReader):
     def head_dim(self, attention: Any) -> int:
         return attention.qk_head_dim
 
-    def shape(self) -> Shape:
-        attention = self.attention_of(self.blocks[0])
-        return replace(super().shape(), latent=attention.kv_lora_rank + attention.qk_rope_head_dim)
-
     def attention(self, block: Any) -> LatentAttentionWeights:  # type: ignore[override]
         attention, (before,) = self.attention_of(block), self.norms(block, self.NORMS[:1])
         q_norm, latent_norm = self.norms(attention, ("q_a_layernorm", "kv_a_layernorm"))
@@ -197,6 +193,8 @@ class LatentReader(SparseReader):
             latent_norm=latent_norm,
             up=linear_of(attention.kv_b_proj)._replace(adapters=()),  # a step multiplies the weight, and would add none
             o=linear_of(attention.o_proj),
+            head_dim=self.head_dim(attention),
+            scale=self.scale(attention),
             interleaved=self.interleaved,
             q_down=linear_of(attention.q_a_proj) if low else None,
             q_norm=q_norm,

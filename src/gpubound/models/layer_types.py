@@ -71,8 +71,8 @@ class TypedStack(HFStack):
 
 
 def both_ways(config: Any) -> bool:
-    """Return True if the config asks for bidirectional attention, which changes Gemma 3's masks."""
-    return bool(getattr(config, "use_bidirectional_attention", False))
+    """Return True if the config lets a text's tokens attend to later ones, which changes the masks."""
+    return getattr(config, "use_bidirectional_attention", False) in (True, "all")
 
 
 def typed_stack(module: Any, _: Any, part: type[TypedStack] = TypedStack) -> Swap:

@@ -13,7 +13,17 @@ from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..layers.attention import Angles, Rope
 from ..layers.fused_weights import site_of
 from ..layers.quantized_base import some_rows
-from .decoding import FULL, WINDOWED, AttentionWeights, DenseWeights, LayerWeights, Linear, Shape, UngatedWeights
+from .decoding import (
+    FULL,
+    WINDOWED,
+    AttentionWeights,
+    DenseWeights,
+    LayerInputs,
+    LayerWeights,
+    Linear,
+    Shape,
+    UngatedWeights,
+)
 
 # Fields of a config that every reader reads itself, that its modules and tensors show, or that change nothing in eval mode.
 READ = frozenset((
@@ -62,7 +72,7 @@ def unread_option(config: Any, read: Collection[str]) -> str | None:
 
 
 # Rope types with fixed frequencies; others change them with the length of the text.
-FIXED = ("default", "linear", "llama3", "yarn")
+FIXED = ("default", "linear", "llama3", "proportional", "yarn")
 # transformers' names of activations, and the kernels' names.
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -266,7 +276,7 @@ class Reader:
             return f"its activation is {activation_name(self.config)!r}, the kernels' are {known}"
         if self.head_dim(self.first_attention()) % 2:
             return "its heads have an odd width, and rotation works on pairs"
-        if getattr(self.config, "use_bidirectional_attention", False):
+        if getattr(self.config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": within images alone
             return "its tokens attend to later tokens"
         if option := unread_option(self.config, READ | self.READS):
             return f"its config has {option}, an option that its reader does not know"
@@ -281,18 +291,18 @@ class Reader:
         return ACTIVATION_NAMES.get(activation_name(self.config))
 
     def shape(self) -> Shape:
-        c, attention = self.config, self.first_attention()
+        c = self.config
         scale = getattr(self.embedding, "embed_scale", None)  # rounded to the weights' dtype when used
         return Shape(
             hidden=c.hidden_size,
-            heads=c.num_attention_heads,
-            kv_heads=self.kv_heads(attention),
-            head_dim=self.head_dim(attention),
             vocab=self.model.lm_head.weight.shape[0],
-            scale=self.scale(attention),
             embedded=1.0 if scale is None else float(scale.to(self.embedding.weight.dtype)),
             logit_cap=getattr(c, "final_logit_softcapping", None) or 0.0,
         )
+
+    def heads(self, attention: Any) -> tuple[int, int]:
+        """Return the numbers of query heads and of key and value heads by the config."""
+        return self.config.num_attention_heads, self.kv_heads(attention)
 
     def kv_heads(self, attention: Any) -> int:
         return getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
@@ -334,6 +344,8 @@ class Reader:
             k=k,
             v=v,
             o=self.linear(getattr(attention, self.OUTPUT)),
+            head_dim=self.head_dim(attention),
+            scale=self.scale(attention),
             q_norm=q_norm,
             k_norm=k_norm,
             window=self.window(attention),
@@ -395,7 +407,12 @@ class Reader:
     def together(self, block: Any) -> list[list[Any]]:
         """Return the linear layers of a block that read the same input, which are one GEMM if their weights are contiguous."""
         parts = (self.attention_of(block), ("q_proj", "k_proj", "v_proj")), (self.mlp_of(block), self.GATED[:2])
-        return [[getattr(part, name) for name in names] for part, names in parts if hasattr(part, names[0])]
+        groups = [[getattr(part, name, None) for name in names] for part, names in parts if hasattr(part, names[0])]
+        return [[layer for layer in group if layer is not None] for group in groups]
+
+    def layer_inputs(self) -> LayerInputs | None:
+        """Return what computes the layers' separate inputs from a token; None if they have none."""
+        return None
 
     def routers(self) -> dict[int, nn.Module]:
         """Return the router modules by layer."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaParameters, DeltaShape, delta_inputs, gated_norm
 from ..kernels.mamba import MambaParameters, MambaShape, group_normed, mamba_inputs
-from .decoding import AnyNorm, Linear, PartWeights, Rounding, Shape, StateShape, plain_linear, plain_norm
+from .decoding import AnyNorm, Linear, PartWeights, Rounding, StateShape, plain_linear, plain_norm
 from .reader import Reader
 
 
@@ -57,7 +57,7 @@ class RecurrentWeights(PartWeights):
         moved = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(super().mapped(change), inputs=tuple(map(change, self.inputs)), **moved)
 
-    def define(self, shape: Shape, x: Tensor, tables: Any, rounded: Rounding) -> Tensor:
+    def define(self, x: Tensor, tables: Any, rounded: Rounding, kept: dict, number: int) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32."""
         h = plain_norm(x, self.norm)
         return plain_linear(self.mixed([plain_linear(h, layer) for layer in self.inputs]), self.output)

@@ -214,6 +214,7 @@ FAMILIES = {
     },
     "gemma": {"gemma": "Gemma", "gemma2": "Gemma2", "vaultgemma": "VaultGemma"},
     "gemma3": {"gemma3": "Gemma3"},
+    "gemma4": {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"},
     "olmo": {"olmo": "Olmo"},
     "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3"},
     "phi3": {"phi3": "Phi3"},
@@ -248,6 +249,8 @@ FAMILIES = {
 # Models of images and text, as in FAMILIES, with a stack of one of these families inside, as `model.language_model`.
 WRAPPERS = {
     "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "gemma4_unified": "Gemma4Unified",
     "internvl": "InternVL",
     "llava": "Llava",
     "mistral3": "Mistral3",

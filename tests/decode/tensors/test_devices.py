@@ -30,7 +30,7 @@ def sim(sim, monkeypatch) -> torch.device:
 
 def decoder(model, devices: list[torch.device], rows: int = 3, verify: bool = True) -> FastDecoder:
     live = weight_view.bind(model, cases.ROOM)
-    body = SlicedRunner(live, RunnerConfig(rows, cases.ROOM), plan_slices(live.shape, live.layers, devices, 16))
+    body = SlicedRunner(live, RunnerConfig(rows, cases.ROOM), plan_slices(live.shape.vocab, live.layers, devices, 16))
     return FastDecoder(model, Stepper(body, BatchState(rows, body.vocab, 32, body.device)), (2, 1), None, verify)
 
 

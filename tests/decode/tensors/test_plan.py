@@ -1,7 +1,5 @@
 """Which slice goes to which device, by sizes alone, and what is not sliced, sentence by sentence."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -16,8 +14,7 @@ from .. import cases
 @pytest.mark.parametrize("words, count", [(128256, 2), (89, 4), (64, 4), (49, 4)])
 def test_heads_columns_and_words_are_dealt_out(words, count):
     """Every one once, in order; words in whole stretches, but for the last."""
-    shape = SimpleNamespace(heads=32, kv_heads=8, head_dim=8, vocab=words)
-    plans = plan_slices(shape, [], [torch.device("cuda", number) for number in range(count)], 16)
+    plans = plan_slices(words, [], [torch.device("cuda", number) for number in range(count)], 16)
     assert [n for plan in plans for n in plan.words] == list(range(words))
     assert all(plan.words and plan.words.start % 16 == 0 for plan in plans)
     assert [n for plan in plans for n in range(32)[plan.of(32)]] == list(range(32))

@@ -23,9 +23,9 @@ from ...kernels.sampling import Into
 from ...models.reader import Reader, weight_of
 from ...models.registry import runner_of
 from ...trace import say
-from ..kv_cache import Cache
+from ..kv_cache import Cache, cached_layers
 from ..runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, choose, lanes
-from ..transformer import META, ON_ONE, FusedRunner, gemv_rows, kept_by_layer, kernel_calls, table_bytes, tiled_gemm_rows
+from ..transformer import META, ON_ONE, FusedRunner, gemv_rows, kernel_calls, table_bytes, tiled_gemm_rows
 from ..weight_view import ANYWHERE, WeightView, bind, readable_model
 from .plan import LayerStage, StageBytes, described, memory_for, move_layers, plan
 
@@ -70,18 +70,18 @@ def fused_reader(model: Any, config: RunnerConfig, count: int, spread: bool | st
     reader = readable_model(model, config.max_length, spread)
     if isinstance(reader, str):
         raise ValueError(f"decoder: devices: got {count}, which only the fused kernels run on, and {reader}.")
-    if any(one.adapters for layer in reader.layers() for part in layer for one in part.linears()):
+    if any(one.adapters for layer in reader.layers() for part in layer.parts for one in part.linears()):
         raise ValueError(f"decoder: devices: got {count} for a model with low-rank adapters, {ON_ONE}.")
-    if reader.copies or reader.positions() is not None:
-        why = "whose weights are copied to another layout, or which has learnt positions: one device runs it"
+    shared = any(getattr(layer.attention, "source", None) is not None for layer in reader.layers())
+    if reader.copies or reader.positions() is not None or reader.layer_inputs() is not None or shared:
+        why = "with learnt positions, shared keys, separate inputs of layers or weights in another layout: one device runs it"
         raise ValueError(f"decoder: devices: got {count} for a model {why}; leave devices out.")
     return reader
 
 
 def _kept_bytes(reader: Reader, config: RunnerConfig) -> tuple[list[int], int]:
-    shape, dtype = reader.shape(), weight_of(reader.model.lm_head).dtype
-    kept = kept_by_layer(reader.layers()).values()
-    return [Cache(config, {0: one}, shape, dtype, META).nbytes for one in kept], table_bytes(reader, config)
+    dtype, layers = weight_of(reader.model.lm_head).dtype, cached_layers(reader.layers())
+    return [Cache(config, {0: layer}, dtype, META).nbytes for layer in layers.values()], table_bytes(reader, config)
 
 
 def _fused_runner(reader: Reader, config: RunnerConfig, stages: Sequence[LayerStage]) -> ModelRunner:

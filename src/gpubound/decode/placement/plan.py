@@ -27,7 +27,7 @@ from ...errors import DeviceError
 from ...formatting import readable
 from ...kernels.row_ops import LayerNorm
 from ...layers.block import to_device_of
-from ...models.decoding import DenseWeights, LayerWeights, Shape
+from ...models.decoding import DenseWeights, LatentAttentionWeights, LayerWeights
 from ...models.reader import text_stack
 from ...trace import say
 from ..runner import lanes
@@ -225,9 +225,9 @@ class SlicePlan:
         return slice(self.number * each, (self.number + 1) * each)
 
 
-def plan_slices(shape: Shape, layers: Sequence[LayerWeights], devices: Sequence[torch.device], unit: int) -> list[SlicePlan]:
+def plan_slices(vocab: int, layers: Sequence[LayerWeights], devices: Sequence[torch.device], unit: int) -> list[SlicePlan]:
     """Return a slice for each device. Raise ValueError where the model does not divide. unit: tokens that stay together."""
-    return split_vocabulary(shape.vocab, devices, unit, indivisible(shape, layers, len(devices)))
+    return split_vocabulary(vocab, devices, unit, indivisible(layers, len(devices)))
 
 
 def split_vocabulary(vocab: int, devices: Sequence[torch.device], unit: int, why: str | None) -> list[SlicePlan]:
@@ -255,20 +255,22 @@ def fit_slice(plan: SlicePlan, needed: int, free: int, parts: str, described: st
     say(f"decoder: slice {plan.number} on {label(plan.device)}: {described}")
 
 
-def indivisible(shape: Shape, layers: Sequence[LayerWeights], count: int) -> str | None:
+def indivisible(layers: Sequence[LayerWeights], count: int) -> str | None:
     """Return why `count` devices cannot share the model by slices; None if they can."""
-    if shape.latent:
-        return "its cache keeps latents of all heads, which no slice shares out"
-    if shape.kv_heads % count:
-        return f"its {shape.kv_heads} key and value heads do not divide by {count}"
-    for number, (attention, mlp) in enumerate(layers):
+    for number, (attention, mlp, *rest) in enumerate(layers):
+        if isinstance(attention, LatentAttentionWeights):
+            return "its cache keeps latents of all heads, which no slice shares out"
         if attention.state() is not None or attention.gated:
             return f"layer {number} keeps a state instead of keys and values, or has gated heads, of which none is sliced"
+        if any(one is not None for one in rest) or attention.v is None or attention.v_eps:
+            return f"layer {number} has shared keys and values, a separate input, or a factor, which slices do not"
+        if attention.kv_heads % count:
+            return f"its {attention.kv_heads} key and value heads do not divide by {count}"
         if isinstance(attention.norm, LayerNorm) or mlp.parallel:
             return f"layer {number} has a LayerNorm or reads the stream before attention, which slices do not"
         if type(mlp) is not DenseWeights:
             return f"layer {number} is a mixture of experts, of which none is sliced"
-        if any(norm is not None and len(norm.weight) != shape.head_dim for norm in (attention.q_norm, attention.k_norm)):
+        if any(norm is not None and len(norm.weight) != attention.head_dim for norm in (attention.q_norm, attention.k_norm)):
             return f"layer {number} norms all heads of a row together, which are on different devices"
         if len(mlp.gate.weight) % count:
             return f"layer {number} has {len(mlp.gate.weight)} columns in its MLP, which do not divide by {count}"

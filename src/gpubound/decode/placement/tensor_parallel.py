@@ -29,7 +29,7 @@ from ...kernels.dispatch import hasten
 from ...models.decoding import LayerWeights, Linear
 from ...models.registry import runner_of
 from ...trace import notice
-from ..kv_cache import Cache
+from ..kv_cache import Cache, cached_layers
 from ..layer import GEMV_ROWS, normed
 from ..model_watch import WeightVersions
 from ..runner import ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, choose, into_body
@@ -42,7 +42,6 @@ from ..transformer import (
     FusedRunner,
     ViewRunner,
     add_and_norm,
-    kept_by_layer,
     kernel_calls,
 )
 from ..weight_view import WeightView, bind
@@ -60,14 +59,13 @@ class ModelSlice:
 
     sliced = True
     adapted = coded = False
-    positions = None
+    positions = layer_inputs = None
     apart = None
 
     def __init__(self, live: WeightView, plan: SlicePlan) -> None:
         self.live, self.plan, self.device, self.dtype = live, plan, plan.device, live.dtype
         self.model, self.tables = live.model, live.tables
-        shape, count = live.shape, plan.count
-        self.shape = replace(shape, heads=shape.heads // count, kv_heads=shape.kv_heads // count, vocab=len(plan.words))
+        self.shape = replace(live.shape, vocab=len(plan.words))
         self._copies: list[Tensor] = []
         self.refresh()
 
@@ -75,7 +73,7 @@ class ModelSlice:
         """Copy the current weights, into the same memory as before where sizes are the same."""
         live, self._copied = self.live, 0
         self.reader = live.reader
-        self.layers = [LayerWeights(self._part(a, a.o), self._part(mlp, mlp.down)) for a, mlp in live.layers]
+        self.layers = [LayerWeights(self._part(a, a.o), self._part(mlp, mlp.down)) for a, mlp, *_ in live.layers]
         self.norm = self._norm(live.norm)
         self.head = Linear(self._copy(live.head.weight[self.plan.words.start : self.plan.words.stop]))
         self.embed: Any = self._copy(live.embed) if self.plan.number == 0 else None  # tokens are chosen on the first
@@ -92,7 +90,7 @@ class ModelSlice:
         return None  # SlicedRunner checks the model
 
     def __str__(self) -> str:
-        heads, words = self.plan.of(self.live.shape.heads), self.plan.words
+        heads, words = self.plan.of(self.live.layers[0].attention.query_heads), self.plan.words
         return (
             f"heads {heads.start} to {heads.stop - 1} of each layer, words {words[0]} to {words[-1]}: {readable(self.nbytes)} "
             "of weights"
@@ -146,10 +144,10 @@ def sliced_runner(model: Any, config: RunnerConfig, fused: bool, devices: Sequen
     assert isinstance(live, WeightView)  # it was examined
     if live.shape.logit_scale != 1:
         raise ValueError("decoder: split: got 'tensors' for a model that scales its logits; pass split='layers'.")
-    plans = plan_slices(live.shape, live.layers, devices, PARTIAL_ROWS)
+    plans = plan_slices(live.shape.vocab, live.layers, devices, PARTIAL_ROWS)
     for plan, free in zip(plans, free_bytes(devices)):
         on_meta = ModelSlice(live, replace(plan, device=META))
-        cached = Cache(config, kept_by_layer(live.layers), on_meta.shape, live.dtype, META, rings=False).nbytes
+        cached = Cache(config, cached_layers(on_meta.layers), live.dtype, META, rings=False).nbytes
         logits = 4 * config.max_batch * live.shape.vocab
         needed = on_meta.nbytes + cached + (3 * logits if plan.number == 0 else logits)  # the first also has 64-bit buffers
         text = f"{on_meta}, {readable(cached)} of keys and values; {readable(free)} are there for it"
@@ -198,7 +196,7 @@ class SlicedRunner(ViewRunner):
         for number in range(len(self.slices)):
             self.begin_step(number, rows, position)
         for parts in zip(*(one.layers for one in self.slices)):
-            attention, mlp = zip(*parts)
+            attention, mlp = zip(*(layer.parts for layer in parts))
             for one, own_position, part in zip(self.slices, self.positions, attention):
                 part.send(one.x[:rows], own_position[:rows, 0], 0)
             self._finish(attention, rows)
@@ -324,7 +322,7 @@ class SlicedRunner(ViewRunner):
         live.refresh()
         if live.adapted:
             raise GenerateError(f"decoder: devices: the model has low-rank adapters, {ON_ONE}.")
-        if why := indivisible(live.shape, live.layers, len(self.plans)):
+        if why := indivisible(live.layers, len(self.plans)):
             raise GenerateError(f"decoder: the model has changed since its decoder was built: {why}; build a new one.")
         self.taken += 1
         self._versions = WeightVersions(live.model)

@@ -14,6 +14,10 @@ is then looked up, and the bits are the same.
 Heads are handled as halves, because the rotation pairs dimensions i and i + D/2. If it rotates PAIRS pairs only, those of the
 first 2 PAIRS dimensions, the dimensions after them are paired likewise, and are not changed. A product's heads may have the
 pairs interleaved: they are taken apart where they are read, so that the cache has one order.
+
+NEW is how many heads of the product a KV head has besides its queries': key and value, a key that is the value too, or none.
+Without one, the launch of an earlier layer has cached the new tokens' keys and values: all keys are read from the cache then,
+after the wait.
 """
 
 import torch
@@ -22,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, written
+from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, new_heads, written
 from ..decode_product import EARLY, Norm
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from ._launch import bump_versions, launch, options
@@ -129,16 +133,20 @@ def _coded(a, b, MOST: tl.constexpr):
 @triton.jit
 def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
          PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
-         MOST: tl.constexpr):  # fmt: skip
+         V_EPS: tl.constexpr, NEW: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
     """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half, and their scales."""
     D: tl.constexpr = 2 * HALF
     kind = k_ptr.dtype.element_ty
     one = (i < HALF)[None]
     keys = row + GROUP * KV * (Q * D)
-    new_v = keys + kv * D + i[None] + KV * D
+    new_v = keys + kv * D + i[None] + (NEW - 1) * KV * D
     ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
     va = tl.load(new_v, mask=one, other=0.0)
     vb = tl.load(new_v + HALF, mask=one, other=0.0)
+    if V_EPS > 0.0:
+        va, vb = va.to(tl.float32), vb.to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(tl.fma(va, va, vb * vb), 1) / D + V_EPS)[:, None]
+        va, vb = va * factor, vb * factor
     if MOST is None:
         return ka.to(kind), kb.to(kind), va.to(kind), vb.to(kind), 1.0, 1.0
     else:  # what follows a return is compiled, too
@@ -200,14 +208,14 @@ def _angle(cos_ptr, sin_ptr, position, i, PAIRS: tl.constexpr):
 @triton.jit
 def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr, k_norm, cos_ptr, sin_ptr, length, eps, kv, i,
               KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr,
-              KIND: tl.constexpr):  # fmt: skip
+              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr,
+              NEW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
     # a position beyond the table has no page: no key there is live
     c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, PAIRS)
-    new_row = qkv_ptr + (row * TOKENS + t) * (Q * GROUP + 2) * KV * (2 * HALF)
+    new_row = qkv_ptr + (row * TOKENS + t) * (Q * GROUP + NEW) * KV * (2 * HALF)
     na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, INTERLEAVED,
-                                  Q, MOST)  # fmt: skip
+                                  Q, V_EPS, NEW, MOST)  # fmt: skip
     here = live & (place == first + t)
     if MOST is not None:
         ks, vs = tl.where(here, ns, ks), tl.where(here, us, vs)
@@ -289,9 +297,10 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
                              K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
-                             CAP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
-                             MOST: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
-                             AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                             V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+                             TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
+                             TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+                             DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
     that a part has at least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked
     for before the wait, for what a launch before the fence wrote is there (_pdl.py).
@@ -316,9 +325,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N * TILES) * (N * TILES)
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
-    hi = tl.minimum(lo + chunk, position)  # the keys of this part but the token's own
+    hi = tl.minimum(lo + chunk, position if NEW > 0 else position + 1)  # the keys of this part, but not the token's new one
     old = hi  # up to `old`, tiles are in the cache completely; from `first` on, keys are new
-    if TOKENS > 1:
+    if TOKENS > 1 and NEW > 0:
         old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
     if PAGE is None:
         base = (b // TOKENS * KV + kv).to(tl.int64) * length_max
@@ -336,13 +345,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
-        row = qkv_ptr + b * (Q * GROUP + 2) * KV * D
+        row = qkv_ptr + b * (Q * GROUP + NEW) * KV * D
         gate = row + ((kv * GROUP + g) * Q + 1)[:, None] * D + i[None]
         qa, qb = _head(row, (kv * GROUP + g)[:, None] * (Q * D), q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET,
                        INTERLEAVED)  # fmt: skip
         if AHEAD and TOKENS == 1:  # asked for with q, by all parts: who needs them would otherwise wait once more, at its end
             na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET,
-                                          INTERLEAVED, Q, MOST)  # fmt: skip
+                                          INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
         qa *= scale
         qb *= scale
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
@@ -359,7 +368,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, start + n, live, i, inside,
                                           length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
             m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
-        if TOKENS > 1:
+        if TOKENS > 1 and NEW > 0:
             for start in range(old, hi, N):
                 place = start + n
                 live = place < hi
@@ -368,40 +377,40 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
-                                                       HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, TOKENS, MOST,
-                                                       KIND)  # fmt: skip
+                                                       HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS, NEW, TOKENS,
+                                                       MOST, KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
-        if split == parts - 1:
-            if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
-                na, nb, ua, ub, ns, us = _new(
-                    row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, MOST
-                )
-            at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
-            one = inside[None] & in_range
-            place = at * D + i[None]
-            kind = k_ptr.dtype.element_ty
-            low, high = _halves(k_ptr + place, i[None], HALF, PAIRS)
-            tl.store(low, na.to(kind), mask=one)
-            tl.store(high, nb.to(kind), mask=one)
-            tl.store(v_ptr + place, ua.to(kind), mask=one)
-            tl.store(v_ptr + place + HALF, ub.to(kind), mask=one)
-            score = tl.sum(qa * na.to(tl.float32) + qb * nb.to(tl.float32), 1)
-            if MOST is not None:
-                tl.store(k_scale + at + tl.arange(0, 1), ns, mask=in_range)
-                tl.store(v_scale + at + tl.arange(0, 1), us, mask=in_range)
-                score *= ns
-            if CAP > 0.0:
-                score = capped(score, CAP)
-            if PAGE is not None:
-                score = tl.where(in_range, score, float("nan"))
-            new = tl.maximum(m, score)
-            p, fix = tl.exp(score - new), tl.exp(m - new)
-            weight = weight * fix + p
-            if MOST is not None:
-                p *= us
-            acc_a = acc_a * fix[:, None] + p[:, None] * ua.to(tl.float32)
-            acc_b = acc_b * fix[:, None] + p[:, None] * ub.to(tl.float32)
-            m = new
+        if NEW > 0:  # noqa: SIM102  # without it, nothing below is compiled
+            if split == parts - 1:
+                if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
+                    na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET,
+                                                  INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
+                at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
+                one = inside[None] & in_range
+                place = at * D + i[None]
+                kind = k_ptr.dtype.element_ty
+                low, high = _halves(k_ptr + place, i[None], HALF, PAIRS)
+                tl.store(low, na.to(kind), mask=one)
+                tl.store(high, nb.to(kind), mask=one)
+                tl.store(v_ptr + place, ua.to(kind), mask=one)
+                tl.store(v_ptr + place + HALF, ub.to(kind), mask=one)
+                score = tl.sum(qa * na.to(tl.float32) + qb * nb.to(tl.float32), 1)
+                if MOST is not None:
+                    tl.store(k_scale + at + tl.arange(0, 1), ns, mask=in_range)
+                    tl.store(v_scale + at + tl.arange(0, 1), us, mask=in_range)
+                    score *= ns
+                if CAP > 0.0:
+                    score = capped(score, CAP)
+                if PAGE is not None:
+                    score = tl.where(in_range, score, float("nan"))
+                new = tl.maximum(m, score)
+                p, fix = tl.exp(score - new), tl.exp(m - new)
+                weight = weight * fix + p
+                if MOST is not None:
+                    p *= us
+                acc_a = acc_a * fix[:, None] + p[:, None] * ua.to(tl.float32)
+                acc_b = acc_b * fix[:, None] + p[:, None] * ub.to(tl.float32)
+                m = new
         if parts == 1:
             _store(to, gate, acc_a / weight[:, None], acc_b / weight[:, None], heads, HALF, Q)
         else:
@@ -427,12 +436,12 @@ def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
-    cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _ = heads
+    cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
     partial, finished, tiles = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
-    group = out.shape[1] // D // KV
+    group, new = out.shape[1] // D // KV, new_heads(qkv, cache, out, heads)
     G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
     most, kind, wide_dtype = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
@@ -443,8 +452,8 @@ def decode_attention(
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache, cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
             len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved,
-            heads.q_width, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind, tiles,
-            TOGETHER if tokens == 1 else 1, dependent == EARLY, num_stages=plan.stages,
+            heads.q_width, v_eps, new, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind, tiles,
+            TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 

@@ -304,7 +304,7 @@ def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, factor_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
                      DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     col = tl.arange(0, C)
@@ -313,7 +313,10 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, eps, K: tl.constexpr, C: tl.constex
     _wait(DEPENDENT)
     x, y = tl.load(x_ptr + at, mask=in_range, other=0.0), tl.load(y_ptr + at, mask=in_range, other=0.0)
     _end(DEPENDENT)
-    tl.store(x_ptr + at, x + y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain, mask=in_range)
+    x += y / tl.sqrt(tl.sum(y * y, 0) / K + eps) * gain
+    if factor_ptr is not None:
+        x *= tl.load(factor_ptr).to(tl.float32)
+    tl.store(x_ptr + at, x, mask=in_range)
     tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=in_range)
 
 
@@ -327,10 +330,11 @@ def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0) -> Tensor:
+def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:
     weight, eps, offset = norm
     block = power_of_two(x.shape[1])
-    _add_norm_kernel[(x.shape[0],)](y, weight, x, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    rest = x.shape[1], block, offset
+    _add_norm_kernel[(x.shape[0],)](y, weight, x, factor, eps, *rest, **options(_warps(block), dependent))
     bump_versions(y, x)
     return x
 

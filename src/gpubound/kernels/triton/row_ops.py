@@ -34,7 +34,8 @@ def _layer_norm_rows_kernel(x_ptr, weight_ptr, bias_ptr, out_ptr, eps, K: tl.con
 
 
 @triton.jit
-def _activate_rows_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):
+def _activate_rows_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
+                          DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -51,6 +52,8 @@ def _activate_rows_kernel(x_ptr, out_ptr, count, BLOCK: tl.constexpr, ACTIVATION
         y = x / (1.0 + tl.exp(-x * (1.5957691216057308 + 0.07135481282636 * x * x)))
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    if by_ptr is not None:
+        y *= tl.load(by_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -66,8 +69,8 @@ def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0)
 
 
 @torch.no_grad()
-def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0) -> Tensor:
+def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
     count = x.numel()
-    _activate_rows_kernel[(triton.cdiv(count, BLOCK),)](x, out, count, BLOCK, activation, **options(4, dependent))
+    _activate_rows_kernel[(triton.cdiv(count, BLOCK),)](x, by, out, count, BLOCK, activation, **options(4, dependent))
     bump_versions(out)
     return out

@@ -149,8 +149,13 @@ class OwnReader(Reader):
         return self.model.undecoded()
 
     def shape(self) -> Shape:
-        c = self.config
-        return Shape(c.hidden, c.heads, c.kv_heads, c.head_dim, c.vocabulary, c.head_dim**-0.5)
+        return Shape(self.config.hidden, self.config.vocabulary)
+
+    def heads(self, attention: Any) -> tuple[int, int]:
+        return self.config.heads, self.config.kv_heads
+
+    def scale(self, attention: Any) -> float:
+        return attention.head_dim**-0.5
 
     def angles(self) -> list[Angles]:
         return [self.config.angles]

@@ -1,0 +1,92 @@
+"""Part of a layer with a separate input: the stream's gate times a vector of the token, which the token's id and embedding
+give for all layers at once.
+
+Legend: B rows, T tokens of a prompt.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import activate_rows, norm_rows
+from ..kernels.decode_product import ACTIVATIONS
+from ..layers.linear_product import format_of
+from ..models.decoding import LayerInputs, LayerInputWeights
+from .layer import Part, Workspace, normed
+from .quantized import PackedLinear
+from .weights import DenseLinear, LiveFormat
+
+
+class LayerInput(Part):
+    """Gate, its activation times the layer's input, output."""
+
+    def __init__(self, weights: LayerInputWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
+        self.gate = self.product(form.stacked(weights.gate), weights.gate)
+        self.out = self.last = self.product(form.stacked(weights.out), weights.out)
+        width = len(weights.gate.weight)
+        self._gate = workspace.buffer("layer gate", workspace.rows, width)
+        self._gated = workspace.buffer("layer gated", workspace.rows, width, dtype=workspace.dtype)
+
+    def compute(self, x: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product in a step."""
+        inputs, gate = self.workspace.step_inputs, self._gate[: len(x)]
+        assert inputs is not None
+        self.gate.norm_product(x, None, gate, mode)
+        return activate_rows(gate, self.weights.activation, self._gated[: len(x)], mode, inputs[self.number, : len(x)])
+
+    def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
+        inputs = self.workspace.step_inputs
+        assert inputs is not None
+        return self._gate_by(self.read(x, mode), inputs[self.number, : len(x)])
+
+    def prompt(self, x: Tensor) -> Tensor:
+        """Return the part's output for the stream x (B, T, hidden)."""
+        inputs = self.workspace.prompt_inputs
+        assert inputs is not None
+        return self.linear(self.out, self._gate_by(x, inputs[:, :, self.number]))[0]
+
+    def _gate_by(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return ACTIVATIONS[self.weights.activation](self.linear(self.gate, x)[0]) * inputs.to(x.dtype)
+
+    def exact(self) -> LayerInputWeights:
+        (gate,), (out,) = self.gate.exact(), self.out.exact()
+        return LayerInputWeights(gate, out, self.weights.activation, self.weights.post_norm)
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        return [
+            ("layer input's gate", f"{self.gate.prefix}norm_product", ""),
+            ("activation, times the input", "activate_rows", ""),
+            ("layer input's output", f"{self.out.prefix}add_product", ""),
+        ]
+
+
+class InputProduct:
+    """Computes the inputs of all layers, by the model's own weights in any format."""
+
+    def __init__(self, weights: LayerInputs, workspace: Workspace, layers: int) -> None:
+        self.weights, self.workspace = weights, workspace
+        coded = format_of(weights.projection.weight).coded
+        self.product: DenseLinear | PackedLinear = (LiveFormat().stacked if coded else DenseLinear)(weights.projection)
+        width = weights.width
+        self._product = workspace.buffer("inputs", workspace.rows, layers * width)
+        self._normed = workspace.buffer("normed inputs", workspace.rows * layers, width)
+        workspace.step_inputs = workspace.buffer("layer inputs", layers, workspace.rows, width)
+
+    def step(self, token: Tensor, x: Tensor, own_kernels: bool) -> None:
+        """Compute those of a step's tokens (B,) with embeddings x (B, hidden), in fp32."""
+        w, inputs, product = self.weights, self.workspace.step_inputs, self._product[: len(x)]
+        assert inputs is not None
+        if own_kernels:
+            self.product.norm_product(x, None, product, 0)
+        else:
+            product.copy_(F.linear(x.to(self.workspace.dtype), self.product.matrices()[0]))
+        parts = product.view(-1, w.width)
+        parts = norm_rows(parts, w.norm, self._normed[: len(parts)])
+        inputs[:, : len(x)] = w.of(token, parts.view(len(x), -1)).transpose(0, 1)
+
+    def of_prompt(self, ids: Tensor, x: Tensor) -> Tensor:
+        """Return those (B, T, layers, width) of a prompt's tokens with embeddings x (B, T, hidden)."""
+        product = F.linear(x, self.product.matrices()[0])
+        return self.weights.of(ids, normed(product.unflatten(-1, (-1, self.weights.width)), self.weights.norm))

@@ -1,0 +1,298 @@
+"""Gemma 4's text model: Gemma 3's blocks, whose heads belong to a layer, with normed values and a factor after each block.
+
+Layers without a window have wider heads, and keys that are values where the config says so. The last layers may share the keys
+and values of earlier ones, and a block may have a separate input (decode/layer_inputs.py).
+"""
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import rope
+from ..kernels.decode_product import Norm
+from ..kernels.gated import gated
+from ..layers.attention import Mask, Rope
+from ..layers.block import run_blocks
+from ..layers.fused_weights import Kernels, run_linear
+from ..layers.linear_product import multiply
+from .decoding import AttentionWeights, LayerInputs, LayerInputWeights, LayerWeights
+from .gemma import SandwichReader
+from .hf_modules import HFMLP, HFAttention, HFNorm, attention, mlp, norm, tried_causal_lm
+from .layer_types import TypedStack, typed_stack
+from .packed_rows import SEGMENTS
+from .reader import ACTIVATION_NAMES, layer_type, linear_of, weight_of
+from .registry import BATCH, TOKENS, Case, Maker, Swap, cache_word, noise, random_case
+
+Shared = dict[str, tuple[Tensor, Tensor]]  # keys and values (B, K, L, D) by type of layer, that later layers read
+
+
+class HFPlainNorm(HFNorm):
+    """Norm without weights."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if why := self.patched():
+            return self.delegate(why, hidden_states)
+        return F.rms_norm(hidden_states, hidden_states.shape[-1:], None, self.eps)
+
+    def fused_kernels(self) -> Kernels:
+        return "torch's fused norm", ()
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
+
+
+def any_norm(module: Any, stack: Any) -> Swap:
+    if module.with_scale:
+        return norm(module, stack)
+    return Swap(HFPlainNorm, (), {"delegated": Counter()}, (random_case(module, (BATCH, TOKENS, 64)),))
+
+
+class SharedAttention(HFAttention):
+    """Attention with normed values, over the module's keys, which may be the values too, or over those of an earlier layer."""
+
+    is_kv_shared_layer: bool
+    store_full_length_kv: bool
+
+    def forward(  # type: ignore[override]  # the module's own signature
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        shared_kv_states=None,
+        past_key_values=None,
+        *,
+        cache=None,
+        **kwargs,
+    ):
+        cache = past_key_values if cache is None else cache
+        if why := self.unable(kwargs):
+            kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+            kwargs |= {"shared_kv_states": shared_kv_states, cache_word(self.forwards[1]): cache}
+            return self.delegate(why, hidden_states, **kwargs)
+        mask = kwargs.pop(SEGMENTS, attention_mask)
+        q, k, v = self.heads_of(hidden_states, self.angles(position_embeddings), shared_kv_states, cache)
+        y, scores = self.attended(q, k, v, mask, cache is not None, **kwargs)
+        return self.output(y.flatten(-2)), scores
+
+    def mix(self, x: Tensor, turn: Rope, mask: Any, shared: Shared) -> Tensor:  # type: ignore[override]
+        y, _ = self.attended(*self.heads_of(x, turn, shared), mask)
+        return self.output(y.flatten(-2))
+
+    def heads_of(self, x: Tensor, turn: Rope, shared: Shared, cache: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q (B, H, T, D), k and v (B, K, L, D)."""
+        children: dict[str, Any] = self._modules
+        joined, kind = self.stacked.joined(self.projections()), layer_type(self)
+        rows = self.one_by_one(x) if joined is None else multiply(x, joined).split([len(w) for w in joined.weights], -1)
+        q, *own = (t.unflatten(-1, (-1, self.head_dim)) for t in rows)
+        q = children["q_norm"](q)
+        if own:
+            q, k = rope(q, children["k_norm"](own[0]), *turn)
+            k, v = k.transpose(1, 2), children["v_norm"](own[-1]).transpose(1, 2)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
+        else:
+            q, _ = rope(q, q[..., :1, :], *turn)
+            k, v = shared[kind]
+        if self.store_full_length_kv:
+            shared[kind] = k, v
+        return q.transpose(1, 2), k, v
+
+
+def shared_attention(module: Any, stack: Any) -> Swap:
+    """Return the Swap of an attention module of any of the three kinds."""
+    swap = attention(module, stack, SharedAttention, partial(stack.rotary_emb, layer_type=layer_type(module)))
+    names = tuple(name for name in ("q_proj", "k_proj", "v_proj") if module._modules.get(name) is not None)
+    swap.attributes["PROJECTIONS"] = names
+    swap.cases = tuple(partial(_with_keys, module, case) for case in swap.cases)
+    return swap
+
+
+def _with_keys(module: Any, case: Case, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
+    """Add the keys and values that a layer may share to a case."""
+    x, keywords = case(dtype)
+    shape = len(x), module.config.num_attention_heads // module.num_key_value_groups, x.shape[1], module.head_dim
+    keys = (noise(shape, x, 1), noise(shape, x, 2)) if module.is_kv_shared_layer else None
+    return x, keywords | {"shared_kv_states": {} if keys is None else {layer_type(module): keys}}
+
+
+def run_with_input(
+    block: Any,
+    x: Tensor,
+    pending: Tensor | None,
+    rope: dict[str, Rope],
+    mask: dict[str, Any],
+    inputs: tuple[Tensor, ...] | None = None,
+    shared: Shared | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a block. inputs: of each layer, (B, T, width), in a model whose layers have some"""
+    children, kind = block._modules, layer_type(block._modules["self_attn"])
+    y, x = children["input_layernorm"].add(x, pending)
+    y = children["post_attention_layernorm"](children["self_attn"].mix(y, rope[kind], mask[kind], shared))
+    y, x = children["pre_feedforward_layernorm"].add(x, y)
+    y = children["post_feedforward_layernorm"](children["mlp"].mix(y))
+    if inputs is not None:
+        x = x + y
+        h = gated(children["mlp"].activation, run_linear(children["per_layer_input_gate"], x), inputs[block.layer_idx])
+        y = children["post_per_layer_input_norm"](run_linear(children["per_layer_projection"], h))
+    return (x + y) * block.layer_scalar, None
+
+
+class SharingStack(TypedStack):
+    """Stack of blocks that may share keys and values and have separate inputs."""
+
+    PARTS: ClassVar[dict[str, type]] = {
+        "input_layernorm": HFNorm,
+        "self_attn": SharedAttention,
+        "post_attention_layernorm": HFNorm,
+        "pre_feedforward_layernorm": HFNorm,
+        "mlp": HFMLP,
+        "post_feedforward_layernorm": HFNorm,
+    }
+
+    step = staticmethod(run_with_input)
+    get_per_layer_inputs: Any  # of the model's class
+    project_per_layer_inputs: Any
+
+    def run(  # type: ignore[override]
+        self, x: Tensor, positions: Tensor | None, attention_mask: Mask, inputs: tuple[Tensor, ...] | None
+    ) -> Tensor:
+        rope = {kind: table.of(x, positions) for kind, table in self.tables.items()}
+        mask = {kind: self.mask_of(kind, x, attention_mask) for kind in self.tables}
+        step = partial(self.step, inputs=inputs, shared={})
+        return run_blocks(self.layers._modules.values(), self.norm, x, rope, mask, step)
+
+    def more(self, x: Tensor, kwargs: dict[str, Any]) -> tuple:
+        """Return the layers' inputs, one after the other in memory."""
+        if not has_inputs(self):
+            return (None,)
+        rows = kwargs.get("per_layer_inputs")
+        if rows is None:
+            rows = self.get_per_layer_inputs(kwargs["input_ids"], x)
+        return (self.project_per_layer_inputs(x, rows).movedim(-2, 0).contiguous().unbind(0),)
+
+    @property
+    def output(self) -> Any:  # type: ignore[override]
+        """The class of the stack's outputs."""
+        kind: Any = self.original
+        return getattr(sys.modules[kind.__module__], f"{kind.__name__}OutputWithPast")
+
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        # logits_to_keep: the states of all tokens are right too, and the language model selects the last ones
+        known = "per_layer_inputs", *(("logits_to_keep",) if isinstance(kwargs.get("logits_to_keep"), int) else ())
+        if why := super().unable({name: value for name, value in kwargs.items() if name not in known}):
+            return why
+        if has_inputs(self) and kwargs.get("input_ids") is None and kwargs.get("per_layer_inputs") is None:
+            return "inputs_embeds without per_layer_inputs"
+        layers = self.layers._modules.values()
+        again = self.training and any(layer.gradient_checkpointing for layer in layers)
+        if again and any(layer._modules["self_attn"].is_kv_shared_layer for layer in layers):
+            return "gradient checkpointing of layers that share keys"
+        return None
+
+    def changed_below(self) -> str | None:
+        if why := super().changed_below():
+            return why
+        if has_inputs(self):
+            for layer in self.layers._modules.values():
+                if type(layer.act_fn) is not type(layer.mlp.act_fn):
+                    return "a layer's input has another activation"
+        return None
+
+
+def has_inputs(stack: Any) -> bool:
+    return "per_layer_model_projection" in stack._modules
+
+
+def sharing_stack(module: Any, _: Any) -> Swap:
+    swap = typed_stack(module, None, SharingStack)
+    if getattr(module.config, "enable_moe_block", False):
+        swap.refusal = "its blocks have experts"
+    return swap
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": any_norm,
+    "TextMLP": mlp,
+    "TextAttention": shared_attention,
+    "TextModel": sharing_stack,
+    "ForCausalLM": tried_causal_lm,
+}
+
+
+class Gemma4Reader(SandwichReader):
+    OFFSET = 0.0
+    READS = frozenset((
+        "attention_k_eq_v", "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size",  # of enable_moe_block alone
+    ))  # fmt: skip
+
+    def refusal(self, max_length: int) -> str | None:
+        for number, block in enumerate(self.blocks):
+            attention = block.self_attn
+            if getattr(attention, "v_norm", None) is not None and attention.v_norm.with_scale:
+                return f"model.layers.{number}.self_attn.v_norm has weights"
+        return super().refusal(max_length)
+
+    def heads(self, attention: Any) -> tuple[int, int]:
+        count = self.config.num_attention_heads
+        return count, count // attention.num_key_value_groups
+
+    def cap(self, attention: Any) -> float:
+        return 0.0
+
+    def projections(self, attention: Any) -> list[Any]:
+        """Return the weights of q, k and v; None where a layer has none."""
+        layers = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj"))
+        return [None if layer is None else linear_of(layer) for layer in layers]
+
+    def attention(self, block: Any) -> AttentionWeights:
+        attention, weights = block.self_attn, super().attention(block)
+        if attention.is_kv_shared_layer:
+            return replace(weights, source=self.source(attention))
+        return replace(weights, v_eps=float(attention.v_norm.eps))
+
+    def source(self, attention: Any) -> int:
+        """Return the number of the layer whose keys and values a layer shares: the last one of its type that has some."""
+        layers = [block.self_attn for block in self.blocks]
+        kind = layer_type(attention)
+        return max(n for n, one in enumerate(layers) if not one.is_kv_shared_layer and layer_type(one) == kind)
+
+    def layers(self) -> list[LayerWeights]:
+        found = []
+        for block, layer in zip(self.blocks, super().layers()):
+            extra = None
+            if block._modules.get("per_layer_input_gate") is not None:
+                extra = LayerInputWeights(
+                    linear_of(block.per_layer_input_gate),
+                    linear_of(block.per_layer_projection),
+                    ACTIVATION_NAMES[self.config.hidden_activation],
+                    self.norm(block.post_per_layer_input_norm),
+                )
+            found.append(layer._replace(extra=extra, factor=block.layer_scalar))
+        return found
+
+    def layer_inputs(self) -> LayerInputs | None:
+        trunk = self.trunk
+        if "per_layer_model_projection" not in trunk._modules:
+            return None
+        table, norm, factor = (
+            trunk.embed_tokens_per_layer,
+            trunk.per_layer_projection_norm,
+            trunk.per_layer_model_projection_scale,
+        )
+        return LayerInputs(
+            weight_of(table),
+            float(table.embed_scale.to(table.weight.dtype)),
+            linear_of(trunk.per_layer_model_projection),
+            Norm(weight_of(norm), norm.eps / factor**2),  # of the product before its factor
+            float(trunk.per_layer_input_scale),
+        )
+
+
+DECODING = {"ForCausalLM": Gemma4Reader}
