@@ -141,6 +141,7 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
     """Train one run in this process, or this rank's part of it. `advice` says how to go on with a run that was stopped."""
     from ..device import limit, resolve
     from ..distributed import join
+    from ..measure.memory_phases import MemoryPhases
     from ..train.prepare import prepare
     from . import session
     from .memory import explained, predict
@@ -162,9 +163,9 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
     ):
         save_when_launcher_ends()
         resume = options.resume or options.is_restart
-        predicted = {} if options.auto_batch else predict(recipe, device, ranks.world)
-        run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks, allow=options.allow)
-        run.memory.predicted = predicted
+        memory = MemoryPhases(device)
+        memory.predicted = {} if options.auto_batch else predict(recipe, device, ranks.world)
+        run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks, allow=options.allow, memory=memory)
         if export is not None:
             check_replaceable(export, "export", run=run.id)
         if not ranks.first:

@@ -56,6 +56,7 @@ def prepare(
     corpora: list[Corpus] | None = None,
     ranks: Ranks = ALONE,
     allow: Collection[str] = (),
+    memory: MemoryPhases | None = None,
 ) -> Run:
     """Build what the recipe names; with `resume`, restore the newest complete checkpoint in its folder.
 
@@ -63,6 +64,7 @@ def prepare(
     corpora     those of the phases, if `open_data` has opened them already
     ranks       all of them make this call, and share every step
     allow       what the recipe of a resumed run may change, names of changes.ALLOWED
+    memory      measures the peaks of the run's phases
     """
     check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
@@ -104,7 +106,7 @@ def prepare(
         stages[0] = fit_micro_batch(stages, tokenizer, device, ranks)
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
-    memory = MemoryPhases(device)
+    memory = memory or MemoryPhases(device)
     with memory("place"):
         model, placement = place_model(recipe, tokenizer, device, ranks)
     seed_ranks(ranks, recipe.seed)
