@@ -9,10 +9,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
-from gpubound.doctor.rules.compute import ARANGE
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch import watch
-from gpubound.watch.events import DEVIATION, NUMBER, cause_of
+from gpubound.watch.events import DEVIATION, HOST_DATA, NUMBER, cause_of
 from gpubound.watch.pretend import simgpu
 
 from .evidences import at, row, seen
@@ -147,8 +146,23 @@ def test_an_index_that_is_counted_up_on_the_host():
             step()
             ledger.step()
     (found,) = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted)).findings
-    assert (found.fix, found.count) == (ARANGE, 2), "forward and backward"
+    assert (found.fix, found.count) == (remedies.ON_DEVICE.format("arange"), 2), "forward and backward"
     assert not named(lambda: x[torch.arange(len(x), device=x.device), index].sum().backward()), "the advice leaves no copy"
+
+
+def test_what_a_line_makes_on_the_host():
+    device, reward = simgpu(), np.ones(3)
+
+    def step():
+        explore = torch.rand((4,)).to(device)
+        rewards = torch.tensor(reward).to(device)
+        scale = torch.tensor([1.0, 2.0]).to(device)
+        return explore, rewards, scale
+
+    random, built, constant = (fix for _, fix in sorted(named(step).items()))
+    assert (random, built) == (remedies.ON_DEVICE.format("rand"), remedies.STAGED)
+    assert constant == HOST_DATA.remedy, "what is the same in each step is made once"
+    assert not named(lambda: torch.rand((4,), device=device)), "the advice leaves no copy"
 
 
 def test_elements_that_are_read_one_by_one():

@@ -52,6 +52,12 @@ LISTED = re.compile(r"\w\[(?:[^\[\]]*,\s*)?\[[-\d\s,]+\]")  # x[:, [-1]]
 SLICE = "a list as an index is copied to the device each time: take a slice (x[:, -1:]), or index with a tensor made there once"
 WRITTEN = re.compile(r"\]\s*=[^=]")  # x[i] = number
 SCALAR = 16  # bytes
+FACTORIES = frozenset(
+    ("arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn", "randperm", "zeros")
+)
+TENSORS = frozenset(("tensor", "as_tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy"))
+ON_DEVICE = "make it on the device: torch.{}(..., device=device)"
+STAGED = "copy it from pinned memory with non_blocking=True (gpubound fix writes it), all that a step needs at once"
 PINNED = "pass pin_memory=True to the DataLoader, and non_blocking=True here"
 ACTED = "an environment needs it at once: step more environments for each read, or act with a copy of the policy on the CPU"
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)
@@ -158,7 +164,24 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
         return SLICE
     if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
         return NUMBER.remedy
-    return INDEX if index_of(row) else ""
+    if index_of(row):
+        return INDEX
+    return made_there(row.place.site) if row.kind == "h2d" and row.place.site is not None else ""
+
+
+def made_there(site: Site) -> str:
+    """Return the remedy of a tensor that a line makes on the CPU, from sizes or from data of the host; empty for another."""
+    statement, _ = _statement(site)
+    calls = [n for n in ast.walk(statement or ast.Module([], [])) if isinstance(n, ast.Call)]
+    for call in calls:
+        package, _, name = ast.unparse(call.func).rpartition(".")
+        if name in FACTORIES and package in ("torch", "th") and all(word.arg != "device" for word in call.keywords):
+            return ON_DEVICE.format(name)
+    for call in calls:
+        name = ast.unparse(call.func).rpartition(".")[2]
+        if name in TENSORS and call.args and any(isinstance(n, ast.Name) for n in ast.walk(call.args[0])):
+            return STAGED
+    return ""
 
 
 def _of_loader(site: Site) -> bool:
