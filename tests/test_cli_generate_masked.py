@@ -88,6 +88,8 @@ def test_published_folders(command, tmp_path):
     options = ["--prompt", "def main", "--max-new-tokens", "8", "--denoising-steps", "2", "--ignore-eos", "--json"]
     code, out, _ = command(tmp_path / "llada", *options)
     assert code == 0 and len(json.loads(out)["sequences"][0]["tokens"]) == 8
+    cached = json.loads(command(tmp_path / "llada", *options[:4], *options[6:], "--threshold", "0.9", "--block-cache")[1])
+    assert len(cached["sequences"][0]["tokens"]) == 8 and 1 <= cached["steps"] <= 8
     (tmp_path / "text.txt").write_text("def main(): return 1\n" * 200)
     changes = {"model": str(tmp_path / "llada"), "objective": "diffusion", "steps": 1, "data": (str(tmp_path / "text.txt"),)}
     run, _ = train(recipe("", tmp_path / "run", **changes))

@@ -353,6 +353,7 @@ class Generation:
     first_token_s: float = 0.0  # from the call to the first
     launches: int = 0
     steps: int = 0  # as launched
+    positions: int = 0  # that the model computed in the steps of a masked diffusion model, over all rows
     row_steps: int = 0  # steps that brought a row a token, over all rows
     bytes_read: int = 0  # that the wanted steps must read: the roofline's numerator
     wanted: int | None = None  # steps that a row might need when they were launched; None: all

@@ -27,7 +27,7 @@ DECODER_ONLY = (
     "chat", "system", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
     "cache", "speculate", "split", "fused", "verify", "table",
 )  # fmt: skip
-DIFFUSION_ONLY = ("denoising_steps", "block", "guidance")
+DIFFUSION_ONLY = ("denoising_steps", "block", "threshold", "block_cache", "guidance")
 GROUP, GROUPS = 8, 16
 
 
@@ -213,9 +213,9 @@ def sampler_settings(options: Generate) -> dict[str, Any]:
     """Return the arguments of the sampler's start()."""
     tokens = options.max_new_tokens or ANSWER
     block = options.block or (BLOCK if tokens % BLOCK == 0 else None)
-    settings = {name: getattr(options, name) for name in ("guidance", "seed", "n")}
-    temperature = options.temperature or 0.0
-    return settings | {"steps": options.denoising_steps, "temperature": temperature, "tokens": tokens, "block": block}
+    settings = {name: getattr(options, name) for name in ("threshold", "guidance", "seed", "n")}
+    settings |= {"steps": options.denoising_steps, "cache": options.block_cache, "tokens": tokens, "block": block}
+    return settings | {"temperature": options.temperature or 0.0}
 
 
 def _print_ready(saved: Saved, device: str, path: str) -> None:

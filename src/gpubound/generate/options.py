@@ -122,6 +122,10 @@ class Generate:
     """Masked diffusion: how often the model is run for an answer (default: once for each token)."""
     block: int | None = None
     """Masked diffusion: block size in tokens, filled from the left (default 32; the whole answer if not divisible by 32)."""
+    threshold: float | None = None
+    """Masked diffusion: each run writes every token of at least this probability, and one at least. Leave steps out then."""
+    block_cache: bool = False
+    """Masked diffusion: compute only the block, with cached keys and values of all else. Faster, and approximate."""
     guidance: float = 0.0
     """Masked diffusion: how far to move away from what is likely without the prompt; 0 is off."""
 

@@ -5,17 +5,21 @@ and writes those with the highest probabilities; the others stay masked and are 
 N tokens, N / k at a time (LLaDA's low-confidence remasking). With a `block` shorter than the answer, the masks are filled block
 by block from the left, which most models need for long answers.
 
+With a `threshold`, a step writes every token of at least that probability, and at least one, until the block is full
+(Fast-dLLM's parallel decoding). With `cache`, most steps compute the positions of their block alone (block_cache.py).
+
 A step has fixed shapes, and reads its number and the number of tokens to write from the device. It is captured once per shape.
-The host reads the tokens after the last step, or, to stream text, after the last step of each block.
+The host reads the tokens after the last step, or, to stream text, after the last step of each block. With a threshold it also
+reads after each step whether the block is full.
 
 Guidance g > 0 also runs each row with its prompt masked, and takes logits + g · (logits - logits without the prompt).
 
 Legend: B rows, T positions of a row, N positions of a block, V tokens of the vocabulary.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -34,54 +38,16 @@ from ...trace import fallback
 from ..folder import MASK_ID
 from ..language_model import hidden_of, logits_of, why_not_head
 from ..registry import mode
+from .block_cache import BlockCache, why_uncached
+from .fill_schedule import FillSchedule, fill_schedule
 from .noise import MODES, MOST
 from .objective import is_causal, time_argument
-
-
-@dataclass(frozen=True)
-class FillSchedule:
-    """Steps of a request: step s writes `reveals[s]` tokens of the block that begins `begins[s]` positions after the prompt."""
-
-    tokens: int
-    block: int
-    begins: list[int]
-    reveals: list[int]
-
-    @property
-    def block_ends(self) -> list[bool]:
-        return [s + 1 == len(self.begins) or self.begins[s + 1] > begin for s, begin in enumerate(self.begins)]
-
-
-def fill_schedule(tokens: int, steps: int | None, block: int | None) -> FillSchedule:
-    """Split `steps` among the blocks, and the tokens of a block among its steps. None: a step per token, one block."""
-    check_count("tokens", tokens)
-    steps, block = tokens if steps is None else steps, tokens if block is None else block
-    check_count("steps", steps)
-    check_count("block", block)
-    if tokens % block:
-        raise ValueError(f"generate: block: got {block}, wanted a number that divides the {tokens} tokens to write.")
-    count = tokens // block
-    if not count <= steps <= tokens:
-        raise ValueError(
-            f"generate: steps: got {steps}, wanted {count} to {tokens}: at least one for each block of {block} tokens, and at "
-            f"most one for each token."
-        )
-    begins, reveals = list[int](), list[int]()
-    for number in range(count):
-        block_steps = _share(steps, count, number)
-        begins += [number * block] * block_steps
-        reveals += [_share(block, block_steps, step) for step in range(block_steps)]
-    return FillSchedule(tokens, block, begins, reveals)
-
-
-def _share(total: int, parts: int, part: int) -> int:
-    return total // parts + (part < total % parts)
 
 
 class Buffers:
     """Sequences of one shape on the device, and one step, which writes some tokens."""
 
-    def __init__(self, sampler: Any, rows: int, length: int, tokens: int, block: int, padded: bool, guided: bool):
+    def __init__(self, sampler: Any, rows: int, length: int, tokens: int, block: int, padded: bool, guided: bool, cached: bool):
         self.sampler, self.tokens, self.block, self.padded, self.guided = sampler, tokens, block, padded, guided
         device = sampler.device
         self.ids = torch.zeros(rows, length, device=device, dtype=torch.int64)
@@ -89,6 +55,9 @@ class Buffers:
         self.begins, self.reveals = torch.zeros(2, tokens, device=device, dtype=torch.int64)
         self.number = torch.zeros(1, device=device, dtype=torch.int64)  # of the step
         self.guidance = torch.zeros((), device=device, dtype=torch.float32)
+        self.sure = torch.zeros((), device=device, dtype=torch.float32)  # log-probability of tokens that any step writes
+        self.masks = torch.zeros((), device=device, dtype=torch.int64)  # left in the block
+        self.cache = BlockCache(sampler.model, rows * (2 if guided else 1), length) if cached else None
         each = rows * block
         off = {name: torch.zeros(each, device=device, dtype=torch.float32) for name in ("temperature", "min_p")}
         on = {name: torch.ones(each, device=device, dtype=torch.float32) for name in ("top_p", "penalty")}
@@ -97,9 +66,11 @@ class Buffers:
         self.stops = torch.full((1,), -1, device=device, dtype=torch.int32)
         self.lane = torch.arange(block, device=device)
         self.place = torch.arange(length, device=device)
-        self.graph: Captured | None = None
+        self.graphs: dict[str, Captured] = {}  # of `step` and `block_step`
 
-    def fill(self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float) -> None:
+    def fill(
+        self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float, threshold: float | None
+    ) -> None:
         """Write a request, by a few asynchronous copies."""
 
         def write(target: Tensor, values: list) -> None:
@@ -114,40 +85,60 @@ class Buffers:
         write(self.settings.row, [row for row in draws(prompts) for _ in range(self.block)])
         self.number.zero_()
         self.guidance.fill_(guidance)
+        self.sure.fill_(math.inf if threshold is None else math.log(threshold))
         self.settings.temperature.fill_(choice.temperature)
         self.settings.seed.fill_(choice.seed)
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a step reads or writes, other than the model's."""
         tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        tensors += [] if self.cache is None else [self.cache.k, self.cache.v]
         return [*tensors, *(t for t in self.settings if t is not None), self.sampler.barred]
+
+    @property
+    def computed(self) -> int:
+        """The number of positions of a row that a step of the block computes."""
+        return self.block + (0 if self.cache is None else self.cache.back)
 
     @torch.no_grad()
     def step(self) -> None:
-        """Run the model once, and write the tokens with the highest probabilities."""
+        """Run the model once, over all positions, and write the tokens with the highest probabilities."""
+        self._step(whole=True)
+
+    @torch.no_grad()
+    def block_step(self) -> None:
+        """Do the same over the block's positions, with the cached keys and values of all others."""
+        self._step(whole=False)
+
+    def _step(self, whole: bool) -> None:
         number = self.number.clamp(max=self.tokens - 1)  # a capture's warm-up steps go beyond the last
         at_BN = self.start + self.begins[number] + self.lane
-        logits_BNV = self._logits(at_BN).float() + self.sampler.barred
+        logits_BNV = self._logits(at_BN, whole).float() + self.sampler.barred
         now_BN = self.ids.gather(1, at_BN)
         masked = now_BN == self.sampler.mask_token
         drawn, confidence = self._draw(logits_BNV.flatten(0, 1), masked.flatten(), number)
         drawn, known = drawn.view(now_BN.shape).long(), masked & (drawn >= 0).view(now_BN.shape)
         order = torch.where(known, confidence.view(now_BN.shape), -torch.inf).argsort(dim=1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(1, order, self.lane.expand_as(order))
-        written = torch.where(known & (rank < self.reveals[number]), drawn, now_BN)
+        chosen = (rank < self.reveals[number]) | (confidence.view(now_BN.shape) >= self.sure)
+        written = torch.where(known & chosen, drawn, now_BN)
         self.ids.scatter_(1, at_BN, written)
+        self.masks.copy_((written == self.sampler.mask_token).sum())
         self.number.add_(1)
 
-    def _logits(self, at_BN: Tensor) -> Tensor:
+    def _logits(self, at_BN: Tensor, whole: bool) -> Tensor:
         """Return the logits of the positions at_BN, with guidance."""
         if not self.guided:
-            return self._run(self.ids, at_BN)
+            return self._run(self.ids, at_BN, whole)
         unprompted = self.ids.masked_fill(self.place < self.start, self.sampler.mask_token)
-        logits, free = self._run(torch.cat([self.ids, unprompted]), at_BN.repeat(2, 1)).chunk(2)
+        logits, free = self._run(torch.cat([self.ids, unprompted]), at_BN.repeat(2, 1), whole).chunk(2)
         return logits + self.guidance * (logits - free)
 
-    def _run(self, ids: Tensor, at: Tensor) -> Tensor:
+    def _run(self, ids: Tensor, at: Tensor, whole: bool) -> Tensor:
         model, start = self.sampler.model, self.start.repeat(len(ids) // len(self.start), 1)
+        if self.cache is not None:
+            mask = (self.place < start + self.tokens)[:, None, None] if self.padded else None
+            return head_of(model)((self.cache.full if whole else self.cache.block)(ids, at, mask))
         masks = (ids == self.sampler.mask_token) & (self.place >= start)
         inputs = {"input_ids": ids} | time_argument(model, masks.sum(1) / self.tokens)
         if self.padded:
@@ -232,6 +223,10 @@ class MaskedSampler:
         steps        forward passes, split among the blocks. None: one per token. Fewer are faster, and write more at once
         block        tokens of a block, filled before the next; it divides `tokens`. None: one block
         temperature  0: the most likely token of a position; above 0: sampling
+        threshold    a step writes every token of at least this probability, and at least one; `steps` follows. None: off
+        cache        compute only the block's positions, with the keys and values of all others from the block's first step.
+                     Faster, and approximate. False: every step computes all positions
+        refresh      with `cache`: steps of a block after which all positions are computed again. None: once for each block
         guidance     classifier-free guidance: factor of the difference to the logits without the prompt; 0: off
         seed         with the same seed, a prompt gets the same tokens
         n            sequences per prompt
@@ -253,12 +248,20 @@ class MaskedSampler:
         steps: int | None = None,
         block: int | None = None,
         temperature: float = 0.0,
+        threshold: float | None = None,
+        cache: bool = False,
+        refresh: int | None = None,
         guidance: float = 0.0,
         seed: int = 0,
         n: int = 1,
     ) -> "ActiveRequest":
         """Return a checked request: `play()` yields as `stream` does, and then `result()` returns as `generate` does."""
-        schedule, choice = fill_schedule(tokens, steps, block), Choice(temperature=temperature, seed=seed)
+        schedule = fill_schedule(tokens, steps, block, threshold, refresh if cache else 1)
+        choice = Choice(temperature=temperature, seed=seed)
+        if refresh is not None and not cache:
+            raise ValueError(f"generate: refresh: got {refresh}, but without a cache every step computes all; give cache=True.")
+        if cache and (why := self.full_logits or why_uncached(self.model)):
+            raise ValueError(f"generate: cache: got True, but {why}; leave it out.")
         check_count("n", n)
         if not 0 <= guidance < float("inf"):
             raise ValueError(f"generate: guidance: got {guidance!r}, wanted a finite number of at least 0; 0 is off.")
@@ -268,34 +271,40 @@ class MaskedSampler:
         for number, prompt in enumerate(ids):
             if self.mask_token in prompt:
                 raise ValueError(f"generate: prompt {number} holds the mask token {self.mask_token}; leave it out.")
-        return ActiveRequest(self, [prompt for prompt in ids for _ in range(n)], schedule, choice, guidance)
+        return ActiveRequest(self, [prompt for prompt in ids for _ in range(n)], schedule, choice, guidance, cache)
 
-    def buffers(self, prompts: list[list[int]], schedule: FillSchedule, guided: bool) -> Buffers:
+    def buffers(self, prompts: list[list[int]], schedule: FillSchedule, guided: bool, cached: bool = False) -> Buffers:
         """Return the cached buffers of a shape."""
         longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-        key = (len(prompts), longest + schedule.tokens, schedule.tokens, schedule.block, longest > shortest, guided)
+        key = (len(prompts), longest + schedule.tokens, schedule.tokens, schedule.block, longest > shortest, guided, cached)
         if key not in self._buffers:
             if len(self._buffers) == MOST:
                 del self._buffers[next(iter(self._buffers))]
             self._buffers[key] = Buffers(self, *key)
         return self._buffers[key]
 
-    def runner(self, buffers: Buffers) -> Callable[[], Any]:
-        """Return the step, or its CUDA graph, by the option `graph`."""
+    def runner(self, buffers: Buffers, step: Callable[[], None]) -> Callable[[], Any]:
+        """Return a step of the buffers, or its CUDA graph, by the option `graph`."""
         if self.graph == "off" or (self.graph == "auto" and self.device.type != "cuda"):
-            return buffers.step
-        if buffers.graph is None:
-            buffers.graph = capture(buffers.step, state=[self.model, *buffers.tensors()])
-        return buffers.graph
+            return step
+        if step.__name__ not in buffers.graphs:
+            buffers.graphs[step.__name__] = capture(step, state=[self.model, *buffers.tensors()])
+        return buffers.graphs[step.__name__]
 
 
 class ActiveRequest:
     """A request in progress."""
 
     def __init__(
-        self, sampler: MaskedSampler, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float
+        self,
+        sampler: MaskedSampler,
+        prompts: list[list[int]],
+        schedule: FillSchedule,
+        choice: Choice,
+        guidance: float,
+        cache: bool,
     ) -> None:
-        self.sampler, self.schedule, self.choice, self.guidance = sampler, schedule, choice, guidance
+        self.sampler, self.schedule, self.choice, self.guidance, self.cache = sampler, schedule, choice, guidance, cache
         self.sequences = [Generated(prompt) for prompt in prompts]
         self.generation = Generation(self.sequences)
         self.texts = [TextStream(sampler.text, ends=sampler.ends) for _ in prompts]
@@ -305,17 +314,25 @@ class ActiveRequest:
         begun, sampler, schedule = time.perf_counter(), self.sampler, self.schedule
         prompts = [sequence.prompt for sequence in self.sequences]
         with sampler.turn, mode(sampler.model, training=False):
-            buffers = sampler.buffers(prompts, schedule, self.guidance > 0)
-            buffers.fill(prompts, schedule, self.choice, self.guidance)
-            step = sampler.runner(buffers)
-            for begin, block_ends in zip(schedule.begins, schedule.block_ends):
-                step()
-                self.generation.launches, self.generation.steps = self.generation.launches + 1, self.generation.steps + 1
-                if block_ends and (reading or begin + schedule.block == schedule.tokens):
-                    rows = buffers.ids.tolist()  # synchronises with the device
+            buffers = sampler.buffers(prompts, schedule, self.guidance > 0, self.cache)
+            buffers.fill(prompts, schedule, self.choice, self.guidance, schedule.threshold)
+            whole, rows = sampler.runner(buffers, buffers.step), len(prompts) * (2 if buffers.guided else 1)
+            part = sampler.runner(buffers, buffers.block_step) if schedule.partial else whole
+            for begin, numbers in schedule.by_block():
+                for number in numbers:
+                    refreshes = schedule.refreshes(number - numbers.start)
+                    (whole if refreshes else part)()
+                    self.generation.launches, self.generation.steps = self.generation.launches + 1, self.generation.steps + 1
+                    self.generation.positions += rows * (buffers.ids.shape[1] if refreshes else buffers.computed)
+                    if schedule.threshold is not None and not buffers.masks.item():  # synchronises with the device
+                        buffers.number.fill_(numbers.stop)
+                        break
+                written = begin + schedule.block
+                if reading or written == schedule.tokens:
+                    answers = buffers.ids.tolist()  # synchronises with the device
                     self.generation.seconds = time.perf_counter() - begun
                     self.generation.first_token_s = self.generation.first_token_s or self.generation.seconds
-                    yield from self._read(rows, begin + schedule.block)
+                    yield from self._read(answers, written)
 
     def _read(self, rows: list[list[int]], written: int) -> Iterator[tuple[int, Any]]:
         """Yield what is new in the first `written` tokens of every answer."""

@@ -137,9 +137,12 @@ class Trunk(nn.Module):
         self.shifted = config.shifted
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None) -> Tensor:
-        x, rope = look_up(self.embed_tokens, input_ids), self.rope.of(input_ids, position_ids)
+        x, rope = self.embed(input_ids), self.rope.of(input_ids, position_ids)
         x = run_blocks(self.layers, self.norm, x, rope, mask)
         return torch.cat([x[:, :1], x[:, :-1]], 1) if self.shifted else x
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return look_up(self.embed_tokens, input_ids)
 
 
 class OwnReader(Reader):
