@@ -53,6 +53,7 @@ FUSED = (
     "mistral",
     "mixtral",
     "nemotron",
+    "nemotron_h",
     "olmo",
     "olmo2",
     "olmo3",

@@ -136,6 +136,10 @@ DELTA = {
     "linear_value_head_dim": 12, "rope_parameters": HALF,
 }  # fmt: skip
 RECURRENT = {
+    "NemotronH": {
+        "layer_types": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "mlp"],
+        "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 8,
+    },
     "Bamba": {
         "num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
         "mamba_d_state": 8, "mamba_chunk_size": 8,

@@ -10,7 +10,7 @@ from gpubound.watch import no_stall, watch
 from . import cases
 
 KINDS = list(cases.RECURRENT)
-DENSE = ["Lfm2", "Qwen3_5", "Bamba"]
+DENSE = ["Lfm2", "Qwen3_5", "Bamba", "NemotronH"]
 CAN_GO_BACK = ["Lfm2"]  # whose state is the inputs of convolutions alone
 
 

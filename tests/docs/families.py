@@ -58,6 +58,7 @@ NAMES = {
     "mistral4": "Mistral 4",
     "mixtral": "Mixtral",
     "nemotron": "Nemotron",
+    "nemotron_h": "Nemotron-H without experts",
     "olmo": "OLMo",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
@@ -84,8 +85,8 @@ NAMES = {
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
 CODED = (  # whose MLPs no part of placing swaps
-    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "nemotron", "opt", "phi", "qwen3_5",
-    "stablelm", "starcoder2",
+    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "nemotron", "nemotron_h", "opt", "phi",
+    "qwen3_5", "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 SPARSE = ("mixtral", "gpt_oss", "latent", "mistral4", "qwen3_next")  # families whose MLPs are experts

@@ -60,8 +60,8 @@ class CpuLayer(NamedTuple):
     mlp: DenseWeights | UngatedWeights
     inputs: list[CpuLinear]  # of attention q, k and v together
     o: CpuLinear
-    up: CpuLinear  # of DenseWeights the gate, too
-    down: CpuLinear
+    up: CpuLinear | None  # of DenseWeights the gate, too; None: there is no MLP
+    down: CpuLinear | None
 
 
 class CpuStep:
@@ -79,7 +79,8 @@ class CpuStep:
         for weights, (part, mlp, extra) in zip(self.body.live.layers, self.body.layers):
             *inputs, output = map(CpuLinear, part.products)
             more = [CpuLinear(product) for product in (extra.products if extra else ())]
-            own = part, part.weights, mlp.weights, inputs, output, *map(CpuLinear, mlp.products)
+            up, down = map(CpuLinear, mlp.products) if mlp.products else (None, None)
+            own = part, part.weights, mlp.weights, inputs, output, up, down
             self.layers.append(CpuLayer(weights, more, *own))
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
@@ -119,12 +120,13 @@ class CpuStep:
                 mixed = mixed if gate is None else mixed * gate.sigmoid()
             y = o(mixed)[0]
             before, x = x, x + _normed(y, attention.post_norm)
-            first = up(_normed(before if mlp.parallel else x, mlp.norm))
-            if isinstance(mlp, DenseWeights):
-                h = ACTIVATIONS[mlp.activation](first[0]).mul_(first[1])
-            else:
-                h = ACTIVATED[mlp.activation](first[0])
-            x = x + _normed(down(h)[0], mlp.post_norm)
+            if up is not None and down is not None:
+                first = up(_normed(before if mlp.parallel else x, mlp.norm))
+                if isinstance(mlp, DenseWeights):
+                    h = ACTIVATIONS[mlp.activation](first[0]).mul_(first[1])
+                else:
+                    h = ACTIVATED[mlp.activation](first[0])
+                x = x + _normed(down(h)[0], mlp.post_norm)
             if rest.extra is not None and own_inputs is not None:
                 gate, out = more
                 h = ACTIVATIONS[rest.extra.activation](gate(x)[0]) * own_inputs[:, number]

@@ -355,6 +355,26 @@ class UngatedMLP(Part):
         return [first, ("activation", "activate_rows", ""), ("down", f"{self.down.prefix}add_product", "")]
 
 
+class NoMLP(Part):
+    """MLP of a layer that has none."""
+
+    gate_up_bytes = 0
+
+    def step(self, x: Tensor, *arguments: Any) -> None:
+        pass
+
+    gemm_step = step
+
+    def prompt(self, h: Tensor) -> Tensor:
+        return torch.zeros_like(h)
+
+    def exact(self) -> Any:
+        return self.weights
+
+    def ops(self) -> list[tuple[str, str, str]]:
+        return []
+
+
 def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Add h weightᵀ + bias to x (fp32), in place."""
     if h.is_cuda and h.dtype != torch.float32:

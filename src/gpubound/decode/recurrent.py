@@ -144,7 +144,7 @@ class Mamba(RecurrentLayer):
         if w.head_norm is None:
             out.copy_(gated)
         else:
-            grouped_norm_rows(gated, w.head_norm, w.shape.groups, out, mode)
+            grouped_norm_rows(gated, w.head_norm, w.norm_groups, out, mode)
 
     def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
         w, state, targets = self.weights, self.state, self.workspace.cache.targets
@@ -157,7 +157,7 @@ class Mamba(RecurrentLayer):
         y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets))
         state.write_matrix(matrix, targets)
         y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
-        return (y if w.head_norm is None else group_normed(y, w.head_norm, w.shape.groups)).to(x.dtype)
+        return (y if w.head_norm is None else group_normed(y, w.head_norm, w.norm_groups)).to(x.dtype)
 
     def ops(self) -> list[tuple[str, str, str]]:
         rows = super().ops()

@@ -36,6 +36,7 @@ from ..models.decoding import (
     LatentAttentionWeights,
     LayerInputWeights,
     Linear,
+    NoWeights,
     UngatedWeights,
     norm_tensors,
 )
@@ -46,7 +47,7 @@ from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
 from .host_view import HostView
 from .kv_cache import PLAIN, Cache, CachedLayer, cached_layers
 from .latent import CachedLatentAttention
-from .layer import GEMV_ROWS, CachedAttention, DenseMLP, UngatedMLP, Workspace, normed, normed_rows
+from .layer import GEMV_ROWS, CachedAttention, DenseMLP, NoMLP, UngatedMLP, Workspace, normed, normed_rows
 from .layer_inputs import InputProduct, LayerInput
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, MoELayer
@@ -81,6 +82,7 @@ PARTS: dict[type, Any] = {
     MambaWeights: Mamba,
     DenseWeights: DenseMLP,
     UngatedWeights: UngatedMLP,
+    NoWeights: NoMLP,
     ExpertWeights: MoELayer,
     ColumnExpertWeights: ColumnMoELayer,
     LayerInputWeights: LayerInput,
@@ -113,7 +115,8 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
 
     tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
     """
-    (attention, mlp, *_), extra = live.layers[0], live.layers[0].extra
+    (attention, *_), extra = live.layers[0], live.layers[0].extra
+    mlp = next((layer.mlp for layer in live.layers if not isinstance(layer.mlp, NoWeights)), NoWeights())
     norm, rounded = in_product(attention.norm), weight_format(weights).prefix
     prefix = "quantized_" if live.coded else rounded
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
@@ -341,7 +344,9 @@ class FusedRunner(ViewRunner):
         self.form = weight_format(config.weights)
         rows = config.max_batch * config.tokens
         fp32: Any = {"device": self.device, "dtype": torch.float32}
-        self.dense = all(type(layer.mlp) in (DenseWeights, UngatedWeights) for layer in live.layers) and not live.sliced
+        self.dense = (
+            all(type(layer.mlp) in (DenseWeights, UngatedWeights, NoWeights) for layer in live.layers) and not live.sliced
+        )
         plain = config.tokens == 1 and config.cache == PLAIN and (stages is None or len(stages) == 1)
         latent = any(isinstance(layer.attention, LatentAttentionWeights) for layer in live.layers)
         on_host = cpu_step.fits(self.device) and plain and self.dense and not latent
@@ -405,7 +410,7 @@ class FusedRunner(ViewRunner):
             self.inputs = InputProduct(live.layer_inputs, self.workspace, len(live.layers))
             read += live.layer_inputs.tensors()
         self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
-        self.sparse = [layer for layer in self.layers if type(layer.mlp) not in (DenseMLP, UngatedMLP)]
+        self.sparse = [layer for layer in self.layers if type(layer.mlp) not in (DenseMLP, UngatedMLP, NoMLP)]
         self.refills = len(self.spans) == 1
         self.captures_prefill = self.refills and all(layer.mlp.captures_prompts for layer in self.layers)
         self.measured = None

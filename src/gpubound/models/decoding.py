@@ -273,6 +273,18 @@ class UngatedWeights(PartWeights):
 
 
 @dataclass(frozen=True)
+class NoWeights(PartWeights):
+    """No MLP, of a layer that another one with attention or a state follows at once."""
+
+    norm: ClassVar[None] = None
+    post_norm: ClassVar[None] = None
+    parallel: ClassVar[bool] = False
+
+    def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
 class ExpertWeights(PartWeights):
     """Experts gated by silu, after a norm without an offset: the kernels support no others."""
 

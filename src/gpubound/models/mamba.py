@@ -22,7 +22,7 @@ def bamba_causal_lm(module: Any, stack: Any) -> Swap:
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": bamba_causal_lm}
 
 
-class BambaReader(RecurrentReader):
+class MambaReader(RecurrentReader):
     NORMS = ("input_layernorm", None, "pre_ff_layernorm", None)
     FINAL, MIXER = "final_layernorm", "mamba"
     READS = frozenset((
@@ -50,8 +50,12 @@ class BambaReader(RecurrentReader):
             dt=layer._parameters["dt_bias"],
             skip=layer._parameters["D"],
             head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),
-            shape=MambaShape(layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size),
+            # In some releases of transformers Bamba's norm has no groups.
+            norm_groups=layer.intermediate_size // getattr(layer.norm, "group_size", layer.intermediate_size),
+            shape=MambaShape(
+                layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size, float(layer.time_step_limit[0])
+            ),
         )
 
 
-DECODING: dict[str, Any] = {"BambaForCausalLM": BambaReader}
+DECODING: dict[str, Any] = {"ForCausalLM": MambaReader}

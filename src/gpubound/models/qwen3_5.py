@@ -11,7 +11,7 @@ from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaShape
 from .decoding import AttentionWeights
 from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
-from .reader import linear_of, weight_of
+from .reader import HFAngles, linear_of, weight_of
 from .recurrent import DeltaWeights, RecurrentReader, taps_of
 from .registry import Maker
 
@@ -22,8 +22,13 @@ SWAPS: dict[str, Maker] = {
 }
 
 
+class GridAngles(HFAngles):
+    AXES = 3
+
+
 class DeltaReader(RecurrentReader):
     OFFSET = 1.0
+    ANGLES: ClassVar[type[HFAngles]] = GridAngles
     INPUTS: ClassVar[tuple[str, ...]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     GROUPED = False
     READS = frozenset((

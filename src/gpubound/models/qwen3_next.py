@@ -10,7 +10,7 @@ from ..kernels.decode_product import Norm
 from .hf_modules import HFShiftedNorm, norm
 from .mixtral import SparseReader
 from .qwen3_5 import DeltaReader
-from .reader import weight_of
+from .reader import HFAngles, weight_of
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {"RMSNorm": partial(norm, part=HFShiftedNorm)}
@@ -27,6 +27,7 @@ class SparseDeltaReader(DeltaReader, SparseReader):
 
 
 class NextReader(SparseDeltaReader):
+    ANGLES = HFAngles
     INPUTS = ("in_proj_qkvz", "in_proj_ba")
     GROUPED = True
 

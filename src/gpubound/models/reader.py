@@ -107,6 +107,8 @@ def layer_type(attention: Any) -> str:
 class HFAngles:
     """cos and sin of positions in fp32, computed by a transformers rotary module, with its frequencies and scaling."""
 
+    AXES = 0  # of the positions that the module takes, where it takes a grid's: those of a text are the same on all
+
     def __init__(self, rotary: Any, layer_type: str | None = None) -> None:
         self.rotary = rotary
         prefix = f"{layer_type}_" if layer_type else ""  # Gemma 3 has frequencies for each type of layer
@@ -115,7 +117,8 @@ class HFAngles:
 
     def __call__(self, positions: Tensor) -> Rope:
         like = torch.empty(0, device=positions.device, dtype=torch.float32)  # only its dtype and device are read
-        embeddings = self.rotary(like, positions.reshape(-1, positions.shape[-1]), **self.options)
+        rows = positions.reshape(-1, positions.shape[-1])
+        embeddings = self.rotary(like, rows.expand(self.AXES, *rows.shape) if self.AXES else rows, **self.options)
         cos, sin = (t[..., self.columns(t.shape[-1])].reshape(*positions.shape, -1) for t in embeddings)
         return cos, sin
 

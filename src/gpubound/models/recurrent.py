@@ -130,12 +130,13 @@ class DeltaWeights(RecurrentWeights):
 
 @dataclass(frozen=True)
 class MambaWeights(RecurrentWeights):
-    """Mamba-2. `head_norm`: of groups of heads, after the gate; None: there is none"""
+    """Mamba-2. `head_norm`: after the gate, of `norm_groups` groups of heads; None: there is none"""
 
     a_log: Tensor
     dt: Tensor
     skip: Tensor
     head_norm: Norm | None
+    norm_groups: int
     shape: MambaShape
 
     def state(self) -> StateShape:
@@ -158,7 +159,7 @@ class MambaWeights(RecurrentWeights):
             S = S * g[t].exp()[:, None, None] + v[t][..., None] * b[t][:, None]
             outputs.append(torch.einsum("hpn,hn->hp", S, c[t]))
         y = (torch.stack(outputs) + skipped).flatten(1) * F.silu(z)
-        return y if self.head_norm is None else group_normed(y, self.head_norm, self.shape.groups)
+        return y if self.head_norm is None else group_normed(y, self.head_norm, self.norm_groups)
 
 
 class RecurrentReader(Reader):

@@ -241,6 +241,7 @@ FAMILIES = {
     },
     "mamba": {"bamba": "Bamba"},
     "mistral4": {"mistral4": "Mistral4"},
+    "nemotron_h": {"nemotron_h": "NemotronH"},
     "qwen3_5": {"qwen3_5": "Qwen3_5"},
     "qwen3_next": {"qwen3_next": "Qwen3Next", "qwen3_5_moe": "Qwen3_5Moe"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
