@@ -119,6 +119,20 @@ def test_a_loop_besides_the_steps_has_its_part_of_the_launches(tmp_path):
     assert first.ms + second.ms == pytest.approx(verdict.step_ms - verdict.device_ms) and "TrainStep" in second.fix
 
 
+def test_a_loop_that_no_measured_step_ran_is_absent(tmp_path):
+    path = tmp_path / "ppo.py"
+    path.write_text(
+        "for line in config:\n  read(line)\nfor _ in range(9):\n  for step in range(128):\n    for env in envs:\n      act()\n"
+        "  for part in parts:\n    for p in part:\n      optimizer.step()\n"
+    )
+    update = Stack((Site(str(path), 9, "<module>", "optimizer.step()", 9),), ADAM)
+    rollout = Stack((Site(str(path), 6, "<module>", "act()", 6),))
+    evidence = seen(steps(lambda loop: loop, run=0.2), samples=Samples({update: 30}, {update: 20}), step_ms=[0.3] * STEPS)
+    (what,) = diagnose(evidence).absent
+    assert "ppo.py:4" in what and "for step in range(128):" in what
+    assert not diagnose(replace(evidence, samples=Samples({update: 30, rollout: 1}, {update: 20}))).absent
+
+
 def test_an_environment_s_own_time_is_a_finding_beside_the_read_of_its_action(tmp_path):
     path = tmp_path / "dqn.py"
     path.write_text("for step in range(9):\n    action = q(x).cpu()\n    envs.step(action.numpy())\n    y = x.to(device)\n")

@@ -41,6 +41,7 @@ RULES: dict[Rule, tuple[str, ...]] = {
     compute.profiler: ("profiler",),
 }
 
+UNSEEN = "a loop beside that of the steps, which no measured step ran: its time is in no number"
 HARMLESS = 0.005  # of a step: two timings of the same step differ by as much
 
 
@@ -54,6 +55,7 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), line_of(pair[0].place) in evidence.once, -pair[1].count)
     )
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
+    absent |= {f"{loop.at}, {loop.code}": UNSEEN for loop in host.unseen_loops(evidence)}
     return Verdict(
         script=evidence.script,
         machine={"device": evidence.device} | {name: fact for name, fact in evidence.about.items() if isinstance(fact, str)},

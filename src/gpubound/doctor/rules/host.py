@@ -96,6 +96,24 @@ def other_loops(evidence: Measurements, loop: Loop) -> list[Loop]:
     return sorted((each for each in loops if each.ms >= BOUND * (evidence.ms or 0.0)), key=lambda each: -each.ms)
 
 
+def unseen_loops(evidence: Measurements) -> list[Site]:
+    """Return the loops that run again and again beside the steps' loop, and in which no sample was taken: those of a rollout
+    that is made every hundreds of steps, or of an evaluation."""
+    if (loop := loop_of(evidence)) is None:
+        return []
+    inner, (loops, functions) = loop.site, _blocks(loop.site.file)
+    first, last = max(((a, b) for a, b in functions if a <= inner.line <= b), default=(0, inner.line + 10**6))
+    around = [(a, b) for a, b in loops if first <= a < inner.line and inner.end <= b <= last]
+    beside = [(a, b) for a, b in loops if (b < inner.line or a > inner.end) and any(c < a and b <= d for c, d in around)]
+    outer = [(a, b) for a, b in beside if not any(c < a and b <= d for c, d in beside)]
+    seen = [site.line for stack in evidence.samples.stacks for site in stack.sites if site.file == inner.file]
+    return [
+        Site(inner.file, a, inner.function, linecache.getline(inner.file, a).strip(), b)
+        for a, b in sorted(outer)
+        if not any(a <= line <= b for line in seen)
+    ]
+
+
 def _innermost_loop(stack: Stack) -> Site | None:
     return next((loop for site in stack.sites if (loop := loop_around(site))), None)
 
