@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from .models import (
         Decoder as Decoder,
         DecoderConfig as DecoderConfig,
+        DraftHead as DraftHead,
         RichardsConfig as RichardsConfig,
         RichardsDecoder as RichardsDecoder,
     )
@@ -52,7 +53,7 @@ _HOMES = {
     "limit": "device",
     "doctor": "doctor",
     **dict.fromkeys(("Captured", "Certificate", "capture"), "graph"),
-    **dict.fromkeys(("Decoder", "DecoderConfig", "RichardsConfig", "RichardsDecoder"), "models"),
+    **dict.fromkeys(("Decoder", "DecoderConfig", "DraftHead", "RichardsConfig", "RichardsDecoder"), "models"),
     **dict.fromkeys(("Placement", "place"), "place"),
     **dict.fromkeys(("AdamW", "Schedule", "TrainStep"), "train"),
     **dict.fromkeys(("Ledger", "no_stall", "watch"), "watch"),

@@ -20,11 +20,13 @@ from ..kernels.dispatch import hasten
 from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of
 from ..models import Decoder
+from ..models.draft_head import DraftHead
 from ..models.language_model import LanguageModel
 from ..models.llama.checkpoint import as_transformers
 from ..models.registry import reader_of, runner_of
 from ..trace import fallback, notice
 from .certificate import Accuracy, DecoderCertificate, accuracy, certify
+from .draft_head import HeadDraft
 from .exact import ExactRunner, ExactStepper
 from .host_view import HostView
 from .images import check_images, image_inputs, image_prefill
@@ -283,7 +285,7 @@ def decoder(
     pages       None: room for max_batch rows of max_length. A number: the rows share this many pages of 64 tokens, and a
                 request reserves the pages that its prompts and max_new_tokens may fill
     speculate   a number: guess this many tokens from the row's own text and check them in one step. gb.Draft(model, tokens):
-                a small model guesses. The tokens are the same; they come sooner
+                a small model guesses, or a gb.DraftHead. The tokens are the same; they come sooner
     devices     None: the model's own. A list of GPUs: they share the model
     device      None: the model's own. With `weights` another one: the rounded copies are made there, part by part, and the
                 model stays where it is, such as in host memory if a GPU has no room for it
@@ -334,7 +336,8 @@ def decoder(
             f"decoder: device: got {target} for a model on {first.device} together with {other}; give weights='int8', 'int4' "
             f"or 'fp8' alone, whose copies can be made there, or move the model."
         )
-    drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) else []
+    head = speculate.model if isinstance(speculate, Draft) and isinstance(speculate.model, DraftHead) else None
+    drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) and head is None else []
     for draft in drafts:
         check_kind(draft)
     with plainly(target if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):
@@ -347,7 +350,10 @@ def decoder(
             runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
         drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length, redone=width - 1), fused) if drafts else None
         state = BatchState(runner.max_batch, runner.vocab, max(ladder) * width, runner.device)
-        if speculate is None:
+        stepper: Stepper
+        if head is not None:
+            stepper = HeadDraft(check_head(runner), state, width, head)
+        elif speculate is None:
             stepper = (ExactStepper if exact else Stepper)(runner, state)
         else:
             stepper = TextDraft(runner, state, width) if drafting is None else ModelDraft(runner, state, width, drafting)
@@ -361,6 +367,17 @@ def check_exact(fused: bool, speculate: Any, weights: Any, cache: Any, devices: 
         raise ValueError(
             f"decoder: exact: got {conflicts[0]}, too, for which there are no batch-invariant kernels; leave one of them out."
         )
+
+
+def check_head(runner: ModelRunner) -> FusedRunner:
+    """Return the runner if a draft head can read its hidden states."""
+    if not isinstance(runner, FusedRunner):
+        why = runner.path or "the model's layers have their own step"
+        raise ValueError(
+            f"decoder: speculate: got a DraftHead, which reads the hidden states of the fused kernels, and {why}; take a "
+            "number, or gb.Draft of a model."
+        )
+    return runner
 
 
 def check_kind(model: nn.Module) -> None:

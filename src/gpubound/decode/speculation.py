@@ -30,9 +30,10 @@ MOST = 15  # tokens that may be drafted: with the last token, as many as a tile 
 
 @dataclass(frozen=True)
 class Draft:
-    """A smaller model with the same tokenizer that guesses tokens ahead, for `decoder(..., speculate=Draft(model, tokens))`.
+    """A smaller model with the same tokenizer that guesses tokens ahead, for `decoder(..., speculate=Draft(model, tokens))`;
+    or a `gb.DraftHead`, which reads the model's hidden states.
 
-    It samples with the large model's settings, seeds and positions. Both models see the same noise, so they mostly agree.
+    It samples with the large model's settings, seeds and positions. Both see the same noise, so they mostly agree.
     """
 
     model: nn.Module
@@ -137,17 +138,33 @@ class TextDraft(Stepper):
         return self.body.same_kernels(rows * self.tokens)
 
 
-class ModelDraft(TextDraft):
-    """Drafts by a smaller model, whose cache follows the rows as the body's does."""
+class DrawnDraft(TextDraft):
+    """Base class of drafts that are chosen from logits, with the rows' settings: `own` is the state of the rows as drafted."""
 
-    def __init__(self, body: Any, slots: BatchState, tokens: int, drafting: Any) -> None:
+    def __init__(self, body: Any, slots: BatchState, tokens: int) -> None:
         super().__init__(body, slots, tokens)
-        self.drafting, self.prompts = drafting, StepGraphs(Stepper(drafting, slots))
         zeros = torch.zeros(6, slots.max_batch, device=slots.device, dtype=torch.int32)
         token, position, alive, limit, bad, self.chosen_draft = zeros
         limit.fill_(body.max_length + 1)  # at the cache's end a row stays at its last position
         self.own = Rows(token, position, alive, limit, bad, stops=zeros[0, :1] - 1)  # -1: no token
         self.own_marks: Tensor | None = None
+
+    def _own_settings(self, rows: int, variant: SamplingVariant, vocab: int) -> Settings:
+        """Return the rows' settings. Marks are a copy, which drafts change; with another vocabulary there are none."""
+        settings = self.slots.choice(slice(rows), False)
+        if not variant.penalty or vocab != self.slots.vocab:
+            return settings
+        marks = self.slots.marks()
+        self.own_marks = torch.empty_like(marks) if self.own_marks is None else self.own_marks
+        return settings._replace(seen=self.own_marks[:rows].copy_(marks[:rows]))
+
+
+class ModelDraft(DrawnDraft):
+    """Drafts by a smaller model, whose cache follows the rows as the body's does."""
+
+    def __init__(self, body: Any, slots: BatchState, tokens: int, drafting: Any) -> None:
+        super().__init__(body, slots, tokens)
+        self.drafting, self.prompts = drafting, StepGraphs(Stepper(drafting, slots))
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         super().prefill(ids, lengths)
@@ -156,7 +173,7 @@ class ModelDraft(TextDraft):
     def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
         (rows, T), other = chunk.token.shape, self.drafting
         own, into = self.own.first(rows), into_body(other, self.chosen_draft[:rows])
-        settings = None if variant.greedy and other.finds_best(rows) else self._own_settings(rows, variant)
+        settings = None if variant.greedy and other.finds_best(rows) else self._own_settings(rows, variant, other.vocab)
         own.token.copy_(state.token.clamp(max=other.vocab - 1))  # the two may pad their vocabularies differently
         own.position.copy_(state.position)
         own.alive.fill_(1)
@@ -170,15 +187,6 @@ class ModelDraft(TextDraft):
         chunk.position.copy_((state.position[:, None] + self.step).clamp(max=self.body.max_length - 1))
         chunk.alive.copy_(state.alive[:, None])
         self.body.begin(chunk.token.view(-1))
-
-    def _own_settings(self, rows: int, variant: SamplingVariant) -> Settings:
-        """Return the rows' settings. Marks are a copy, which drafts change; with another vocabulary there are none."""
-        settings = self.slots.choice(slice(rows), False)
-        if not variant.penalty or self.drafting.vocab != self.slots.vocab:
-            return settings
-        marks = self.slots.marks()
-        self.own_marks = torch.empty_like(marks) if self.own_marks is None else self.own_marks
-        return settings._replace(seen=self.own_marks[:rows].copy_(marks[:rows]))
 
     def moved(self) -> str | None:
         return self.drafting.moved()

@@ -193,6 +193,7 @@ class LayerGroup:
         self.cache = Cache(config, {number: layers[number] for number in stage.layers}, live.dtype, self.device, rings)
         self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
         self.layers: list[Layer] = []
+        self.hidden_states: Any = None  # of draft_head.py, which keeps the stream before some layers
 
     def report(self, number: int) -> tuple[str, str, str]:
         """Return (stage, device, contents) for the decoder's table."""
@@ -213,7 +214,9 @@ class LayerGroup:
     def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
         with entered(self.device):
-            for attention, mlp, extra in self.layers:
+            for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
+                if self.hidden_states is not None:
+                    self.hidden_states.keep(number, x)
                 if mlp.weights.parallel:
                     self._parallel_step(attention, mlp, x, position, mode, own_kernels)
                 elif own_kernels:
@@ -245,8 +248,10 @@ class LayerGroup:
         x, end = x.to(self.device), start + x.shape[1]
         pending = None if pending is None else pending.to(self.device)
         with entered(self.device):
-            for attention, mlp, extra in self.layers:
+            for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
                 h, x = add_and_norm(x, pending, attention.weights.norm)
+                if self.hidden_states is not None:
+                    self.hidden_states.keep_prompt(number, x)
                 pending = normed(attention.prompt(h, start, end), attention.weights.post_norm)
                 if mlp.weights.parallel:
                     h = h if mlp.reads_normed else normed(x, mlp.weights.norm)
@@ -331,6 +336,7 @@ class FusedRunner(ViewRunner):
     arg: Tensor
     measured: Accuracy | None = None
     inputs: InputProduct | None = None  # of the layers' own, where they have some
+    hidden_states: Any = None  # see `keep_hidden_states`
 
     def __init__(self, live: WeightView | HostView, config: RunnerConfig, stages: Sequence[LayerStage] | None = None) -> None:
         """stages: devices of the layers, if there are several."""
@@ -435,6 +441,8 @@ class FusedRunner(ViewRunner):
         if self.inputs is not None:
             self.inputs.step(token.flatten(), x, rows <= self.gemv_rows)
         mode, own_kernels = self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows)
+        if self.hidden_states is not None:
+            self.hidden_states.begin(position)
         for group in self.spans:
             x, position = x.to(group.device), position.to(group.device)
             group.step(x, position, mode, own_kernels)
@@ -520,6 +528,12 @@ class FusedRunner(ViewRunner):
         for group in self.spans:
             group.cache.reserve(limits.to(group.device))
 
+    def keep_hidden_states(self, states: Any) -> None:
+        """Write the stream before some layers to `states`, a HiddenStates of draft_head.py, in each step and prefill."""
+        self.hidden_states = states
+        for group in self.spans:
+            group.hidden_states = states
+
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Write the keys and values of ids (B, T), right-padded. Positions after a row's length are never read."""
@@ -530,12 +544,18 @@ class FusedRunner(ViewRunner):
     def _fill(self, ids: Tensor, begin: int, lengths: Tensor) -> None:
         for group in self.spans:
             group.cache.ends = (begin + lengths).to(group.device)
+        if self.hidden_states is not None:
+            self.hidden_states.begin_prompt(lengths)
         try:
             for at in range(0, ids.shape[1], CHUNK):
                 self.streamed(ids[:, at : at + CHUNK], begin + at)  # a device may read one while the next has the previous one
+                if self.hidden_states is not None:
+                    self.hidden_states.end_chunk(ids, at)
         finally:
             for group in self.spans:
                 group.cache.ends = None
+            if self.hidden_states is not None:
+                self.hidden_states.end_prompt()
 
     @torch.no_grad()
     def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
@@ -558,7 +578,8 @@ class FusedRunner(ViewRunner):
 
     def carried(self) -> list[Tensor]:
         states = [state for group in self.spans for state in group.cache.states.values()]
-        return [state.matrix for state in states if state.matrix is not None]
+        kept = [] if self.hidden_states is None else [self.hidden_states.rows, self.hidden_states.position]
+        return [*kept, *(state.matrix for state in states if state.matrix is not None)]
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, start: int = 0) -> Tensor:

@@ -1,5 +1,6 @@
 """Models by family, a folder each: what placing, decoding, saving and training need to know of it."""
 
+from .draft_head import DraftHead as DraftHead
 from .llama import (
     PRESETS as PRESETS,
     Decoder as Decoder,

@@ -1,0 +1,278 @@
+"""Speculation by a draft head (models/draft_head.py) inside the launch.
+
+A step of the model keeps the hidden states before three layers, of each of its T tokens. The next step's draft begins with all
+of these positions at once: which of them were accepted is known on the device alone, so the layer computes keys and values of
+all T and goes on from the last accepted one. Entries after it are overwritten before anything reads them. Then the layer's
+output replaces the hidden states for one token after the other.
+
+The head's entry at position p has the embedding of token p + 1. A row whose last token is at position P is drafted from the
+entry P - 1, whose output predicts the token at P + 1.
+
+Legend: B rows, T tokens of a row in a step (the last, and T - 1 drafted), V vocabulary of the model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels import norm_rows
+from ..kernels.decode_product import EARLY, LATE, Norm
+from ..kernels.ngram_speculation import Chunk
+from ..kernels.rope import rope
+from ..kernels.sampling import Into, Rows, Settings
+from ..layers.attention import RopeTable
+from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
+from ..models.draft_head import DraftHead
+from .kv_cache import Cache, CachedLayer
+from .layer import GEMV_ROWS, CachedAttention, DenseMLP, Workspace, normed_rows
+from .model_watch import TensorWatch
+from .runner import BatchState, RunnerConfig, SamplingVariant, choose
+from .speculation import DrawnDraft
+from .weights import LiveFormat
+
+PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
+
+
+class HiddenStates:
+    """The stream before some layers: of the tokens of the last step, or of a prompt's last token, for each row."""
+
+    def __init__(self, layers: tuple[int, ...], hidden: int, max_batch: int, tokens: int, device: torch.device) -> None:
+        self.layers, self.hidden, self.tokens = layers, hidden, tokens
+        self.rows = torch.zeros(max_batch * tokens, len(layers) * hidden, device=device, dtype=torch.float32)
+        self.position = torch.zeros(max_batch, device=device, dtype=torch.int32)  # of the first of a row's tokens
+        self.read_prompt: Callable[[Tensor, Tensor, int], None] = lambda ids, states, start: None
+        self._lengths: Tensor | None = None
+        self._prompt: dict[int, Tensor] = {}
+
+    def begin(self, position: Tensor) -> None:
+        """Begin a step of tokens at `position`, (B, T) or (B,)."""
+        self.position[: len(position)] = position.view(len(position), -1)[:, 0]
+
+    def keep(self, number: int, x: Tensor) -> None:
+        """Keep the stream x (B T, hidden) before layer `number` of a step."""
+        for at, layer in enumerate(self.layers):
+            if layer == number:
+                self.rows[: len(x), at * self.hidden : (at + 1) * self.hidden] = x
+
+    def begin_prompt(self, lengths: Tensor) -> None:
+        """Begin a prefill of prompts of these lengths (B,)."""
+        self._lengths = lengths
+        self.rows.zero_()  # of rows whose prompt is one token, which has nothing before it
+        self.position[: len(lengths)] = (lengths - 1).clamp(min=0)
+
+    def keep_prompt(self, number: int, x: Tensor) -> None:
+        """Keep the stream x (B, T, hidden) of a chunk of prompts before layer `number`."""
+        if self._lengths is not None and number in self.layers:
+            self._prompt[number] = x
+
+    def end_chunk(self, ids: Tensor, start: int) -> None:
+        """Pass the hidden states of a chunk of the prompts ids, from position `start` on, to the head."""
+        assert self._lengths is not None
+        states = torch.cat([self._prompt[number] for number in self.layers], -1)
+        self._prompt.clear()
+        last = self._lengths.long() - 1 - start
+        inside = (last >= 0) & (last < states.shape[1])
+        at = last.clamp(0, states.shape[1] - 1)[:, None, None].expand(-1, 1, states.shape[2])
+        mine = self.rows.view(-1, self.tokens, states.shape[2])[: len(ids), 0]
+        mine.copy_(torch.where(inside[:, None], states.gather(1, at)[:, 0].float(), mine))
+        self.read_prompt(ids, states, start)
+
+    def end_prompt(self) -> None:
+        self._lengths = None
+        self._prompt.clear()
+
+
+class HeadAttention(CachedAttention):
+    """Attention whose input is [normed embedding, normed feature] instead of the normed stream."""
+
+    both: Tensor  # (rows, 2 hidden), fp32
+
+    def operand(self, x: Tensor, mode: int, first: bool = False) -> tuple[Tensor, Norm | None]:
+        return self.both[: len(x)], None
+
+    def read(self, x: Tensor, mode: int) -> Tensor:
+        return self.both[: len(x)].to(self.workspace.dtype)
+
+    def write_prompt(self, both: Tensor, start: int) -> None:
+        """Write the keys and values of a prompt's inputs (B, T, 2 hidden)."""
+        end = start + both.shape[1]
+        q, k, v = (row.unflatten(-1, (-1, self.weights.head_dim)) for row in self.linear(self.qkv, both))
+        cos, sin = self._angles
+        _, k = rope(q, k, cos[start:end], sin[start:end])
+        self.workspace.cache.extend(self.number, start, k, v)
+
+
+class HeadRunner:
+    """The layer and the head over the kernels of a decoding step, from the module's weights in place."""
+
+    def __init__(self, head: DraftHead, body: Any, tokens: int) -> None:
+        self.head, self.body, self.vocab = head, body, body.vocab
+        c, self.device, self.tokens = head.config, body.device, tokens
+        rows, words, dtype = body.max_batch * tokens, len(head.d2t), head.fc.weight.dtype
+        self.shape = Shape(c.hidden, words)
+        config = RunnerConfig(body.max_batch, body.max_length, tokens, redone=tokens)
+        self.cache = Cache(config, {0: CachedLayer(c.kv_heads, c.head_dim)}, dtype, self.device)
+        positions = torch.arange(body.max_length, device=self.device)[None]
+        cos, sin = (table[0].contiguous() for table in RopeTable(c.angles).at(positions))
+        self.workspace = Workspace(self.shape, self.cache, [(cos, sin)], rows, tokens)
+        fp32: Any = {"device": self.device, "dtype": torch.float32}
+        self.x, self.embedded, self.normed = (torch.zeros(rows, c.hidden, **fp32) for _ in range(3))
+        self.both = torch.zeros(rows, 2 * c.hidden, **fp32)
+        self.last = torch.zeros(body.max_batch, c.hidden, **fp32)
+        self.rounded = torch.zeros(body.max_batch, c.hidden, device=self.device, dtype=dtype)
+        self.reduced = torch.zeros(body.max_batch, words, **fp32)
+        whole = words == self.vocab
+        self.logits = self.reduced if whole else torch.full((body.max_batch, self.vocab), float("-inf"), **fp32)
+        parts = -(-words // PARTIAL_ROWS)
+        self.best = torch.zeros(body.max_batch, parts, **fp32)
+        self.arg = torch.zeros(body.max_batch, parts, device=self.device, dtype=torch.int32)
+        self.states = HiddenStates(head.layers, head.width, body.max_batch, tokens, self.device)
+        self.states.read_prompt = self.read_prompt
+        body.keep_hidden_states(self.states)
+        self.read_weights()
+
+    def read_weights(self) -> None:
+        """Read the head's current weights."""
+        head, layer, form = self.head, self.head.midlayer, LiveFormat()
+        head.check_model(self.body.live.model)
+        form.begin(head, self.device, on_host=False)
+        self.workspace.adapting.begin({})
+        projections: list[Any] = [*layer.self_attn.children(), *layer.mlp.children()]
+        q, k, v, o, gate, up, down = (Linear(one.weight.detach(), one.bias) for one in projections)
+        norm = self._norm(layer.post_attention_layernorm)
+        width = head.config.head_dim
+        weights = AttentionWeights(None, q, k, v, o, width, width**-0.5, None, None, 0)
+        self.attention = HeadAttention(weights, 0, form, self.workspace)
+        self.attention.both = self.both
+        self.mlp = DenseMLP(DenseWeights(norm, gate, up, down), 0, form, self.workspace)
+        self.fc, self.lm_head = form.stacked(Linear(head.fc.weight)), form.head(Linear(head.lm_head.weight))
+        self.workspace.adapting.close()
+        self.input_norm, self.hidden_norm = self._norm(layer.input_layernorm), self._norm(layer.hidden_norm)
+        self.norm, self.table = self._norm(head.norm), head.table(self.body.live.model).detach()
+        self.targets = head.targets.to(self.device)
+        self.moved = TensorWatch(head, "_parameters", "_buffers").moved
+        products = (self.fc, self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down, self.lm_head)
+        read = {t.data_ptr(): t.nbytes for product in products for t in product.tensors()}
+        self.weight_bytes = sum(read.values())
+
+    def _norm(self, norm: Any) -> Norm:
+        return Norm(norm.weight.detach(), norm.eps)
+
+    def mode(self, rows: int) -> int:
+        if not self.body.can_chain or rows > GEMV_ROWS:
+            return 0
+        return EARLY if self.mlp.gate_up_bytes <= LiveFormat.early_bytes else LATE
+
+    def chained(self, rows: int) -> bool:
+        return self.mode(rows) > 0
+
+    def finds_best(self, rows: int) -> bool:
+        return rows <= GEMV_ROWS
+
+    def features(self, rows: int) -> Tensor:
+        """Write the features of the first hidden states to the stream, and return it (rows, hidden)."""
+        x, states = self.x[:rows], self.states.rows[:rows]
+        if rows <= GEMV_ROWS:
+            return self.fc.norm_product(states, None, x, self.mode(rows))
+        return x.copy_(F.linear(states.to(self.head.fc.weight.dtype), self.head.fc.weight))
+
+    def attend(self, x: Tensor, token: Tensor, position: Tensor) -> None:
+        """Run the attention on the stream x in place, with the embeddings of `token` at `position`, both (B, T) or (B,)."""
+        n, mode = len(x), self.mode(len(x))
+        embedded, both = self.embedded[:n], self.both[:n]
+        embedded.copy_(F.embedding(token.flatten(), self.table))
+        width = x.shape[1]
+        both[:, :width] = norm_rows(embedded, self.input_norm, self.normed[:n])
+        both[:, width:] = norm_rows(x, self.hidden_norm, self.normed[:n])
+        run = self.attention.step if n <= GEMV_ROWS else self.attention.gemm_step
+        run(x, position, mode)
+
+    def finish(self, x: Tensor) -> None:
+        """Run the MLP on the stream x (B, hidden) in place, and compute the logits of the reduced vocabulary."""
+        rows, mode = len(x), self.mode(len(x))
+        reduced = self.reduced[:rows]
+        if rows <= GEMV_ROWS:
+            self.mlp.step(x, mode)
+            self.lm_head.norm_product(x, self.norm, reduced, mode, (self.best[:rows], self.arg[:rows]))
+        else:
+            self.mlp.gemm_step(x, mode)
+            reduced.copy_(F.linear(normed_rows(x, self.norm, self.rounded[:rows]), self.head.lm_head.weight))
+
+    def choose(self, own: Rows, settings: Settings | None, into: Into) -> None:
+        """Choose each row's next token, of the model's vocabulary, and write it to `own`."""
+        rows = len(into.emitted)
+        logits = self.logits[:rows]
+        if settings is None:
+            choose(self, logits, own, None, into)
+            if self.logits is not self.reduced:  # a row without finite logits keeps its token, which may be none of the head's
+                own.token.copy_(self.targets[own.token.clamp(max=len(self.targets) - 1).long()])
+            return
+        if self.logits is not self.reduced:
+            logits.index_copy_(1, self.targets, self.reduced[:rows])
+        choose(self, logits, own, settings, into)
+
+    def read_prompt(self, ids: Tensor, states: Tensor, start: int) -> None:
+        """Write the keys and values of a chunk of prompts ids, from position `start` on. The last token of a row is not among
+        ids: its entry is written by the first step."""
+        end, head = start + states.shape[1], self.head
+        following = F.pad(ids[:, start + 1 : end + 1], (0, max(0, end + 1 - ids.shape[1])))
+        dtype, layer = head.fc.weight.dtype, head.midlayer
+        x = F.linear(states.to(dtype), head.fc.weight)
+        embedded = F.embedding(following, self.table).to(dtype)
+        both = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(x)], -1)
+        self.attention.write_prompt(both, start)
+
+
+class HeadDraft(DrawnDraft):
+    """Drafts by a head over the model's hidden states."""
+
+    def __init__(self, body: Any, slots: BatchState, tokens: int, head: DraftHead) -> None:
+        super().__init__(body, slots, tokens)
+        self.runner = HeadRunner(head, body, tokens)
+
+    def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
+        (rows, T), runner, end = chunk.token.shape, self.runner, self.body.max_length - 1
+        own, into, x = self.own.first(rows), Into(self.chosen_draft[:rows]), runner.last[:rows]
+        settings = None if variant.greedy and runner.finds_best(rows) else self._own_settings(rows, variant, runner.vocab)
+        begin = runner.states.position[:rows]
+        position = (begin[:, None] + self.step).clamp(max=end)
+        following = self.text[:rows].gather(1, (position + 1).clamp(max=end).long())
+        stream = runner.features(rows * T)
+        runner.attend(stream, following, position)
+        accepted = (state.position - begin - 1).clamp(0, T - 1).long()  # the last one's index among the T tokens
+        x.copy_(stream.view(rows, T, -1).gather(1, accepted[:, None, None].expand(-1, 1, x.shape[1]))[:, 0])
+        own.token.copy_(state.token)
+        own.position.copy_(state.position)
+        own.alive.fill_(1)
+        chunk.token[:, 0] = state.token
+        for t in range(1, T):
+            if t > 1:
+                runner.attend(x, own.token, (state.position + (t - 2)).clamp(max=end))
+            runner.finish(x)
+            runner.choose(own, settings, into)
+            chunk.token[:, t] = own.token
+        chunk.position.copy_((state.position[:, None] + self.step).clamp(max=end))
+        chunk.alive.copy_(state.alive[:, None])
+        self.body.begin(chunk.token.view(-1))
+
+    def moved(self) -> str | None:
+        return self.runner.moved()
+
+    def rebind(self) -> None:
+        self.runner.read_weights()
+
+    def bytes_a_step(self, live: list[int]) -> int:
+        return (self.tokens - 1) * (self.runner.weight_bytes + self.runner.cache.bytes_read(live))
+
+    def report(self) -> list[tuple[str, str, str]]:
+        head, runner = self.runner.head, self.runner
+        layers = ", ".join(map(str, head.layers))
+        words = f"{len(head.d2t):,} of {runner.vocab:,} tokens" if len(head.d2t) < runner.vocab else "all tokens"
+        kind = f"{runner.workspace.kernels}: a decoder layer, a head over {words}"
+        return [
+            ("speculation", f"{self._drafted()} drafted by a head", self._proof()),
+            ("draft head", kind, f"reads the hidden states before layers {layers}"),
+        ]
