@@ -202,6 +202,20 @@ def test_captured_is_called(monkeypatch):
         assert sampler.generate(PROMPTS[:2], 4, **how).tokens == called.tokens
 
 
+def test_blocks_after_every_end_are_not_computed():
+    model = random_model()
+    answers = [
+        MaskedSampler(model, mask_token=MASK).generate(prompt, 8, block=2, threshold=1.0).tokens[0] for prompt in PROMPTS[:2]
+    ]
+    ends = [answers[0][1], answers[1][3]]
+    sampler = MaskedSampler(model, mask_token=MASK, ends=ends)
+    found = sampler.generate(PROMPTS[:2], 8, block=2, threshold=1.0)
+    last = max(min(at for at, token in enumerate(answer) if token in ends) for answer in answers)
+    assert last < 6 and found.steps == 2 * (last // 2 + 1)
+    assert {sequence.finish for sequence in found.sequences} == {"stop token"}
+    assert found.tokens == sampler.generate(PROMPTS[:2], 8, block=2).tokens
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_captured_on_the_gpu(kind):

@@ -237,7 +237,10 @@ class MaskedSampler:
         return request.result()
 
     def stream(self, prompts: Any, tokens: int = 128, **settings: Any) -> Iterator[tuple[int, Any]]:
-        """Yield (row, new text) after each block; without a tokenizer, (row, list of new ids). Takes what `generate` takes."""
+        """Yield (row, new text) after each block; without a tokenizer, (row, list of new ids). Takes what `generate` takes.
+
+        Blocks after the end of every answer are not computed.
+        """
         return self.start(prompts, tokens, **settings).play()
 
     def start(
@@ -310,7 +313,10 @@ class ActiveRequest:
         self.texts = [TextStream(sampler.text, ends=sampler.ends) for _ in prompts]
 
     def play(self, reading: bool = True) -> Iterator[tuple[int, Any]]:
-        """Yield (row, new tokens or text) after each block, or only after the last if not `reading`."""
+        """Yield (row, new tokens or text) after each block, or only after the last if not `reading`, until all rows have ended.
+
+        With a threshold the host waits for each step anyway, and reads each block.
+        """
         begun, sampler, schedule = time.perf_counter(), self.sampler, self.schedule
         prompts = [sequence.prompt for sequence in self.sequences]
         with sampler.turn, mode(sampler.model, training=False):
@@ -328,11 +334,13 @@ class ActiveRequest:
                         buffers.number.fill_(numbers.stop)
                         break
                 written = begin + schedule.block
-                if reading or written == schedule.tokens:
+                if reading or schedule.threshold is not None or written == schedule.tokens:
                     answers = buffers.ids.tolist()  # synchronises with the device
                     self.generation.seconds = time.perf_counter() - begun
                     self.generation.first_token_s = self.generation.first_token_s or self.generation.seconds
                     yield from self._read(answers, written)
+                    if all(sequence.finish for sequence in self.sequences):
+                        break
 
     def _read(self, rows: list[list[int]], written: int) -> Iterator[tuple[int, Any]]:
         """Yield what is new in the first `written` tokens of every answer."""
