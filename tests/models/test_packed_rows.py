@@ -38,6 +38,7 @@ KINDS = [
     "olmo2",
     "phi3",
     "mixtral",
+    "deepseek_v3",
 ]
 
 
