@@ -24,7 +24,8 @@ OPS = every()
 
 # What may hold any integer. Scratch, codes and packed words may not.
 INTEGERS = ("ids", "labels", "position", "arg", "rows", "settings", "text", "chunk", "chosen", "going")
-PASSING = ("adapters.h", "adapters.before")  # numbers on their way between programs: the definition has no use for them
+# Numbers on their way between programs: the definition has no use for them.
+PASSING = ("adapters.h", "adapters.before", "scratch.sums", "scratch.weights")
 NUMBERS = ("without", "ignore_index", "window", "decay_until")
 ODD = (-1, -2, 0, 3, 8, 9, 10, 299, 300, 2**20, 2**31 - 1, -(2**31), 2**32 + 1, -(2**32) - 1)
 BY_LAYOUT = ("grouped_linear",)  # where the weights lie may make these fall back
