@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import gpubound as gb
 from gpubound import layers
 from gpubound.layers import linear_product
-from gpubound.layers.block import Block, run_block
+from gpubound.layers.block import Block, gated_down, run_block
 from gpubound.layers.linear_product import KEEP_ALL, LEAST_BYTES, linear, recipe_of
 from gpubound.models.richards.layers import DynamicTanh, RichardsGLU, RichardsNorm
 from gpubound.train.recompute import recompute_from
@@ -232,3 +232,17 @@ def test_a_forward_hook_that_writes_into_a_norms_result_of_a_block(norm):
     got = gradients(lambda module, args, y: y.mul_(2) is None or None)
     want = gradients(lambda module, args, y: 2 * y)
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.interpreted
+def test_a_last_backward_writes_over_what_it_no_longer_needs(device):
+    """Gradients of gate and up are in their memory, unless the graph is kept for another backward."""
+    generator = torch.Generator(device).manual_seed(0)
+    source, g = (torch.randn(6, size, generator=generator, device=device) for size in (64, 16))
+    weight = nn.Parameter(torch.randn(16, 32, generator=generator, device=device))
+    packed = source.clone().requires_grad_() * 1
+    result = gated_down(packed, weight)
+    kept, dw = torch.autograd.grad(result, (packed, weight), g, retain_graph=True)
+    assert torch.equal(packed.detach(), source) and kept.data_ptr() != packed.data_ptr()
+    last, again = torch.autograd.grad(result, (packed, weight), g)
+    assert torch.equal(last, kept) and torch.equal(again, dw) and last.data_ptr() == packed.data_ptr()

@@ -56,19 +56,20 @@ def gated(activation: str, gate: Tensor, up: Tensor | None = None) -> Tensor:
     return geglu(gate, up, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     """(gradient of the packed gate_up (..., 2 I), h) from dh (..., I), the gradient of h = silu(gate) · up.
 
-    It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here.
+    It serves an autograd.Function that multiplies by h and does not keep h until backward: h is computed again here. With
+    `overwrite`, for a caller that needs neither argument any longer, the results may be in their memory.
     """
     _checked("swiglu_backward", gate_up, None)
     check_half("swiglu_backward", dh, gate_up)
-    return implementation("swiglu_backward", gate_up, None, dh.shape[-1:])(dh, gate_up)
+    return implementation("swiglu_backward", gate_up, None, dh.shape[-1:])(dh, gate_up, overwrite)
 
 
 @definition(lambda g, cols=40: (draw(g, 16, cols), draw(g, 16, 2 * cols)))
 @torch.no_grad()
-def swiglu_backward_reference(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward_reference(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     gate, up = _halves(gate_up, None)
     d, s = dh.to(gate.dtype), torch.sigmoid(gate)
     gradient = torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1)

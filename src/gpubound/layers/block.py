@@ -158,9 +158,12 @@ class Unit:
     def forward(self, packed: Tensor, *small: Tensor | None) -> Tensor:
         return swiglu(packed)
 
-    def backward(self, dh: Tensor, packed: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
-        """Return (gradient of packed, forward's result again, the gradients of `small`)."""
-        return *swiglu_backward(dh, packed), ()
+    def backward(
+        self, dh: Tensor, packed: Tensor, *small: Tensor | None, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+        """Return (gradient of packed, forward's result again, the gradients of `small`), with `overwrite` perhaps in the memory
+        of the first two arguments."""
+        return *swiglu_backward(dh, packed, overwrite), ()
 
 
 SWIGLU = Unit()
@@ -191,7 +194,11 @@ class _GatedDown(torch.autograd.Function):
         (packed,) = ctx.saved_tensors
         if [*map(VERSION, ctx.parameters)] != ctx.versions:
             raise changed_in_place()
-        gradient, h, of_small = ctx.unit.backward(g @ ctx.plain.to(g.dtype), packed, *ctx.small)
+        # The last backward of a graph needs its saved tensors no longer. The peak of a step is here: by three times h less.
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        dh = g @ ctx.plain.to(g.dtype)
+        gradient, h, of_small = ctx.unit.backward(dh, packed, *ctx.small, overwrite=last)
+        del dh
         wanted = ctx.needs_input_grad[4:]
         small = [deliver(p, d) if want else None for p, d, want in zip(ctx.small, of_small, wanted)]
         dw = weight_gradient(ctx.parameters[0], g.reshape(-1, g.shape[-1]), h.reshape(-1, h.shape[-1]))

@@ -133,7 +133,9 @@ def _block_backward(step: StepConfig) -> int:
     again = saved_by_block(step) if step.recomputed == c.layers else 0
     if step.adapters is None:
         recomputes = tokens * f * s >= LEAST_BYTES and step.recompute != "none" and not step.sharded
-        return again + tokens * s * (2 * h + (4 if recomputes else 3) * f)  # of the result, of gate and up, the result again
+        # Of the result, of gate and up, the result again; but for fp8 these are in memory that is no longer needed.
+        widest = 3 if not recomputes else 4 if step.numbers.fp8 else 1
+        return again + tokens * s * (2 * h + widest * f)
     widest = tokens * s * 3 * f
     if step.adapters.base is not None:  # gate and up, and their weight dequantised; in fp8 transposed, with a rounded gradient
         weight = 2 * f * (h + tokens) if step.fp8_base else 2 * f * h * s

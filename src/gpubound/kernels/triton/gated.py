@@ -172,10 +172,12 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
 
 @torch.no_grad()
-def swiglu_backward(dh: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     d, (gate, up) = _matrix(dh), _halves(gate_up, None)
-    gradient = torch.empty(gate_up.shape, device=gate_up.device, dtype=gate_up.dtype)
-    h = torch.empty(dh.shape, device=dh.device, dtype=dh.dtype)
+    # A program has read its tiles before it writes others in their place.
+    gradient, h = (
+        x if overwrite and x.is_contiguous() else torch.empty(x.shape, device=x.device, dtype=x.dtype) for x in (gate_up, dh)
+    )
     dgate, dup = _halves(gradient, None)
     rows, cols = gate.shape
 

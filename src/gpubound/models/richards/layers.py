@@ -142,7 +142,9 @@ class RichardsUnit(Unit):
         value, gate = small
         return richards_glu(packed, value, gate, *self.curves)
 
-    def backward(self, dh: Tensor, packed: Tensor, *small: Tensor | None) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
+    def backward(
+        self, dh: Tensor, packed: Tensor, *small: Tensor | None, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
         value, gate = small
         gradient, h, *small_gradients = richards_glu_backward(dh, packed, value, gate, *self.curves)
         return gradient, h, small_gradients
