@@ -11,11 +11,13 @@ from torch import Tensor
 
 import gpubound
 from gpubound import measure
+from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.trace import strict
 
 from .decode_peers import GAP, LENGTH, NEW, SAMPLE_ROWS, build_model, gap, prompts
 from .decode_turns import take_turns
 from .harness import Bench, release
+from .memory_rows import keep_phases
 
 RANK, ROWS = 16, 8
 MERGED, ONE = 0.9, 0.9  # of the speed beside the merged model, and beside one adapter for all rows
@@ -30,22 +32,24 @@ def adapted(name: str, device: torch.device, count: int) -> Any:
 
 
 def measure_adapters(bench: Bench, name: str, rounds: int) -> None:
-    live, merged = (adapted(name, bench.device, 1) for _ in range(2))
+    case, ids = f"{name} batch 1, an adapter of rank {RANK}", prompts(name, 1, bench.device)
+    live = adapted(name, bench.device, 1)
+    mine = measured(bench, case, ids, live, 1)
+    merged = adapted(name, bench.device, 1)
     gpubound.lora.merge(merged, for_good=True)
-    ids = prompts(name, 1, bench.device)
-    works = {"ours": generating(live, 1), "merged": generating(merged, 1)}
-    case = f"{name} batch 1, an adapter of rank {RANK}"
+    works = {"ours": mine, "merged": generating(merged, 1)}
     if not (far := gap(live, ids, works["ours"](ids))) <= GAP:
         bench.wrong.append(f"{case}: tokens lie up to {far:.2f} deviations below the model's own; not timed")
         return
     found = measure.compare_samples(take_turns(warm(works, ids), ids, rounds), clock="perf_counter, prompt to last token")
     bench.keep(case, found, unit="tok/s", amount=NEW, gates={"merged": MERGED})
-    del live, merged, works
+    del live, merged, mine, works
     release(bench.device)
     model, ids = adapted(name, bench.device, ROWS), prompts(name, ROWS, bench.device)
     names = [f"adapter{number}" for number in range(ROWS)]
     case = f"{name} batch {ROWS}, each row with its own of {ROWS} adapters"
-    works = {"ours": generating(model, ROWS, names), "one adapter": generating(adapted(name, bench.device, 1), ROWS)}
+    mine = measured(bench, case, ids, model, ROWS, names)
+    works = {"ours": mine, "one adapter": generating(adapted(name, bench.device, 1), ROWS)}
     if not (far := gap_by_row(model, names, ids, works["ours"](ids))) <= GAP:
         bench.wrong.append(f"{case}: tokens lie up to {far:.2f} deviations below the model's own; not timed")
         return
@@ -61,6 +65,17 @@ def gap_by_row(model: Any, names: list[str], ids: Tensor, tokens: Tensor) -> flo
             gpubound.lora.enable(model, name)
             found.append(gap(model, row[None], new[None]))
     return max(found)
+
+
+def measured(bench: Bench, case: str, ids: Tensor, model: Any, rows: int, adapters: Any = None) -> Callable[[Tensor], Tensor]:
+    """Return `generating`'s function, and keep the memory of making and of calling it, while there is no other model."""
+    memory = MemoryPhases(bench.device)
+    with memory("make decoder"):
+        generate = generating(model, rows, adapters)
+    with memory("generate"):
+        warm({"ours": generate}, ids)
+    keep_phases(bench, case, memory.peaks)
+    return generate
 
 
 def generating(model: Any, rows: int, adapters: Any = None) -> Callable[[Tensor], Tensor]:
