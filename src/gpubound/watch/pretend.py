@@ -30,6 +30,7 @@ from ..device import PRETENDED
 from ..errors import DeviceError
 from .ops import announce, composite, mixes, on_host, tensors
 from .pretend_attention import OPS, attention
+from .pretend_autocast import autocast
 from .pretend_cells import CELLS
 
 NAME = PRETENDED
@@ -399,7 +400,7 @@ def _register() -> list[object]:
     library.impl("scaled_dot_product_attention", attention, "AutogradPrivateUse1")
     library.impl("_pin_memory", pin_memory, "CPU")
     library.impl("is_pinned", is_pinned, "CPU")
-    references = [library, guard, *_autocast(library)]
+    references = [library, guard, *autocast(library)]
     together: tuple[list, ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for types in together:
         types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
@@ -409,41 +410,6 @@ def _register() -> list[object]:
     atexit.register(time.sleep, SETTLE)
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return references
-
-
-# The same ops in 16 bits, and the same kept in fp32, as CUDA's autocast has for transformers.
-_LOWER = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "conv1d", "conv2d", "scaled_dot_product_attention")
-_FP32 = (
-    "layer_norm", "native_layer_norm", "group_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "nll_loss",
-    "mse_loss", "exp", "log", "pow.Tensor_Scalar", "rsqrt", "sum", "sum.dim_IntList", "norm.Scalar", "cumsum",
-)  # fmt: skip
-
-
-def _autocast(library: torch.library.Library) -> list[torch.library.Library]:
-    """Make torch.autocast work on the pretend device. Return objects that must stay alive."""
-    rest = torch.library.Library("_", "IMPL")
-    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    for name in (*_LOWER, *_FP32):
-        library.impl(name, _casting(name, torch.float32 if name in _FP32 else None), "AutocastPrivateUse1")
-    return [rest]
-
-
-def _casting(name: str, dtype: torch.dtype | None):
-    base, _, overload = name.partition(".")
-    keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
-    op = getattr(getattr(torch.ops.aten, base), overload or "default")
-
-    def kernel(*args, **kwargs):
-        to = dtype or torch.get_autocast_dtype(NAME)
-
-        def cast(value):
-            castable = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
-            return value.to(to) if castable else value
-
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(*map(cast, args), **{key: cast(value) for key, value in kwargs.items()})
-
-    return kernel
 
 
 _registered: list[object] = []  # torch keeps no reference to a Python backend's parts
