@@ -1,5 +1,6 @@
 """`gpubound generate` on a masked diffusion model: from an export and from a checkpoint, and what it refuses."""
 
+import io
 import json
 
 import pytest
@@ -103,3 +104,20 @@ def test_published_folders(command, tmp_path):
     assert code == 2 and "--tokenizer FOLDER" in err
     code, out, _ = command(tmp_path / "dream", *options, "--tokenizer", tmp_path / "llada")
     assert code == 0 and len(json.loads(out)["sequences"][0]["tokens"]) == 8
+
+
+def test_a_conversation(command, tmp_path, monkeypatch):
+    """A turn sees those before it; an end of turn ends a reply, and a long one is refused."""
+    write(tmp_path, LLADA | {"max_sequence_length": 64}, tokenizer=True)
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer = Tokenizer.load(tmp_path)
+    Tokenizer(tokenizer.inner, tokenizer.eos_token, template, **tokenizer.special).save(tmp_path, overwrite=True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("def\n" + "a " * 60 + "\n"))
+    options = ["--max-new-tokens", "8", "--denoising-steps", "2", "--ignore-eos", "--json"]
+    code, out, err = command(tmp_path, "--chat", *options)
+    messages = json.loads(out)["messages"]
+    assert code == 2 and "smaller --max-new-tokens" in err
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    rendered = "user: def\n"
+    want = json.loads(command(tmp_path, "--prompt", rendered, *options)[1])["sequences"][0]
+    assert messages[1]["content"] == want["text"]

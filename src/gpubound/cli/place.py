@@ -101,9 +101,10 @@ def _from_folder(folder: Path, dtype: "torch.dtype | None", trust_remote_code: b
     about, family = read_config(folder), family_of(str(folder))
     if not family.FOREIGN:
         return family.load(folder, "cpu", dtype)
-    needs_transformers(folder)
     with suppress(Beyond):  # a model of another family, whose fields transformers knows
-        family.config_of(about, folder)
+        if not family.config_of(about, folder).causal:  # LLaDA and Dream, which transformers does not have
+            return family.load(folder, "cpu", dtype)
+    needs_transformers(folder)
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         return load_foreign(folder, torch.device("cpu"), dtype, trust_remote_code)
     notice(f"{folder} holds no weights: placing random ones.")

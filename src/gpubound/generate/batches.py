@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -24,7 +24,7 @@ from .options import VERIFY, Generate
 NEW_TOKENS = 256  # by default
 ANSWER, BLOCK = 128, 32  # tokens of a masked diffusion model's answer, and of a block where they divide the answer
 DECODER_ONLY = (
-    "chat", "system", "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
+    "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
     "cache", "speculate", "split", "fused", "verify", "table",
 )  # fmt: skip
 DIFFUSION_ONLY = ("denoising_steps", "block", "threshold", "block_cache", "guidance")
@@ -193,17 +193,17 @@ def explicit_sampling(options: Generate) -> dict[str, Any]:
     return {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
 
 
-def build_sampler(options: Generate, saved: Saved, probe: list[list[int]]) -> MaskedSampler:
-    """Return a sampler for batches like `probe`, and log a line that describes it."""
+def build_sampler(options: Generate, saved: Saved, probe: list[list[int]], more: Sequence[int] = ()) -> MaskedSampler:
+    """Return a sampler for batches like `probe`, and log a line that describes it. more: tokens that end an answer, too"""
     tokenizer = saved.tokenizer
     if tokenizer.mask is None and getattr(saved.model, "generation", {}).get(MASK_ID) is None:
         raise ValueError(
             f"{saved.folder}: its tokenizer has no mask_token, and the model fills masks; give --tokenizer FOLDER."
         )
-    ends = [] if options.ignore_eos else saved.checked_ends()
+    ends = [] if options.ignore_eos else [*saved.checked_ends(), *more]
     codec = TextCodec(tokenizer, skip_special=not options.special)
     sampler = MaskedSampler(saved.model, codec, ends=[*ends, *options.stop_id])
-    if saved.device.type == "cuda":  # compile and capture before the clock starts
+    if probe and saved.device.type == "cuda":  # compile and capture before the clock starts
         sampler.generate(probe, **sampler_settings(options) | {"steps": None})
     _print_ready(saved, label(saved.device), "fills masks")
     return sampler

@@ -17,7 +17,8 @@ from ..data.tokenizer import ends_of_turn
 from ..decode import FastDecoder
 from ..errors import GpuboundError
 from ..formatting import PRINTABLE
-from .batches import build_decoder, decoder_settings
+from ..models.diffusion import MaskedSampler
+from .batches import build_decoder, build_sampler, decoder_settings, is_diffusion, sampler_settings
 from .load import Saved
 from .options import Generate, stdin_lines
 from .speed import Speed
@@ -31,10 +32,18 @@ def converse(options: Generate, saved: Saved) -> int:
     if saved.tokenizer.chat_template is None:
         raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
     length = min(LENGTH, saved.positions) if options.max_length is None else options.max_length
-    settings = decoder_settings(options, saved)
-    if not options.ignore_eos:
-        settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends_of_turn(saved.tokenizer))))
-    chat = Chat(options, saved, build_decoder(options, saved, [[0] * 8], length), settings)
+    ends = ends_of_turn(saved.tokenizer)
+    engine: FastDecoder | MaskedSampler
+    if is_diffusion(saved):
+        settings = sampler_settings(options)
+        length -= settings["tokens"]
+        engine = build_sampler(options, saved, [], ends)
+    else:
+        settings = decoder_settings(options, saved)
+        if not options.ignore_eos:
+            settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends)))
+        engine = build_decoder(options, saved, [[0] * 8], length)
+    chat = Chat(options, saved, engine, length, settings)
     if chat.interactive:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts a background job with Ctrl-C ignored
         chat.note(HELP)
@@ -48,10 +57,13 @@ def converse(options: Generate, saved: Saved) -> int:
 
 
 class Chat:
-    """The messages of a conversation, and the decoder of its replies."""
+    """The messages of a conversation, and what generates its replies, after `length` tokens at most."""
 
-    def __init__(self, options: Generate, saved: Saved, decoder: FastDecoder, settings: dict[str, Any]):
-        self.decoder, self.tokenizer, self.settings, self.speed = decoder, saved.tokenizer, settings, Speed(saved.device)
+    def __init__(
+        self, options: Generate, saved: Saved, engine: FastDecoder | MaskedSampler, length: int, settings: dict[str, Any]
+    ):
+        self.engine, self.length, self.settings = engine, length, settings
+        self.tokenizer, self.speed = saved.tokenizer, Speed(saved.device)
         self.initial = [] if options.system is None else [{"role": "system", "content": options.system}]
         self.messages = list(self.initial)
         self.quiet, self.interactive, self.failed = options.json, sys.stdin.isatty(), False
@@ -104,12 +116,13 @@ class Chat:
         self.messages.append({"role": "user", "content": text})
         prompt = self.tokenizer.render(self.messages, prompt=True)
         ids = self.tokenizer.inner.encode(prompt, add_special_tokens=False).ids  # the template has them
-        if len(ids) >= (limit := self.decoder.max_length):
+        if len(ids) >= self.length:
+            fix = "smaller --max-new-tokens" if isinstance(self.engine, MaskedSampler) else "larger --max-length"
             raise ValueError(
-                f"with this turn the conversation has {len(ids)} tokens, which leaves no room in max_length={limit}; say less, "
-                "or give a larger --max-length."
+                f"with this turn the conversation has {len(ids)} tokens, which leaves no room in max_length={self.length}; say "
+                f"less, or give a {fix}."
             )
-        run = self.decoder.start(ids, **self.settings)
+        run: Any = self.engine.start(ids, **self.settings)
         speed, answer = Speed(self.speed.device), ""
         with speed.counting(), closing(run.play()) as pieces:
             try:
