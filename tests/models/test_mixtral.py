@@ -1,4 +1,4 @@
-"""Models with sparse layers, placed: attention and norms are ours, experts and loss transformers' own."""
+"""Models with sparse layers, placed: attention, norms and the loss are ours, experts transformers' own."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
     Glm4MoeConfig,
+    GptOssConfig,
     MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
@@ -28,6 +29,7 @@ KINDS = {
     "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "dots1": (Dots1Config, {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}),
     "solar_open": (SolarOpenConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -41,9 +43,31 @@ def test_attention_is_ours_and_the_rest_stays(kind):
     placement = place(model, strict=True)
     assert_close(training_run(model, batch()), want)
     found = rows(placement)
-    assert found["model.layers.1.self_attn"].kernel.startswith("q, k, v as one product; reference rope")
+    assert found["model.layers.1.self_attn"].kernel.startswith("torch" if kind == "gpt_oss" else "q, k, v as one product")
     assert found["model.layers.1.mlp.experts"].why == "unchanged"
-    assert "(the model)" not in found and placement.unsupported is None and placement.fallbacks == 0
+    assert found["(the model)"].kernel == "loss without whole logits: reference linear_cross_entropy"
+    assert placement.unsupported is None and placement.fallbacks == 0
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("by", ["config", "argument"])
+def test_a_loss_with_the_routers_stays(kind, by):
+    config, own = KINDS[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SIZES | own, router_aux_loss_coef=0.5))
+    plain = training_run(twin(model), batch())["loss"]
+    if by == "config":
+        model.config.output_router_logits = True
+    inputs = batch() if by == "config" else batch() | {"output_router_logits": True}
+    want = training_run(twin(model), inputs)
+    placement = place(model)
+    assert_close(training_run(model, inputs), want)
+    assert (want["loss"] - plain).abs() > 0.1 and placement.fallbacks > 0
+    outputs = model.train()(**inputs)
+    assert outputs.aux_loss > 0 and len(outputs.router_logits) == 2
+    model.config.output_router_logits = False
+    outputs = model(**batch())
+    assert outputs.aux_loss is None and outputs.logits is None
 
 
 def test_clamped_queries_keep_their_attention():

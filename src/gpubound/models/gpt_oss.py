@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a window in every other layer, and experts with biases and clamped units.
 
-Placing swaps norms; attention and experts stay those of transformers.
+Placing swaps norms and the loss; attention and experts stay those of transformers.
 """
 
 from dataclasses import replace
@@ -8,10 +8,11 @@ from typing import Any
 
 from .decoding import AttentionWeights, ColumnExpertWeights, Linear
 from .hf_modules import norm
+from .mixtral import sparse_causal_lm
 from .reader import Reader, SingleAngles, weight_of
 from .registry import Maker, role_of
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm}
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": sparse_causal_lm}
 PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
 
 

@@ -406,6 +406,7 @@ class HFCausalLM(Delegating):
     Without labels, or in eval mode, it calls the original forward.
     """
 
+    output: ClassVar[Any] = CausalLMOutputWithPast
     base_model_prefix: str
     scales: tuple  # the config's factors and caps of the logits when the module was placed, which left them unchanged
     lm_head: Any
@@ -433,7 +434,7 @@ class HFCausalLM(Delegating):
         )
         rest = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
         rest[OUTPUT_CACHE] = cache_in(outputs)
-        return CausalLMOutputWithPast(loss=loss, logits=None, **rest)
+        return self.output(loss=loss, logits=None, **rest)
 
     def scaled(self, x: Tensor) -> Tensor:
         """Return the hidden states whose product with the head is the logits."""

@@ -5,7 +5,6 @@ with groups ranked by the best of each.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +21,8 @@ from ..layers.block import MLP, must_be_called, normed_for
 from ..layers.fused_weights import Kernels, run_linear
 from ..layers.linear_product import format_of, multiply
 from .decoding import ExpertWeights, LatentAttentionWeights
-from .hf_modules import HFAttention, HFCausalLM, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
-from .mixtral import SparseReader
+from .hf_modules import HFAttention, HFNorm, HFStack, attention, mlp, norm, stack
+from .mixtral import SparseReader, sparse_causal_lm
 from .reader import HFAngles, linear_of
 from .registry import Maker, Swap
 
@@ -150,18 +149,12 @@ def latent_stack(module: Any, _: Any) -> Swap:
     return swap
 
 
-class LatentCausalLM(HFCausalLM):
-    def unable(self, kwargs: dict[str, Any]) -> str | None:
-        asked = kwargs.get("output_router_logits") or getattr(self.config, "output_router_logits", False)
-        return "the router's logits were asked for" if asked else super().unable(kwargs)
-
-
 SWAPS: dict[str, Maker] = {
     "RMSNorm": norm,
     "MLP": mlp,
     "Attention": latent_attention,
     "Model": latent_stack,
-    "ForCausalLM": partial(causal_lm, part=LatentCausalLM),
+    "ForCausalLM": sparse_causal_lm,
 }
 
 

@@ -3,16 +3,16 @@
 Placing replaces norms, MLPs and the loss. Attention, whose queries grow with their position, and its loop stay transformers'.
 """
 
-from functools import partial
 from typing import Any
 
 from ..kernels.expert_choice import ExpertRouting
-from .hf_modules import causal_lm, mlp, norm
-from .latent import LatentCausalLM, LatentReader
+from .hf_modules import mlp, norm
+from .latent import LatentReader
 from .ministral3 import BETA, first_scaled
+from .mixtral import sparse_causal_lm
 from .registry import Maker
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": partial(causal_lm, part=LatentCausalLM)}
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": sparse_causal_lm}
 
 
 class Mistral4Reader(LatentReader):

@@ -3,16 +3,19 @@
 Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE choose by a softmax. MiniMax-M2, and GLM-4-MoE, dots.llm1 and Solar Open within groups,
 choose by sigmoid scores plus a correction. These three and Qwen2-MoE also have an expert of every token.
 
-Placing replaces norms and attention. Experts, the loop over layers, and the loss, which may include the router's, stay those of
-transformers.
+Placing replaces norms, attention and the loss. Experts and the loop over layers stay those of transformers, and so does a loss
+that includes the router's.
 """
 
+from functools import partial
 from typing import Any
+
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from ..kernels.expert_choice import ExpertRouting
 from ..layers.fused_weights import hooked
 from .decoding import DenseWeights, ExpertWeights, Linear
-from .hf_modules import HFAttention, attention, norm
+from .hf_modules import HFAttention, HFCausalLM, attention, causal_lm, norm
 from .olmo2 import WideNormAttention
 from .reader import Reader, activation_name, linear_of, weight_of
 from .registry import Maker, Swap, role_of
@@ -28,7 +31,18 @@ def sparse_attention(module: Any, stack: Any) -> Swap:
     return swap
 
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention}
+class SparseCausalLM(HFCausalLM):
+    output = MoeCausalLMOutputWithPast
+
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        asked = kwargs.get("output_router_logits")
+        if getattr(self.config, "output_router_logits", False) if asked is None else asked:
+            return "the router's logits were asked for"
+        return super().unable(kwargs)
+
+
+sparse_causal_lm = partial(causal_lm, part=SparseCausalLM)
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention, "ForCausalLM": sparse_causal_lm}
 
 CORRECTION = "e_score_correction_bias"
 # Parts of a sparse block: their roles and parameters.
