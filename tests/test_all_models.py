@@ -84,7 +84,14 @@ UNVERIFIED = {
     **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
     **dict.fromkeys(("qwen4_exp_text", "recurrent_gemma"), RECURRENT),
 }  # fmt: skip
-KINDS = [pytest.param(kind, marks=[pytest.mark.skip(SKIPPED[kind])] if kind in SKIPPED else []) for kind in TYPES]
+QUICK = ("deepseek_v3", "gemma3_text", "gpt2", "llama", "mamba2", "qwen3_next", "rwkv", "xlstm")
+
+
+def marks(kind: str) -> list:
+    return [pytest.mark.skip(SKIPPED[kind])] if kind in SKIPPED else [] if kind in QUICK else [pytest.mark.slow]
+
+
+KINDS = [pytest.param(kind, marks=marks(kind)) for kind in TYPES]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -186,6 +186,7 @@ def test_what_is_refused(capsys, options, sentence):
 
 
 @pytest.mark.usefixtures("forked_workers")
+@pytest.mark.slow
 def test_a_dry_run_of_whole_steps(capfd, monkeypatch):
     monkeypatch.setattr(workers, "SAMPLE_S", 0.01)
     assert guarded("bench", bench_lora.main, ["--dry", "--parts", "train"]) == 0

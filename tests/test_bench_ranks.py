@@ -63,6 +63,7 @@ def losses(job, ranks):
     return [facts["loss"], *(step().item() for _ in range(3))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ours_and_torchs_own_begin_alike_and_learn():
     """Ours says the mean over all ranks, DDP that of its own rows: so theirs is averaged here."""

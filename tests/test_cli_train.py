@@ -493,6 +493,7 @@ def test_a_folder_in_use_is_refused(config, tmp_path, capsys):
             assert said.count("\n") == 1 and [p.name for p in (tmp_path / "run").iterdir()] == [LOCK]
 
 
+@pytest.mark.slow
 def test_torchrun_trains_one_run_whose_first_rank_speaks(corpus, config, tmp_path):
     command = [forked.python(), "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "gpubound"]
     options = ["--accumulate", "2", "--eval-every", "4", "--export", str(tmp_path / "model"), "--json"]

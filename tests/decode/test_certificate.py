@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 import gpubound as gb
-from gpubound.decode import kv_cache, layer, transformer, weights as own_weights
+from gpubound.decode import certificate, kv_cache, layer, transformer, weights as own_weights
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
 from gpubound.models import registry
@@ -218,6 +218,7 @@ def test_a_model_with_something_of_its_own():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_graph_that_does_something_else(fused, monkeypatch):
     """Every eighth step of a launch is left out, as of a graph whose capture missed it."""
+    monkeypatch.setattr(certificate, "STEPS", 12)
     own = StepGraphs.launch
     monkeypatch.setattr(StepGraphs, "launch", lambda graphs, rows, k, way: own(graphs, rows, k - (k == 8), way))
     with pytest.raises(gb.GenerateError) as error:
@@ -252,18 +253,16 @@ def test_cache_rows_beyond_the_live_length_may_hold_anything(kind):
 
 
 def test_what_it_says():
-    fast = cases.shared("Mistral", verify=True)
+    fast, compared = cases.shared("Mistral", verify=True), "greedy tokens equal between graph and single launches"
     assert re.fullmatch(
-        r"verified in \d+\.\d\d s: 24 greedy tokens equal between graph and single launches; logits \d\.\de-07 from fp32 \(the "
-        r"model's own forward \d\.\de-07\); cache beyond the live length poisoned",
+        rf"verified in \d+\.\d\d s: {2 * certificate.STEPS} {compared}; logits \d\.\de-07 from fp32 \(the model's own forward "
+        r"\d\.\de-07\); cache beyond the live length poisoned",
         str(fast.certificate),
     )
     quick = gb.decoder(fast.model, 1, cases.ROOM, verify="quick").certificate
     assert quick.logits_error is None
     assert re.fullmatch(
-        r"verified in \d+\.\d\d s: 12 greedy tokens equal between graph and single launches; cache beyond the live length "
-        r"poisoned",
-        str(quick),
+        rf"verified in \d+\.\d\d s: {certificate.STEPS} {compared}; cache beyond the live length poisoned", str(quick)
     )
 
 

@@ -184,9 +184,12 @@ def check(op: str, data) -> None:
         assert off <= selftest.LIMITS[torch.float32], f"{key} is off by {off:.1e}: {a}, {b}"
 
 
+@pytest.mark.parametrize("examples", [4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OPS)
-def test_refused_or_equal(op):
-    @settings(max_examples=3 if op in LONG else 8, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+def test_refused_or_equal(op, examples):
+    @settings(
+        max_examples=3 if op in LONG else examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate]
+    )
     @given(st.data())
     def run(data):
         check(op, data)

@@ -47,6 +47,7 @@ def test_predictions_hold_on_the_committed_measurements():
 
 def test_a_prediction_that_is_off_is_found(monkeypatch):
     monkeypatch.setitem(GPUS, "h200", replace(H200, flops={kind: 2 * rate for kind, rate in H200.flops.items()}))
+    monkeypatch.setattr(check_plan, "CASES", dict(list(check_plan.CASES.items())[:2]))
     assert {row.unit for row in check_plan.compared() if not row.holds} == {"tok/s"}
 
 

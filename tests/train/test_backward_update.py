@@ -71,7 +71,7 @@ def spelled(options: object) -> str:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("options", OPTIONS, ids=spelled)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.slow), "plain"])
 def test_the_numbers_are_those_of_an_update_after_backward(kind, options):
     early, late = both(MODELS[kind], **{"optimizer": AdamW(lr=1e-2)} | options)
     for seed in range(3):

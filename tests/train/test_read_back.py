@@ -95,7 +95,7 @@ def test_a_flipped_bit_in_each_byte_of_a_checkpoint(two_checkpoints, monkeypatch
     assert found(two_checkpoints) == 60
 
 
-@settings(bounded, max_examples=50)
+@settings(bounded, max_examples=20)
 @given(st.binary(max_size=40) | values.map(lambda value: json.dumps(value).encode()))
 @example(b"[" * 100_000)
 @example(b'{"state_crc32": 0}')
