@@ -121,6 +121,18 @@ def test_other_formats(options):
     compare(fast, gb.decoder(model, 2, cases.ROOM, verify=False, **options), cases.prompts(7, 4), max_new_tokens=9)
 
 
+@pytest.mark.parametrize("draft", ["text", "head"])
+def test_tokens_that_are_multiplied_together(draft):
+    """By other products than one by one, which the table says; in fp32 the tokens are the same."""
+    model = cases.shared("Qwen3").model
+    speculate = gb.Draft(None if draft == "text" else head_of(model), 3, tensor_cores=True)
+    fast = gb.decoder(model, 1, cases.ROOM, verify="quick" if draft == "head" else False, speculate=speculate)
+    assert fast.body.gemv_rows == 2 and not fast.stepper.exact(1)
+    compare(fast, cases.shared("Qwen3"), cases.prompts(7), max_new_tokens=12)
+    (_, _, why), *_ = fast.stepper.report()
+    assert why == message("decode/draft_head:tokens_that_are_multiplied_together")
+
+
 @pytest.mark.slow
 def test_interpreted_kernels_draft_what_their_references_do(monkeypatch):
     model = cases.build("Qwen3", num_hidden_layers=1, vocab_size=20)

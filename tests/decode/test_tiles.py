@@ -49,6 +49,24 @@ def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatc
         assert (together[row::4] - alone).norm() / alone.norm() < 2e-2
 
 
+@pytest.mark.slow
+def test_the_tokens_of_a_speculative_step_are_taken_together_where_that_is_asked_for():
+    model = cases.build("Qwen3", torch.bfloat16, num_hidden_layers=1)
+    body = body_of(model, 1, tokens=4, same_bits=False)
+    assert (body.gemv_rows, body.tiled_rows, body.same_kernels(4)) == (1, 16, False)
+    tokens, places = torch.tensor([[5, 7, 2, 9]], dtype=torch.int32), torch.arange(4, dtype=torch.int32)[None]
+    found = []
+    for parts in ([slice(None)], range(4)):
+        body.cache.poison()
+        logits = []
+        for part in parts:
+            body.begin(tokens[:, part].flatten())
+            logits.append(body.step(tokens[:, part].contiguous(), places[:, part].contiguous()).clone())
+        found.append(torch.cat(logits))
+    together, alone = found
+    assert alone.isfinite().all() and (together - alone).norm() / alone.norm() < 2e-2
+
+
 @pytest.mark.parametrize(
     ("dtype", "build"),
     [

@@ -27,13 +27,12 @@ from ..layers.attention import RopeTable
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from ..models.draft_head import DraftHead
 from .kv_cache import Cache, CachedLayer
-from .layer import GEMV_ROWS, CachedAttention, DenseMLP, Workspace, normed_rows
+from .layer import CachedAttention, DenseMLP, Workspace, normed_rows
 from .model_watch import TensorWatch
 from .runner import BatchState, RunnerConfig, SamplingVariant, choose
 from .speculation import DrawnDraft
+from .transformer import FEW, PARTIAL_ROWS
 from .weights import LiveFormat
-
-PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 
 
 class HiddenStates:
@@ -162,7 +161,7 @@ class HeadRunner:
         return Norm(norm.weight.detach(), norm.eps)
 
     def mode(self, rows: int) -> int:
-        if not self.body.can_chain or rows > GEMV_ROWS:
+        if not self.body.can_chain or rows > FEW:
             return 0
         return EARLY if self.mlp.gate_up_bytes <= LiveFormat.early_bytes else LATE
 
@@ -170,12 +169,12 @@ class HeadRunner:
         return self.mode(rows) > 0
 
     def finds_best(self, rows: int) -> bool:
-        return rows <= GEMV_ROWS
+        return rows <= FEW
 
     def features(self, rows: int) -> Tensor:
         """Write the features of the first hidden states to the stream, and return it (rows, hidden)."""
         x, states = self.x[:rows], self.states.rows[:rows]
-        if rows <= GEMV_ROWS:
+        if rows <= FEW:
             return self.fc.norm_product(states, None, x, self.mode(rows))
         return x.copy_(F.linear(states.to(self.head.fc.weight.dtype), self.head.fc.weight))
 
@@ -187,14 +186,14 @@ class HeadRunner:
         width = x.shape[1]
         both[:, :width] = norm_rows(embedded, self.input_norm, self.normed[:n])
         both[:, width:] = norm_rows(x, self.hidden_norm, self.normed[:n])
-        run = self.attention.step if n <= GEMV_ROWS else self.attention.gemm_step
+        run = self.attention.step if n <= FEW else self.attention.gemm_step
         run(x, position, mode)
 
     def finish(self, x: Tensor) -> None:
         """Run the MLP on the stream x (B, hidden) in place, and compute the logits of the reduced vocabulary."""
         rows, mode = len(x), self.mode(len(x))
         reduced = self.reduced[:rows]
-        if rows <= GEMV_ROWS:
+        if rows <= FEW:
             self.mlp.step(x, mode)
             self.lm_head.norm_product(x, self.norm, reduced, mode, (self.best[:rows], self.arg[:rows]))
         else:

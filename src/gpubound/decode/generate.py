@@ -294,7 +294,7 @@ def decoder(
     exact       True: the model's own modules by batch-invariant kernels. Tokens do not depend on the batch, log-probabilities
                 are those of a TrainStep with exact=True, bit for bit. For dense models that are placed, and gb.Decoder
     """
-    for name, value in (("model", model), ("speculate: its model", getattr(speculate, "model", model))):
+    for name, value in (("model", model), ("speculate: its model", getattr(speculate, "model", None) or model)):
         if not isinstance(value, nn.Module):
             raise ValueError(f"decoder: {name}: got {type(value).__name__}, wanted a causal language model.")
     model = base_of(model)
@@ -325,7 +325,8 @@ def decoder(
         check_exact(fused, speculate, weights, cache, devices)
     width = 1 if speculate is None else tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
-    config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages))
+    same_bits = not (isinstance(speculate, Draft) and speculate.tensor_cores)
+    config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages), same_bits=same_bits)
     if devices is None and split != "layers":
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
     gpus = None if devices is None else devices_of(devices, split)
@@ -336,8 +337,9 @@ def decoder(
             f"decoder: device: got {target} for a model on {first.device} together with {other}; give weights='int8', 'int4' "
             f"or 'fp8' alone, whose copies can be made there, or move the model."
         )
-    head = speculate.model if isinstance(speculate, Draft) and isinstance(speculate.model, DraftHead) else None
-    drafts = [base_of(speculate.model)] if isinstance(speculate, Draft) and head is None else []
+    source = speculate.model if isinstance(speculate, Draft) else None
+    head = source if isinstance(source, DraftHead) else None
+    drafts = [] if source is None or head is not None else [base_of(source)]
     for draft in drafts:
         check_kind(draft)
     with plainly(target if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):

@@ -44,6 +44,7 @@ class RunnerConfig:
     weights: str | None = None  # their format, by name
     cache: CacheLayout = PLAIN
     redone: int = 0  # of a row's last positions that a later step may write again, as after wrong drafts
+    same_bits: bool = True  # whether each of a row's tokens in a step gets the bits that it gets alone
 
     def __post_init__(self) -> None:
         for what, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):

@@ -91,19 +91,21 @@ PARTS: dict[type, Any] = {
 
 def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
     """Return the most rows of a GEMV, for a model without experts. coded: whether the model's weights are quantised"""
-    return FEW if config.tokens == 1 and config.weights is None and not coded else GEMV_ROWS
+    alone = config.tokens > 1 and config.same_bits
+    return GEMV_ROWS if alone or config.weights is not None or coded else FEW
 
 
 def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
     """Return the most rows of a tiled GEMM; 0 where there is none.
 
-    It needs a dense model in bf16 without adapters, and one token a row: the kernels round x times its norm's gain, which may
-    overflow in fp16.
+    It needs a dense model in bf16 without adapters: the kernels round x times its norm's gain, which may overflow in fp16. And
+    one token a row, or tokens that need not have the bits of single ones.
     """
     parts = [layer.mlp for layer in live.layers if isinstance(layer.mlp, DenseWeights)]
     if any(layer.extra is not None or getattr(layer.attention, "v", layer) is None for layer in live.layers):
         return 0
-    plain = config.max_batch > 1 and config.tokens == 1 and config.weights is None and not live.sliced and not live.adapted
+    several = config.max_batch * config.tokens > 1 and not (config.tokens > 1 and config.same_bits)
+    plain = several and config.weights is None and not live.sliced and not live.adapted
     if not plain or live.coded or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
         return 0
     largest = max(mlp.gate.weight.nbytes + mlp.up.weight.nbytes for mlp in parts)
