@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpubound.cli import guarded
 
-from .results import COUNTS, FLOOR, FOLDER, Line, newest, read
+from .results import COUNTS, FLOOR, FOLDER, MEMORY, Line, newest, read
 from .wanted import unmeasured
 
 
@@ -55,6 +55,7 @@ def _measured(line: Line) -> str:
 def beside(line: Line) -> str:
     """How a peer did: the ratio to it, or its count."""
     theirs = f"{line.peer:,.0f}" if line.unit in COUNTS else line.share(line.ratio)
+    theirs = figure(line.peer, line.unit) if line.peer_name in MEMORY else theirs
     return f"{line.peer_name} {theirs}{' SHORT' if line.short else ''}"
 
 

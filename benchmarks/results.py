@@ -29,6 +29,7 @@ MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s", "%"}
 LESS_IS_BETTER = {"us", "ms", "s", "GiB", "% off"}
 COUNTS = {"syncs", "launches"}
 UNITS = MORE_IS_BETTER | LESS_IS_BETTER | COUNTS
+MEMORY = ("allocated", "predicted", "the limit", "a later step", "the weights and 1.5 GiB")  # beside what is reserved: no peers
 FLOOR = "frozen forward + dX"  # what an adapter's work is beside: a peer that is never behind, so multiples of it are told
 
 

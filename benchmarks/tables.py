@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from . import beside
 from .gates import figure
-from .results import COUNTS, FLOOR, Line
+from .results import COUNTS, FLOOR, MEMORY, Line
 from .wanted import Wanted
 
 NAMES = {
@@ -77,6 +77,7 @@ TITLES = {
     "packed": "Packed rows",
     "finetune": "Fine-tuning",
     "place": "Placed models, forward and backward",
+    "memory": "Memory by phase and by option",
     "graph": "Captured forward passes",
     "feed": "Feeding",
     "decode": "Decoding",
@@ -102,6 +103,7 @@ How to read the tables:
   forward and the gradient to its input. Nearer to 1 is better.
 - **A budget's column** holds what the project allows itself, not what a peer does.
 - **Counts** (host syncs) are counts, ours and theirs. They have no ratio.
+- **Columns of memory by phase** (allocated, predicted, a limit) hold GiB. Ours is what torch's allocator reserved.
 - **Bold** marks a figure that misses its gate. A gate is the least that the project accepts; `make gates` lists
   those that fall short or were never measured.
 - "with fp32 accumulators" adds 4 bytes per parameter to the peer's memory. Ours holds such a sum of gradients, the peer does
@@ -121,7 +123,7 @@ def name_of(peer: str) -> str:
 def is_peer(line: Line) -> bool:
     """Whether the line is beside something that a user could run instead, not beside a limit, a budget or ourselves."""
     short = line.peer_name.removesuffix(ACCUMULATORS)
-    return short not in (*LIMITS, *OURSELVES, FLOOR, BUDGET) and line.unit not in COUNTS
+    return short not in (*LIMITS, *MEMORY, *OURSELVES, FLOOR, BUDGET) and line.unit not in COUNTS
 
 
 def page(lines: Sequence[Line], pictures: Mapping[str, str] = NO_PICTURES, missing: Sequence[Wanted] = ()) -> str:
@@ -219,6 +221,9 @@ def _cell(line: Line | None) -> str:
         if line.ratio >= 1:
             return _allowed(line)
         return f"**{_allowed(line)}**" + ("" if line.short else " (no gate)")
+    if line.peer_name in MEMORY:
+        words = figure(line.peer, line.unit)
+        return f"**{words}**" if line.short else words
     words = _share(line)
     return f"**{words}** (gate {_wanted(line)})" if line.short else words
 

@@ -91,3 +91,16 @@ def test_every_run_that_a_figure_is_from_is_named():
         message("results/page:every_run_that_a_figure.2", machine),
         message("results/page:every_run_that_a_figure.3", machine),
     ]
+
+
+def test_memory_by_phase_is_beside_figures_that_are_no_peers():
+    memory = replace(LINE, bench="memory", case="full_1b memory, first step", unit="GiB", ours=12.5, spread=None, gate=None)
+    lines = [
+        replace(memory, peer_name="the limit", peer=10.0, ratio=0.8, gate=1.0),
+        replace(memory, peer_name="allocated", peer=12.0, ratio=0.96),
+        replace(memory, peer_name="predicted", peer=12.25, ratio=0.98),
+    ]
+    text = tables.page(lines)
+    cells = [cell.strip() for cell in row(text, "full_1b memory, first step").strip("|").split("|")]
+    assert [cell.split()[0].strip("*") for cell in cells[1:]] == ["12.5", "10.0", "12.0", "12.2"]
+    assert cells[2].startswith("**") and not any(map(tables.is_peer, lines)) and "a peer is ahead" not in text
