@@ -33,6 +33,7 @@ SHAPES: dict[str, list[tuple]] = {
     "add_richards_norm": NORMS,
     "add_rms_norm": [*STILL, (1024, False, torch.bfloat16)],
     "choose_experts": [(), (True,)],
+    "chunk_scan": [(True, 128, 128, 64, False), (True, 128, 128, 64, True), (False, 256, 64, 64, False)],
     "compress": [(1,), (2, 2)],
     "cross_entropy": [(40, True, True), (8208, False, False)],
     "add_norm": [(), (1.0,)],

@@ -38,6 +38,7 @@ SHAPED = {
     "add_rms_norm": (96,),
     "add_rows": (48,),
     "choose_experts": (True,),
+    "chunk_scan": (False, 24, 16, 32, False),
     "compress": (1, 2),
     "cross_entropy": (333, False, True),
     "decode_attention": (1, 3, 32),

@@ -124,7 +124,9 @@ class GatedDelta(RecurrentLayer):
         if (live := self.live(start, q.shape[1])) is not None:  # padding neither forgets nor writes, and may be NaN
             g, beta = (t.masked_fill(~live[..., None], 0.0) for t in (g, beta))
             k, v = (t.masked_fill(~live[..., None, None], 0.0) for t in (k, v))
-        o, matrix = chunked_delta_rule(q, k, v, g, beta, state.matrix_before(start, len(q), cache.targets))
+        o, matrix = chunked_delta_rule(
+            q, k, v, g, beta, state.matrix_before(start, len(q), cache.targets), x.dtype == torch.float32
+        )
         state.write_matrix(matrix, cache.targets)
         return gated_norm(o, z, w.head_norm).flatten(2).to(x.dtype)
 
@@ -154,7 +156,7 @@ class Mamba(RecurrentLayer):
         if (live := self.live(start, v.shape[1])) is not None:  # padding neither forgets nor writes, and may be NaN
             g = g.masked_fill(~live[..., None], 0.0)
             v, b = (t.masked_fill(~live[..., None, None], 0.0) for t in (v, b))
-        y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets))
+        y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets), x.dtype == torch.float32)
         state.write_matrix(matrix, targets)
         y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
         return (y if w.head_norm is None else group_normed(y, w.head_norm, w.norm_groups)).to(x.dtype)

@@ -7,6 +7,7 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
 from .add_rows import add_rows as add_rows
+from .chunk_scan import chunk_scan as chunk_scan
 from .column_experts import add_slots as add_slots, column_down as column_down, column_gate_up as column_gate_up
 from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
 from .decode_adapters import add_adapters as add_adapters

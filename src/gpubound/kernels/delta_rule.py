@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunk_scan import CHUNK, chunk_scan
 from .decode_product import WRITTEN, Norm
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
@@ -151,18 +152,15 @@ def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     return o * (norm.weight.to(o.dtype) + norm.offset) * F.silu(z)
 
 
-CHUNK = 64  # tokens of a chunk
-
-
 def chunked_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, precise: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, T, H, E) and the states (B, H, D, E) after the last token, chunk by chunk.
 
     Within a chunk, what its tokens write depends on each other and on the state before it, linearly: one triangular system for
     each chunk, of all chunks at once. Only the states then go from chunk to chunk.
 
-    q, k, v, g, beta: as of `delta_inputs`
+    q, k, v, g, beta: as of `delta_inputs`. precise: as of `chunk_scan`
     """
     B, T, H, D = q.shape
     pad = -T % CHUNK
@@ -180,11 +178,8 @@ def chunked_delta_rule(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, read = solved.split([v.shape[-1], D], -1)
     scores, q = q @ k.transpose(-1, -2) * left, q * total.exp()[..., None]
-    k, kept = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()[..., None, None]
+    k, kept = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
     S = q.new_zeros(B, H, D, v.shape[-1]) if state is None else state.to(q.dtype)
-    outputs = []
-    for chunk in range(q.shape[2]):
-        new = values[:, :, chunk] - read[:, :, chunk] @ S
-        outputs.append(q[:, :, chunk] @ S + scores[:, :, chunk] @ new)
-        S = S * kept[:, :, chunk] + k[:, :, chunk].transpose(-1, -2) @ new
-    return torch.cat(outputs, 2)[:, :, :T].transpose(1, 2), S
+    values, read, q, scores, k, kept, S = (t.flatten(0, 1) for t in (values, read, q, scores, k, kept, S))
+    o, S = chunk_scan(values, read, q, scores, k, kept, S, precise)
+    return o.view(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2), S.view(B, H, D, -1)

@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .chunk_scan import CHUNK, chunk_scan
 from .decode_product import WRITTEN, Norm
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
 from .short_conv import ring_convolution
-
-CHUNK = 64  # tokens of a chunk
 
 
 class MambaShape(NamedTuple):
@@ -134,10 +133,12 @@ def mamba_inputs(mixed: Tensor, dt: Tensor, parameters: MambaParameters, shape: 
     return [dt[..., None] * x, b, c, -parameters.a_log.to(wide).exp() * dt, skipped]
 
 
-def chunked_mamba(v: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def chunked_mamba(
+    v: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor | None = None, precise: bool = True
+) -> tuple[Tensor, Tensor]:
     """Return S C (B, T, H, P) of every token, and the states (B, H, P, N) after the last one, chunk by chunk.
 
-    v, b, c, g: as of `mamba_inputs`
+    v, b, c, g: as of `mamba_inputs`. precise: as of `chunk_scan`
     """
     B, T, H, P = v.shape
     if pad := -T % CHUNK:  # tokens that neither forget nor write
@@ -147,15 +148,12 @@ def chunked_mamba(v: Tensor, b: Tensor, c: Tensor, g: Tensor, state: Tensor | No
     total = g.cumsum(-1)  # the log of what is left at each token of a state before its chunk
     causal = torch.ones(CHUNK, CHUNK, device=v.device, dtype=torch.bool).tril()
     left = (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
-    within = (c @ b.transpose(-1, -2) * left) @ v
-    written = (b * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2) @ v  # (B, H, chunks, N, P)
-    kept, c = total[..., -1].exp()[..., None, None], c * total.exp()[..., None]
+    scores, c = c @ b.transpose(-1, -2) * left, c * total.exp()[..., None]
+    b, kept = b * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
     S = v.new_zeros(B, H, b.shape[-1], P) if state is None else state.to(v.dtype).transpose(-1, -2)
-    outputs = []
-    for chunk in range(v.shape[2]):
-        outputs.append(within[:, :, chunk] + c[:, :, chunk] @ S)
-        S = S * kept[:, :, chunk] + written[:, :, chunk]
-    return torch.cat(outputs, 2)[:, :, :T].transpose(1, 2), S.transpose(-1, -2)
+    v, c, scores, b, kept, S = (t.flatten(0, 1) for t in (v, c, scores, b, kept, S))
+    y, S = chunk_scan(v, None, c, scores, b, kept, S, precise)
+    return y.view(B, H, -1, P)[:, :, :T].transpose(1, 2), S.view(B, H, -1, P).transpose(-1, -2)
 
 
 def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:

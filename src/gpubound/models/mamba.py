@@ -1,16 +1,16 @@
 """Bamba: Mamba-2 in most layers, attention in the others.
 
-Placing swaps norms, MLPs and the loss; the loop over layers and what mixes tokens stay those of transformers.
+Placing swaps norms, MLPs, layers of Mamba-2 and the loss; attention and the loop over layers stay those of transformers.
 """
 
 from dataclasses import replace
 from typing import Any
 
 from ..kernels.decode_product import Norm
-from ..kernels.mamba import MambaShape
 from .hf_modules import mlp, norm, tried_causal_lm
 from .reader import linear_of, weight_of
 from .recurrent import MambaWeights, RecurrentReader, taps_of
+from .recurrent_modules import mamba, mamba_shape, norm_groups
 from .registry import Maker, Swap
 
 
@@ -19,7 +19,7 @@ def bamba_causal_lm(module: Any, stack: Any) -> Swap:
     return replace(swap, refusal="its loss has a z-loss") if module.z_loss_coefficient else swap
 
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": bamba_causal_lm}
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "Mixer": mamba, "ForCausalLM": bamba_causal_lm}
 
 
 class MambaReader(RecurrentReader):
@@ -50,11 +50,8 @@ class MambaReader(RecurrentReader):
             dt=layer._parameters["dt_bias"],
             skip=layer._parameters["D"],
             head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),
-            # In some releases of transformers Bamba's norm has no groups.
-            norm_groups=layer.intermediate_size // getattr(layer.norm, "group_size", layer.intermediate_size),
-            shape=MambaShape(
-                layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size, float(layer.time_step_limit[0])
-            ),
+            norm_groups=norm_groups(layer),
+            shape=mamba_shape(layer),
         )
 
 

@@ -3,7 +3,7 @@
 A block that mixes tokens and the MLP after it are read as one layer. A mixer that another one follows is a layer without an
 MLP.
 
-Placing swaps norms and the loss; all else stays that of transformers.
+Placing swaps norms, layers of Mamba-2 and the loss; all else stays that of transformers.
 """
 
 from typing import Any
@@ -15,9 +15,10 @@ from .decoding import NoWeights, UngatedWeights
 from .hf_modules import norm, tried_causal_lm
 from .mamba import MambaReader
 from .reader import UNGATED_NAMES, NoAngles, Reader, linear_of
+from .recurrent_modules import mamba
 from .registry import Maker
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": tried_causal_lm}
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Mamba2Mixer": mamba, "ForCausalLM": tried_causal_lm}
 
 
 class NemotronHReader(MambaReader):

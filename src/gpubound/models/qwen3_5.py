@@ -1,6 +1,6 @@
 """Qwen3.5: three layers of the gated delta rule for each of attention, whose heads are gated; norms whose gain is 1 + weight.
 
-Placing swaps norms, MLPs and the loss; the loop over layers and what mixes tokens stay those of transformers.
+Placing swaps norms, MLPs, layers of the delta rule and the loss; attention and the loop over layers stay those of transformers.
 """
 
 from dataclasses import replace
@@ -13,11 +13,15 @@ from .decoding import AttentionWeights
 from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
 from .reader import HFAngles, linear_of, weight_of
 from .recurrent import DeltaWeights, RecurrentReader, taps_of
+from .recurrent_modules import gated_delta
 from .registry import Maker
+
+INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 SWAPS: dict[str, Maker] = {
     "RMSNorm": partial(norm, part=HFShiftedNorm),
     "MLP": mlp,
+    "GatedDeltaNet": partial(gated_delta, inputs=INPUTS),
     "ForCausalLM": tried_causal_lm,
 }
 
@@ -29,7 +33,7 @@ class GridAngles(HFAngles):
 class DeltaReader(RecurrentReader):
     OFFSET = 1.0
     ANGLES: ClassVar[type[HFAngles]] = GridAngles
-    INPUTS: ClassVar[tuple[str, ...]] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    INPUTS: ClassVar[tuple[str, ...]] = INPUTS
     GROUPED = False
     READS = frozenset((
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",

@@ -1,6 +1,6 @@
 """Qwen3-Next, and Qwen3.5 with experts: the layers of Qwen3.5, and sparse MLPs with a shared expert, as Qwen2-MoE has.
 
-Placing swaps norms; all else stays that of transformers.
+Placing swaps norms and layers of the delta rule; all else stays that of transformers.
 """
 
 from functools import partial
@@ -9,11 +9,20 @@ from typing import Any
 from ..kernels.decode_product import Norm
 from .hf_modules import HFShiftedNorm, norm
 from .mixtral import SparseReader
-from .qwen3_5 import DeltaReader
+from .qwen3_5 import INPUTS, DeltaReader
 from .reader import HFAngles, weight_of
-from .registry import Maker
+from .recurrent_modules import gated_delta
+from .registry import Maker, Swap
 
-SWAPS: dict[str, Maker] = {"RMSNorm": partial(norm, part=HFShiftedNorm)}
+GROUPED = ("in_proj_qkvz", "in_proj_ba")
+
+
+def delta_layer(module: Any, stack: Any) -> Swap:
+    grouped = hasattr(module, GROUPED[0])
+    return gated_delta(module, stack, GROUPED if grouped else INPUTS, grouped)
+
+
+SWAPS: dict[str, Maker] = {"RMSNorm": partial(norm, part=HFShiftedNorm), "GatedDeltaNet": delta_layer}
 
 
 class SparseDeltaReader(DeltaReader, SparseReader):
@@ -28,7 +37,7 @@ class SparseDeltaReader(DeltaReader, SparseReader):
 
 class NextReader(SparseDeltaReader):
     ANGLES = HFAngles
-    INPUTS = ("in_proj_qkvz", "in_proj_ba")
+    INPUTS = GROUPED
     GROUPED = True
 
 

@@ -1,0 +1,35 @@
+"""Placed models whose layers mix tokens by a recurrence: the loss and gradients of transformers."""
+
+import pytest
+import torch
+
+from tests.decode import cases
+from tests.place.models import assert_close, batch, place, training_run, twin
+
+KINDS = ["Qwen3_5", "Qwen3Next", "Bamba", "NemotronH"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_and_gradients_of_transformers(kind):
+    """Of several chunks, with padding and without."""
+    model = cases.build(kind)
+    other = twin(model)
+    placement = place(model, strict=True)
+    assert placement.verified and any("chunk_scan" in str(row.kernel) for row in placement.rows), str(placement)
+    inputs = batch()
+    long = {name: t.repeat(1, 8)[:, :90] for name, t in inputs.items()}
+    mask = torch.ones_like(long["input_ids"])
+    mask[1, 70:] = 0
+    padded = long | {"attention_mask": mask, "labels": long["labels"].masked_fill(mask == 0, -100)}
+    for given in (long, padded):
+        assert_close(training_run(model, given), training_run(other, given), 5e-5)
+    assert placement.fallbacks == 0, [(row.module, row.reasons) for row in placement.rows if row.fallbacks]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_takes_the_modules_own_forward(kind):
+    model = cases.build(kind)
+    (prompt,) = cases.prompts(20)
+    want = cases.hugging_face(model, prompt, 6)
+    place(model)
+    assert cases.hugging_face(model, prompt, 6) == want
