@@ -78,7 +78,7 @@ def test_tokens_are_those_of_transformers_over_the_dequantised_folder(tmp_path, 
     assert decoder.body.weight_bytes < 1.1 * codes + sum(p.nbytes for p in model.parameters() if p.is_floating_point())
 
 
-@pytest.mark.parametrize("rows", [3, 12])
+@pytest.mark.parametrize("rows", [3, pytest.param(12, marks=pytest.mark.slow)])
 def test_layers_of_several_formats_are_a_product_each(device, rows):
     model = with_codes(
         {"q_proj": "uint4_32", "k_proj": "uint4_32", "v_proj": "int8_16", "gate_proj": "uint4", "up_proj": "uint4",

@@ -143,7 +143,7 @@ def equal(wanted, got, rtol=1e-6, atol=1e-6):
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("world, each, full", [(4, 1, False), (2, 4, False), (2, 2, True)])
+@pytest.mark.parametrize("world, each, full", [pytest.param(4, 1, False, marks=pytest.mark.slow), (2, 4, False), (2, 2, True)])
 def test_ranks_that_share_the_rows_are_one_process(world, each, full):
     """Two blocks and the rest are summed apart: with each micro-batch of the first step, and then, if there is room, once."""
     weights, reports, state, memory = trained(1, world * each)

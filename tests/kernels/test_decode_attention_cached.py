@@ -176,6 +176,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_every_form_compiles_spills_nothing_and_asks_for_old_keys_before_it_waits():
     """One of the position, one at least of cos and sin, and of each half of a tile of keys and of values."""

@@ -246,6 +246,7 @@ for (E, S, H, I), dependent in itertools.product(((128, 8, 2048, 768), (8, 2, 40
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_nothing_spills_at_the_sizes_of_real_models():
     """Qwen3-30B-A3B and Mixtral-8x7B, in every mode of launch, compiled for compute capability 9.0."""

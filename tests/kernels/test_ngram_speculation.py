@@ -153,6 +153,7 @@ def compile_all() -> None:
     print(*aot.compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_they_compile():
     printed = apart("from tests.kernels.test_ngram_speculation import compile_all; compile_all()")

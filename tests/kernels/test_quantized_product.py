@@ -181,6 +181,7 @@ give("quantized_routed_gate_up", lambda g, example=OPS["quantized_routed_gate_up
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_every_kind_compiles(kind):

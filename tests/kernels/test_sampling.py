@@ -199,6 +199,7 @@ def compile_all() -> None:
     print(*aot.compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_both_compile():
     printed = apart("from tests.kernels.test_sampling import compile_all; compile_all()")

@@ -101,7 +101,7 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
     fast = sliced("Llama of four", devices, verify=False)
     want = fast.generate(cases.prompts(4, 2), max_new_tokens=9, temperature=float(not way.greedy), seed=1).tokens

@@ -85,6 +85,7 @@ def test_steps_of_a_draft_that_are_taken_back_leave_the_window_as_it_was():
     torch.testing.assert_close(firsts, want[: len(firsts)], **EXACT)
 
 
+@pytest.mark.slow
 def test_what_was_recorded_at_one_length_serves_any_other():
     """The ops of a step as a graph would hold them: traced at one length, replayed at others, beside the model."""
     model = build(num_hidden_layers=2, layer_types=[HCA, CSA], mlp_layer_types=["moe", "hash_moe"], hc_sinkhorn_iters=1)
