@@ -119,6 +119,13 @@ def test_gates_and_ups_agree_with_the_reference(device, shape, dtype):
     agree("routed_gate_up", x, norm, gate_up, some_ids(device, rows, slots, experts), out)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_another_activation(device, activation):
+    x, norm = draw(device, torch.float32, 2, 48), Norm(draw(device, torch.float32, 48, seed=1), 1e-5)
+    gate_up, out = draw(device, torch.float32, 4, 36, 48, seed=2) * 0.2, torch.empty(2, 3, 18, device=device)
+    agree("routed_gate_up", x, norm, gate_up, some_ids(device, 2, 3, 4), out, 0, float("inf"), activation)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_gates_and_ups_are_limited_before_their_product(source, device):
     """A gate from above alone; a NaN stays one."""

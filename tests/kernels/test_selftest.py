@@ -88,6 +88,7 @@ SHAPED = {
     "richards_norm": (96, GATE),
     "rg_lru": (True,),
     "rms_norm": (96,),
+    "routed_gate_up": ("gelu_tanh",),
     "rope": (3, 1, 24, 8),
     "rope_qkv": (6, 3, 8, 4),
     "select_experts": (False, True),

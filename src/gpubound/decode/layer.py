@@ -85,6 +85,7 @@ class Part:
     gemm_compute: Any
     captures_prompts = True  # whether a graph can hold `prompt`
     factor: Tensor | None = None  # (1,): the stream is multiplied by it after the part
+    output: Tensor | None = None  # a sum of parts that it is added to, in the place of the stream
 
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
@@ -160,7 +161,8 @@ class Part:
         if self.workspace.peer is not None:
             self.workspace.peer.add(self.target(x), mode)
         if self._sum is not None:
-            add_norm(self.target(x), self.weights.post_norm, x, mode, self.factor)
+            to = x if self.output is None else self.output[: len(x)]
+            add_norm(self.target(x), self.weights.post_norm, to, mode, self.factor)
         elif self.factor is not None:
             x *= self.factor
 

@@ -9,6 +9,7 @@ Legend: N tokens, S experts a token (its slots), E experts in all, I width of an
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ from ..kernels import (
 from ..kernels.column_experts import clamped_unit
 from ..kernels.expert_choice import chosen_experts
 from ..kernels.experts import likeliest
+from ..kernels.gated import gated
 from ..kernels.grouped_linear import by_group, not_grouped
-from ..models.decoding import DenseWeights, ExpertWeights
-from .layer import DenseMLP, Part, Workspace
+from ..models.decoding import DenseAndExpertWeights, DenseWeights, ExpertWeights
+from .layer import DenseMLP, Part, Workspace, normed
 
 PIECE = 4096  # tokens sorted at a time: their rows are S times in memory
 Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -69,7 +71,7 @@ class MoELayer(Part):
         also = None if self.shared is None else self.shared.compute(x, mode)
         ids, shares = self._route(x, mode)
         routed = self._routed[: len(x)]
-        self.experts.routed_gate_up(x, w.norm, ids, routed, mode)
+        self.experts.routed_gate_up(x, w.norm, w.activation, ids, routed, mode)
         self.experts.add_routed(routed, ids, shares, to, mode)
         if self.shared is not None and also is not None:
             self.shared.last.add_product(also, to, mode)
@@ -79,10 +81,13 @@ class MoELayer(Part):
         """Return ids and shares (B, S) of a step's experts."""
         w, rows = self.weights, len(x)
         scores, ids, shares = self._scores[:rows], self._ids[:rows], self._shares[:rows]
+        norm = getattr(w, "router_norm", None) or w.norm
         if w.routing is None:
-            route(x, w.norm, w.router.weight, w.normalise, scores, self._scored[:rows], ids, shares, mode)
+            route(x, norm, w.router.weight, w.normalise, scores, self._scored[:rows], ids, shares, mode)
+            if w.factors is not None:
+                shares *= w.factors[ids]
         else:
-            norm_product(x, w.norm, w.router.weight, bias=w.router.bias, out=scores, dependent=mode)
+            norm_product(x, norm, w.router.weight, bias=w.router.bias, out=scores, dependent=mode)
             select_experts(scores, w.routing, self._spare[:rows], ids, shares, mode)
         return ids, shares
 
@@ -95,20 +100,27 @@ class MoELayer(Part):
         if self.routes_all:
             return self.step(x, 0)
         h, to = self.read(x, mode), self.target(x)
-        to += self.mixture()(h, *self._choose(h))
+        to += self.mixture()(h, *self._choose(self._router_input(x, h)))
         if self.shared is not None:
             to += self.shared.prompt(h)
         self.finish(x, mode)
 
-    def prompt(self, h: Tensor) -> Tensor:
+    def _router_input(self, x: Tensor, h: Tensor) -> Tensor:
+        """Return what the router reads for the stream x and its norm h."""
+        norm = getattr(self.weights, "router_norm", None)
+        return h if norm is None else normed(x.to(h.dtype), norm)
+
+    def prompt(self, h: Tensor, x: Tensor | None = None) -> Tensor:
+        """Return the experts' output for normed h (B, T, hidden). x: the stream, for a router with a separate norm"""
         mixture = self.mixture()
-        pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, *self._choose(h))))
+        pieces = zip(*(t.flatten(0, 1).split(PIECE) for t in (h, *self._choose(h if x is None else self._router_input(x, h)))))
         y = torch.cat([mixture(*piece).to(h.dtype) for piece in pieces]).view_as(h)
         return y if self.shared is None else y + self.shared.prompt(h)
 
     def mixture(self) -> Mixture:
-        mlp, stacks = each_expert if self.ungrouped else grouped, self.experts.matrices()
-        return lambda h, ids, shares: mlp(h, ids, shares, *stacks)
+        mlp, (gate_up, down) = each_expert if self.ungrouped else grouped, self.experts.matrices()
+        unit = swiglu if self.weights.activation == "silu" else partial(gated, self.weights.activation)
+        return lambda h, ids, shares: mlp(h, ids, shares, gate_up, down, unit)
 
     def _choose(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Ids (..., S) int64 and shares (..., S) fp32 for h (..., hidden), by scores summed in fp32."""
@@ -125,7 +137,8 @@ class MoELayer(Part):
             ids, shares = chosen_experts(scores, w.slots, w.routing)
         if self.workspace.routing_trace is not None:
             self.workspace.routing_trace.add(self.number, ids[-1:] if ids.dim() == 2 else ids[-1])
-        return ids, shares
+        factors = getattr(w, "factors", None)
+        return ids, shares if factors is None else shares * factors.float()[ids]
 
     def exact(self) -> Any:
         gate_up, down = self.experts.exact()
@@ -166,6 +179,53 @@ class MoELayer(Part):
             prompts = (f"experts of prompts{', more rows' * both}", "grouped by expert: F.grouped_mm", "")
         why = self.ungrouped or "a row reads its experts' packed weights alone"
         return [prompts, ("experts of more rows", "as of one row", why)] if gemm and self.routes_all else [prompts]
+
+
+class DenseAndExperts(Part):
+    """A dense MLP and experts of the same stream, whose normed outputs are summed, normed and added to the stream."""
+
+    def __init__(self, weights: DenseAndExpertWeights, number: int, form: Any, workspace: Workspace) -> None:
+        super().__init__(weights, number, form, workspace)
+        self._sum = workspace.buffer("both", workspace.rows, workspace.shape.hidden)
+        self.both = DenseMLP(weights.dense, number, form, workspace), MoELayer(weights.experts, number, form, workspace)
+        for part in self.both:
+            part.output = self._sum
+        dense, experts = self.both
+        self.captures_prompts, self.gate_up_bytes = experts.captures_prompts, max(part.gate_up_bytes for part in self.both)
+        self.products = dense.products
+
+    def step(self, x: Tensor, mode: int) -> None:  # type: ignore[override]
+        for part in self.both:
+            part.step(x, mode)
+        self.finish(x, mode)
+
+    def gemm_step(self, x: Tensor, mode: int) -> None:  # type: ignore[override]
+        for part in self.both:
+            part.gemm_step(x, mode)
+        self.finish(x, mode)
+
+    def prompt(self, x: Tensor) -> Tensor:
+        """Return the sum of both outputs for the stream x (B, T, hidden)."""
+        dense, experts = self.both
+        y = normed(dense.prompt(normed(x, dense.weights.norm)), dense.weights.post_norm)
+        return y + normed(experts.prompt(normed(x, experts.weights.norm), x), experts.weights.post_norm)
+
+    def exact(self) -> DenseAndExpertWeights:
+        dense, experts = (part.exact() for part in self.both)
+        return replace(self.weights, dense=dense, experts=experts)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.weights.post_norm.weight, *(t for part in self.both for t in part.tensors())]
+
+    def chosen_bytes(self, tokens: int) -> float:
+        return self.both[1].chosen_bytes(tokens)
+
+    def report(self) -> list[tuple[str, str, str]]:
+        last = ("norm, residual add of both", f"{self.workspace.kernels}: add_norm", "")
+        return [*(row for part in self.both for row in part.report()), last]
+
+    def report_gemm(self, gemm: bool) -> list[tuple[str, str, str]]:
+        return self.both[1].report_gemm(gemm)
 
 
 class ColumnMoELayer(MoELayer):

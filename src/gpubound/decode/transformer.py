@@ -31,6 +31,7 @@ from ..models.decoding import (
     AnyNorm,
     AttentionWeights,
     ColumnExpertWeights,
+    DenseAndExpertWeights,
     DenseWeights,
     ExpertWeights,
     LatentAttentionWeights,
@@ -50,7 +51,7 @@ from .latent import CachedLatentAttention
 from .layer import GEMV_ROWS, CachedAttention, DenseMLP, NoMLP, UngatedMLP, Workspace, normed, normed_rows
 from .layer_inputs import InputProduct, LayerInput
 from .lora import adapter_names, form_of_layers
-from .moe import ColumnMoELayer, MoELayer
+from .moe import ColumnMoELayer, DenseAndExperts, MoELayer
 from .placement.plan import LayerStage, described
 from .recurrent import GatedDelta, Mamba, ShortConv
 from .runner import ModelRunner, RunnerConfig, check_room
@@ -85,6 +86,7 @@ PARTS: dict[type, Any] = {
     NoWeights: NoMLP,
     ExpertWeights: MoELayer,
     ColumnExpertWeights: ColumnMoELayer,
+    DenseAndExpertWeights: DenseAndExperts,
     LayerInputWeights: LayerInput,
 }
 
@@ -128,12 +130,14 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
         (add, ()),
         (f"{rounded}norm_product", form(in_product(live.norm), live.shape.logit_cap)),
     ]
-    sparse = [layer.mlp for layer in live.layers if isinstance(layer.mlp, ExpertWeights)]
+    parts = [layer.mlp.experts if isinstance(layer.mlp, DenseAndExpertWeights) else layer.mlp for layer in live.layers]
+    sparse = [part for part in parts if isinstance(part, ExpertWeights)]
     if sparse:
         routing = sparse[0].routing
         calls += [("route", ())] if routing is None else [("select_experts", form_of_routing(routing))]
         calls += [("gate_rows", ())] if sparse[0].shared_gate is not None else []
-        calls += [(f"{rounded}routed_gate_up", ()), (f"{rounded}add_routed", ())]
+        unit: tuple = () if sparse[0].activation == "silu" else (sparse[0].activation,)
+        calls += [(f"{rounded}routed_gate_up", unit if not rounded else ()), (f"{rounded}add_routed", ())]
     if isinstance(live.layers[0].mlp, ColumnExpertWeights):
         routing = live.layers[0].mlp.routing
         calls += [

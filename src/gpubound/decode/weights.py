@@ -193,8 +193,8 @@ class DenseExperts:
         self.gate_up_bytes = gate_up[0].nbytes  # of one expert
         self.nbytes = gate_up[0].nbytes + down[0].nbytes  # of one expert
 
-    def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
-        routed_gate_up(x, norm, self.gate_up, ids, out, mode)
+    def routed_gate_up(self, x: Tensor, norm: Norm, activation: str, ids: Tensor, out: Tensor, mode: int) -> None:
+        routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
 
     def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
         add_routed(h, self.down, ids, shares, x, mode)
@@ -267,8 +267,8 @@ class PackedExperts:
         self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // len(gate_up)  # of one expert
         self._scratch = [form.scratch(one.rows, one.columns, one.words.device) for one in (self.gate_up, self.down)]
 
-    def routed_gate_up(self, x: Tensor, norm: Norm, ids: Tensor, out: Tensor, mode: int) -> None:
-        quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode)
+    def routed_gate_up(self, x: Tensor, norm: Norm, activation: str, ids: Tensor, out: Tensor, mode: int) -> None:
+        quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
 
     def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
         quantized_add_routed(h, self.down, ids, shares, x, mode)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decode_product import WRITTEN, Norm, check_stream, draw_stream, rms_normed
+from .decode_product import ACTIVATIONS, WRITTEN, Norm, check_activation, check_stream, draw_stream, rms_normed
 from .dispatch import implementation, require
 from .gated import INFINITE, check_limit
 from .registry import definition, doubles, draw, ints, zeros
@@ -74,11 +74,19 @@ def route_reference(
 
 
 def routed_gate_up(
-    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+    x: Tensor,
+    norm: Norm,
+    gate_up: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    dependent: int = 0,
+    limit: float = INFINITE,
+    activation: str = "silu",
 ) -> Tensor:
-    """out (B, S, I, in gate_up's dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
+    """out (B, S, I, in gate_up's dtype) = f(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E, 2 I, hidden): an expert's gate, then its up
+    activation  f, one of decode_product.ACTIVATIONS
     limit     n gateᵀ counts as at most this, n upᵀ as within it; a NaN stays one
     ids       (B, S) int32. The host does not read them: an id that no expert has makes its slot NaN, in add_routed too
     """
@@ -88,18 +96,23 @@ def routed_gate_up(
     require("routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
     require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     check_limit("routed_gate_up", limit)
-    return implementation("routed_gate_up", gate_up)(x, norm, gate_up, ids, out, dependent, limit)
+    check_activation("routed_gate_up", activation)
+    kernel = implementation("routed_gate_up", gate_up, None, () if activation == "silu" else (activation,))
+    return kernel(x, norm, gate_up, ids, out, dependent, limit, activation)
 
 
-@definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], zeros(2, 3, 40)))
+@definition(lambda g, activation="silu": (
+    *draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], zeros(2, 3, 40), 0, INFINITE, activation
+))  # fmt: skip
 @torch.no_grad()
 def routed_gate_up_reference(
-    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
-) -> Tensor:
+    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
         gate, up = times(gate_up, ids[:, slot], normed).chunk(2, -1)
-        out[:, slot] = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        out[:, slot] = ACTIVATIONS[activation](gate.clamp(max=limit)) * up.clamp(-limit, limit)
     return out
 
 

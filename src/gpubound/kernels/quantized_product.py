@@ -143,12 +143,20 @@ def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | No
 
 
 def quantized_routed_gate_up(
-    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
+    x: Tensor,
+    norm: Norm,
+    gate_up: Packed,
+    ids: Tensor,
+    out: Tensor,
+    dependent: int = 0,
+    limit: float = INFINITE,
+    activation: str = "silu",
 ) -> Tensor:
-    """out (B, S, I, in any dtype) = silu(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
+    """out (B, S, I, in any dtype) = f(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
     gate_up   (E 2 I, hidden) packed: an expert's gate, its up, the next expert's gate, ...
     limit     n gateᵀ counts as at most this, n upᵀ as within it; a NaN stays one
+    activation  f, one of decode_product.ACTIVATIONS
     ids       (B, S) int32. An id that no expert has makes its slot NaN, in quantized_add_routed too
     """
     _check_packed_stream("quantized_routed_gate_up", x, norm, gate_up)
@@ -157,16 +165,22 @@ def quantized_routed_gate_up(
     require("quantized_routed_gate_up", "out", out, None, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     check_experts("quantized_routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
     check_limit("quantized_routed_gate_up", limit)
-    kernel = implementation("quantized_routed_gate_up", out, None, (gate_up.kind,))
-    return kernel(x, norm, gate_up, ids, out, dependent, limit)
+    check_activation("quantized_routed_gate_up", activation)
+    shape = (gate_up.kind,) if activation == "silu" else (gate_up.kind, activation)
+    kernel = implementation("quantized_routed_gate_up", out, None, shape)
+    return kernel(x, norm, gate_up, ids, out, dependent, limit, activation)
 
 
-@definition(lambda g, kind="int4": (*draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], zeros(2, 3, 40)))
+@definition(lambda g, kind="int4", activation="silu": (
+    *draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], zeros(2, 3, 40), 0, INFINITE, activation
+))  # fmt: skip
 @torch.no_grad()
 def quantized_routed_gate_up_reference(
-    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
-) -> Tensor:
-    return routed_gate_up_reference(x, norm, unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2])), ids, out, 0, limit)
+    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
+    stacked = unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2]))
+    return routed_gate_up_reference(x, norm, stacked, ids, out, 0, limit, activation)
 
 
 def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:

@@ -286,7 +286,7 @@ class NoWeights(PartWeights):
 
 @dataclass(frozen=True)
 class ExpertWeights(PartWeights):
-    """Experts gated by silu, after a norm without an offset: the kernels support no others."""
+    """Experts after a norm without an offset: the kernels support no others."""
 
     norm: Norm
     router: Linear  # (E, hidden)
@@ -298,6 +298,9 @@ class ExpertWeights(PartWeights):
     routing: ExpertRouting | None = None  # None: by a softmax
     shared: DenseWeights | None = None  # an expert of every token, which reads the normed stream
     shared_gate: Tensor | None = None  # (1, hidden): its output times sigmoid(gate of the token)
+    activation: str = "silu"
+    router_norm: Norm | None = None  # of the router's input; None: the experts'
+    factors: Tensor | None = None  # (E,): of each expert's share
     parallel: ClassVar[bool] = False
 
     def tensors(self) -> list[Tensor]:
@@ -310,7 +313,7 @@ class ExpertWeights(PartWeights):
         With `choices` (a RoutingTrace), use its recorded experts, and record how far their scores are below the best.
         """
         h = plain_norm(x, self.norm)
-        scores = plain_linear(h, self.router)
+        scores = plain_linear(h if self.router_norm is None else plain_norm(x, self.router_norm), self.router)
         values = scores if self.routing is None else selection(scores, self.routing)
         ids = choices.judged(number, values) if choices else values.topk(self.slots).indices
         if self.routing is None:
@@ -318,16 +321,43 @@ class ExpertWeights(PartWeights):
             shares = shares / shares.sum(-1, keepdim=True) if self.normalise else shares
         else:
             shares = shares_of(scores, ids, self.routing)
+        shares = shares if self.factors is None else shares * self.factors.float()[ids]
         updates = []
         for row, chosen, share in zip(h, ids, shares):
             gate, up = (self.gate_up.index_select(0, chosen).float() @ row).chunk(2, -1)
-            products = torch.bmm(self.down.index_select(0, chosen).float(), (F.silu(gate) * up)[..., None])
+            products = torch.bmm(
+                self.down.index_select(0, chosen).float(), (ACTIVATIONS[self.activation](gate) * up)[..., None]
+            )
             updates.append(share @ products[..., 0])
         y = torch.stack(updates)
         if self.shared is not None:
             also = self.shared.define(h, number, choices)
             y = y + (also if self.shared_gate is None else also * (h @ self.shared_gate.float().t()).sigmoid())
         return plain_norm(y, self.post_norm)
+
+
+@dataclass(frozen=True)
+class DenseAndExpertWeights(PartWeights):
+    """A dense MLP and experts that read the same stream, each by its norms, and whose sum is normed."""
+
+    dense: DenseWeights
+    experts: ExpertWeights
+    post_norm: Norm
+    norm: ClassVar[None] = None
+    parallel: ClassVar[bool] = False
+
+    def norms(self) -> list[Tensor]:
+        return [*super().norms(), *self.dense.norms(), *self.experts.norms()]
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().norms(), *self.dense.tensors(), *self.experts.tensors()]
+
+    def linears(self) -> list[Linear]:
+        return [*self.dense.linears(), *self.experts.linears()]
+
+    def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
+        """Return the update of x (T, hidden) in plain fp32."""
+        return plain_norm(self.dense.define(x, number, choices) + self.experts.define(x, number, choices), self.post_norm)
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,24 @@ from ..kernels.decode_product import Norm
 from ..kernels.gated import gated
 from ..layers.attention import Mask, Rope
 from ..layers.block import run_blocks
-from ..layers.fused_weights import Kernels, run_linear
+from ..layers.fused_weights import Kernels, hooked, run_linear
 from ..layers.linear_product import multiply
-from .decoding import AttentionWeights, LayerInputs, LayerInputWeights, LayerWeights
+from .decoding import (
+    AttentionWeights,
+    DenseAndExpertWeights,
+    ExpertWeights,
+    LayerInputs,
+    LayerInputWeights,
+    LayerWeights,
+)
 from .gemma import SandwichReader
 from .hf_modules import HFMLP, HFAttention, HFNorm, attention, mlp, norm, tried_causal_lm
 from .layer_types import TypedStack, typed_stack
 from .packed_rows import SEGMENTS
 from .reader import ACTIVATION_NAMES, layer_type, linear_of, weight_of
-from .registry import BATCH, TOKENS, Case, Maker, Swap, cache_word, noise, random_case
+from .registry import BATCH, TOKENS, Case, Maker, Swap, cache_word, noise, random_case, role_of
 
+EXPERTS, ROUTER = {"gate_up_proj", "down_proj"}, {"scale", "per_expert_scale"}  # parameters
 Shared = dict[str, tuple[Tensor, Tensor]]  # keys and values (B, K, L, D) by type of layer, that later layers read
 
 
@@ -135,7 +143,13 @@ def run_with_input(
     y, x = children["input_layernorm"].add(x, pending)
     y = children["post_attention_layernorm"](children["self_attn"].mix(y, rope[kind], mask[kind], shared))
     y, x = children["pre_feedforward_layernorm"].add(x, y)
-    y = children["post_feedforward_layernorm"](children["mlp"].mix(y))
+    y = children["mlp"].mix(y)
+    if "experts" in children:
+        flat = x.flatten(0, 1)
+        _, shares, ids = children["router"](flat)
+        routed = children["experts"](children["pre_feedforward_layernorm_2"](flat), ids, shares).view_as(x)
+        y = children["post_feedforward_layernorm_1"](y) + children["post_feedforward_layernorm_2"](routed)
+    y = children["post_feedforward_layernorm"](y)
     if inputs is not None:
         x = x + y
         h = gated(children["mlp"].activation, run_linear(children["per_layer_input_gate"], x), inputs[block.layer_idx])
@@ -205,22 +219,19 @@ class SharingStack(TypedStack):
         return None
 
 
+def mixes(block: Any) -> bool:
+    return "experts" in block._modules
+
+
 def has_inputs(stack: Any) -> bool:
     return "per_layer_model_projection" in stack._modules
-
-
-def sharing_stack(module: Any, _: Any) -> Swap:
-    swap = typed_stack(module, None, SharingStack)
-    if getattr(module.config, "enable_moe_block", False):
-        swap.refusal = "its blocks have experts"
-    return swap
 
 
 SWAPS: dict[str, Maker] = {
     "RMSNorm": any_norm,
     "TextMLP": mlp,
     "TextAttention": shared_attention,
-    "TextModel": sharing_stack,
+    "TextModel": partial(typed_stack, part=SharingStack),
     "ForCausalLM": tried_causal_lm,
 }
 
@@ -229,7 +240,7 @@ class Gemma4Reader(SandwichReader):
     OFFSET = 0.0
     READS = frozenset((
         "attention_k_eq_v", "num_kv_shared_layers", "use_double_wide_mlp", "hidden_size_per_layer_input",
-        "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size",  # of enable_moe_block alone
+        "vocab_size_per_layer_input", "enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size",
     ))  # fmt: skip
 
     def refusal(self, max_length: int) -> str | None:
@@ -237,6 +248,13 @@ class Gemma4Reader(SandwichReader):
             attention = block.self_attn
             if getattr(attention, "v_norm", None) is not None and attention.v_norm.with_scale:
                 return f"model.layers.{number}.self_attn.v_norm has weights"
+            if not mixes(block):
+                continue
+            for name, kind, wanted in (("experts", "TextExperts", EXPERTS), ("router", "TextRouter", ROUTER)):
+                module = getattr(block, name)
+                known = role_of(module) == kind and set(module._parameters) == wanted and "forward" not in vars(module)
+                if not known or hooked(module) or any(map(hooked, module.children())):
+                    return f"model.layers.{number}.{name}: {type(module).__name__}, not the family's own, or with hooks"
         return super().refusal(max_length)
 
     def heads(self, attention: Any) -> tuple[int, int]:
@@ -262,6 +280,32 @@ class Gemma4Reader(SandwichReader):
         layers = [block.self_attn for block in self.blocks]
         kind = layer_type(attention)
         return max(n for n, one in enumerate(layers) if not one.is_kv_shared_layer and layer_type(one) == kind)
+
+    def mlp(self, block: Any) -> Any:
+        dense = super().mlp(block)
+        if not mixes(block):
+            return dense
+        router, experts = block.router, block.experts
+        scale = self.copies.of(router._parameters["scale"], lambda scale: scale * router.scalar_root_size)
+        return DenseAndExpertWeights(
+            dense=replace(dense, post_norm=self.norm(block.post_feedforward_layernorm_1)),
+            experts=ExpertWeights(
+                norm=self.norm(block.pre_feedforward_layernorm_2),
+                router=linear_of(router.proj),
+                gate_up=experts._parameters["gate_up_proj"],
+                down=experts._parameters["down_proj"],
+                slots=int(self.config.top_k_experts),
+                normalise=True,
+                post_norm=self.norm(block.post_feedforward_layernorm_2),
+                activation=dense.activation,
+                router_norm=Norm(scale, float(router.eps)),
+                factors=router._parameters["per_expert_scale"],
+            ),
+            post_norm=dense.post_norm,
+        )
+
+    def routers(self) -> dict[int, Any]:
+        return {number: block.router for number, block in enumerate(self.blocks) if mixes(block)}
 
     def layers(self) -> list[LayerWeights]:
         found = []

@@ -23,6 +23,7 @@ from ..gated import INFINITE
 from ..plans.types import job_of, power_of_two
 from ._launch import bump_versions, launch_product
 from ._pdl import _begin, _end, _row, _tile, _wait
+from .decode_product import _gated
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
 
@@ -91,8 +92,8 @@ def _expert(id_ptr, experts):
 
 @triton.jit
 def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, limit, experts, rows, S: tl.constexpr,
-                           K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-                           DEPENDENT: tl.constexpr):  # fmt: skip
+                           ACTIVATION: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                           WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
     row, col = tl.arange(0, R), tl.arange(0, C)
     EVEN: tl.constexpr = K % C == 0
@@ -118,7 +119,7 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
     y, z = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
     y, z = tl.where(y > limit, limit, y), tl.where(z > limit, limit, tl.where(z < -limit, -limit, z))  # a NaN stays
-    y = y / (1.0 + tl.exp(-y)) * z * poison
+    y = _gated(y, z, ACTIVATION) * poison
     tl.store(out_ptr + pair * rows + first + row, y.to(out_ptr.dtype.element_ty), mask=row < left)
 
 
@@ -172,12 +173,14 @@ def route(
 
 @torch.no_grad()
 def routed_gate_up(
-    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
-) -> Tensor:
+    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
     rows, width = out.shape[2], x.shape[1]
     launch_product(
         _routed_gate_up_kernel, job_of("product", "routed_gate_up", (rows, width, rows), gate_up), width, ids.numel(),
         dependent, x, norm.weight, gate_up, ids, out, norm.eps, limit, len(gate_up), rows, S=ids.shape[1],
+        ACTIVATION=activation,
     )  # fmt: skip
     bump_versions(out)
     return out

@@ -140,8 +140,8 @@ def _dequantize_kernel(w_ptr, scale_ptr, extra_ptr, out_ptr, one, rows, K: tl.co
 
 @triton.jit
 def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, one, eps, limit, experts, rows,
-                           S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                           WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                           S: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+                           R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     N: tl.constexpr = _words(K, KIND)
     SCALES: tl.constexpr = _scales(K, KIND)
     _wait(DEPENDENT)
@@ -159,7 +159,7 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, 
     ups = _sums_from(more, other, x_ptr, norm_ptr, up_ptr, up_scale, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
     _end(DEPENDENT)
     gate, up = _limited(gates[0], ups[0], limit)
-    y = gate / (1.0 + tl.exp(-gate)) * up * poison
+    y = _gated(gate, up, ACTIVATION) * poison
     tl.store(out_ptr + pair * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
 
 
@@ -267,12 +267,13 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
 
 @torch.no_grad()
 def quantized_routed_gate_up(
-    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE
-) -> Tensor:
+    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
+    activation: str = "silu",
+) -> Tensor:  # fmt: skip
     rows = out.shape[2]
     _multiply(
         _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
-        gate_up.scale, ids, out, _ONE, norm.eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1],
+        gate_up.scale, ids, out, _ONE, norm.eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1], ACTIVATION=activation,
     )  # fmt: skip
     bump_versions(out)
     return out
