@@ -30,6 +30,7 @@ NAMES = {
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
+    "gemma3n": "Gemma 3n",
     "gemma4": "Gemma 4",
     "gemma4_unified": "Gemma 4 Unified",
     "glm": "GLM",
@@ -89,6 +90,7 @@ CODED = (  # whose MLPs no part of placing swaps
     "qwen3_5", "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
+MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
 SPARSE = ("mixtral", "gpt_oss", "latent", "mistral4", "qwen3_next")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
@@ -128,6 +130,8 @@ def row(kind: str) -> list[str]:
     swaps = module.SWAPS
     own = family in registry.RUNNERS
     adapters = "none" if own or kind in PLAIN else "attention's" if family in SPARSE and kind != "youtu" else "all projections"
+    if kind in MIXED:
+        return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", adapters, "transformers", "by transformers"]
     if own:
         return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers", "as published"]
     loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"

@@ -214,6 +214,7 @@ FAMILIES = {
     },
     "gemma": {"gemma": "Gemma", "gemma2": "Gemma2", "vaultgemma": "VaultGemma"},
     "gemma3": {"gemma3": "Gemma3"},
+    "gemma3n": {"gemma3n": "Gemma3n"},
     "gemma4": {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"},
     "olmo": {"olmo": "Olmo"},
     "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3"},
