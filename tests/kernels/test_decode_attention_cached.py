@@ -173,6 +173,7 @@ FORMS = {
     "paged": (None, True, 1, 128),
     "fp8-paged": ("fp8", True, 1, 64),
     "fp8-paged-several": ("fp8", True, 3, 64),
+    "wide": (None, False, 1, 512),
 }
 
 
