@@ -166,6 +166,15 @@ def test_fewer_positions_are_computed():
     assert dream.positions == 2 * (2 * 11 + 6 * 5)
 
 
+def test_keys_and_values_of_few_shapes_are_in_memory():
+    sampler = MaskedSampler(random_model(), mask_token=MASK)
+    for length in range(1, 5):
+        for cache in (True, False):
+            sampler.generate([[1] * length], 2, cache=cache)
+    cached = [buffers.cache for buffers in sampler._buffers.values() if buffers.cache is not None]
+    assert [cache.k.shape[2] for cache in cached] == [5, 6] and len(sampler._buffers) == 6
+
+
 @pytest.mark.parametrize("cache", [False, True])
 def test_all_tokens_above_a_threshold_are_written_at_once(cache):
     model = random_model()
