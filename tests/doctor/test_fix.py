@@ -346,6 +346,10 @@ REFUSED = {
     ),
     "waits: line 2 goes on with the line before": ("sync", "if x: y(); \\\n  cuda.synchronize()  # here\nz()\n"),
     "waits: a clock is read next to it": ("sync", "torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n"),
+    "waits: a clock is read next to it, which": (
+        "sync",
+        "if device == 'cuda':\n    torch.cuda.synchronize()  # here\nt = time.perf_counter() - t\n",
+    ),
     "tf32: fp32 products run in TF32, which changes the numbers: ask for it by name": ("precision", HEAD + "f()  # here\n"),
     "rarely: the line does not print or log by itself": ("d2h", "for i, x in enumerate(data): play(x.cpu())  # here\n"),
     "reads: the file does not import torch by that name": (

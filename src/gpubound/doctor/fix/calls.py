@@ -32,7 +32,7 @@ def propose_waits(source: SourceText, line: int) -> list[Edit]:
     if last_name(call) == "synchronize" and (other := _needs_order(source)):
         raise Refused(f"line {other} works on another stream or copies to the host without waiting, and may rely on it")
     block = source.block(statement)
-    if _is_timed(block, statement):
+    if _is_timed(source, statement):
         raise Refused("a clock is read next to it, which would then time launches instead of work")
     if len(block) == 1:
         return [Edit(source.start(statement), source.end(statement), "pass")]
@@ -49,8 +49,11 @@ def _needs_order(source: SourceText) -> int:
     return 0
 
 
-def _is_timed(block: list[ast.stmt], statement: ast.stmt) -> bool:
-    """Return whether the statement right before or after reads a clock."""
+def _is_timed(source: SourceText, statement: ast.stmt) -> bool:
+    """Return whether the statement right before or after reads a clock; of a block of one statement, that around the block."""
+    block, around = source.block(statement), source.parents.get(statement)
+    if len(block) == 1 and isinstance(around, ast.If) and _is_timed(source, around):
+        return True
     at = block.index(statement)
     neighbours = [*block[max(0, at - 1) : at], *block[at + 1 : at + 2]]
     return any(isinstance(node, ast.Call) and last_name(node) in CLOCKS for near in neighbours for node in ast.walk(near))
