@@ -89,10 +89,16 @@ def line_of(outcome: Outcome) -> str:
 
 def keep(options: Options, outcomes: list[Outcome]) -> None:
     """Write what was measured so far, so that a run which is cut short keeps what it had."""
-    if options.results is None or options.dry_run or options.eye != "doctor":
+    if options.results is None or options.dry_run:
         return
     about = results.provenance(torch.device("cuda"), f"python -m benchmarks.doctor_wild FOLDER --rounds {options.rounds}")
-    write(options.results / f"wild-{results.file_of(about['gpu']).stem}.json", about, outcomes)
+    file = options.results / f"wild-{results.file_of(about['gpu']).stem}.json"
+    if options.eye != "doctor":
+        ran = [each for each in outcomes if not each.failed]
+        found, missed, wrong = (sum(len(getattr(each, name)) for each in ran) for name in ("found", "missed", "wrong"))
+        about |= {"peers": {options.eye: {"found": found, "stalls": found + missed, "wrong": wrong}}}
+        outcomes = []
+    write(file, about, outcomes)
 
 
 if __name__ == "__main__":

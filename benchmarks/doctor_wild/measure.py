@@ -144,6 +144,11 @@ class _Run:
         )
 
 
+def is_largest(script: Script, first: dict[str, Any]) -> bool:
+    """Return whether the first finding is the largest loss, which is known by its kind, or by its kind and line."""
+    return not {first["kind"], f"{first['kind']} {first['line']}"}.isdisjoint(script.largest)
+
+
 def outcome_of(script: Script, content: dict[str, Any]) -> Outcome:
     """Return the score of a verdict, as in doctor.json."""
     result, verdict = score(script, content), Verdict.from_dict(content)
@@ -154,7 +159,7 @@ def outcome_of(script: Script, content: dict[str, Any]) -> Outcome:
         missed=[str(line) for line in result.missed],
         wrong=list(result.wrong),
         first="" if first is None else f"{first['kind']} {Path(first['file'] or '').name}:{first['line']}",
-        largest=first["kind"] in script.largest if first is not None and verdict.step_ms is not None else None,
+        largest=is_largest(script, first) if first is not None and verdict.step_ms is not None else None,
         step_ms=verdict.step_ms,
         unnamed_ms=unnamed(verdict),
         findings=len(content["findings"]),

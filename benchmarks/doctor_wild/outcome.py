@@ -155,7 +155,8 @@ def write(file: Path, about: Mapping[str, Any], outcomes: Iterable[Outcome]) -> 
     kept = old | {name: each for name, each in new.items() if not each.failed or old.get(name, each).failed}
     order = [*scripts(), *kept]
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = {**about, "scripts": [asdict(kept[name]) for name in dict.fromkeys(order) if name in kept]}
+    peers = (read(file)[0].get("peers", {}) if file.exists() else {}) | about.get("peers", {})
+    content = {**about, "peers": peers, "scripts": [asdict(kept[name]) for name in dict.fromkeys(order) if name in kept]}
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
@@ -173,6 +174,9 @@ def section(folder: Path) -> str:
 def _section(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
     lines = ["", f"## The doctor on public scripts, {about['gpu']}", "", INTRODUCTION, "", *table(outcomes), ""]
     lines += [f"- {line}" for line in sums(outcomes)]
+    if peers := about.get("peers"):
+        lines += ["", "| another tool, on the same scripts | stalls named | wrong |", "|---|---|---|"]
+        lines += [f"| {name} | {each['found']} of {each['stalls']} | {each['wrong']} |" for name, each in peers.items()]
     runs = ", ".join(sorted({f"{each.date} at commit {each.commit}" for each in outcomes}))
     return "\n".join([*lines, "", f"- {about['gpu']}, torch {about['torch']}, {runs}: `{about['command']}`", ""])
 

@@ -30,7 +30,7 @@ class Script:
     at: str = ""
     small: str = ""
     largest: tuple[str, ...] = ()
-    """Kinds that name the largest loss rightly."""
+    """Kinds that name the largest loss rightly, one with its line if that matters: "launch_bound 188"."""
     minor: tuple[int, ...] = ()
     loaders: tuple[int, ...] = ()
     """Lines that make a DataLoader, where linters name what its loop and its copies pay for."""
