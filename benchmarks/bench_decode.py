@@ -16,6 +16,7 @@ from gpubound.device import resolve
 from . import results
 from .decode_adapters import measure_adapters
 from .decode_cache import measure_cache
+from .decode_draft import measure_draft
 from .decode_far import measure_far
 from .decode_first import measure_start
 from .decode_goals import GOALS
@@ -28,6 +29,7 @@ from .harness import Bench, chosen, need_transformers, release
 
 PARTS = ("start", "speed", "far", "packed", "cache", "adapters", "host")
 STAGES = "stages"  # a part for machines with two GPUs
+DRAFT = "draft"
 CPU = "cpu"  # a part by itself, for machines without a GPU
 CPU_SHAPE = "135m"  # SmolLM2-135M's
 CPU_BATCHES = (1, 20)
@@ -41,6 +43,7 @@ class Decode:
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
     host syncs. speed: tokens a second. packed: over int4, int8 and fp8 copies of the weights. cache: over long texts, with
     keys and values in int8 and fp8. host: the host's time a token, and the speed beside two busy Python threads.
+    draft: steps of 2 to 6 tokens that a draft head drafts, beside plain ones; also not by default.
     stages: 8b on two GPUs, in stages and in slices, beside one; it is not among those measured by default.
     cpu: tokens a second on the CPU beside generate, in fp32 and bf16; it needs no GPU, and is measured by itself.
 
@@ -57,8 +60,8 @@ class Decode:
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start), gpt-fast
     (its design, over the model's own weights; it is compiled first)."""
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: start, speed, far (behind 4,096 tokens), packed, cache, adapters, host, stages; or cpu
-    alone."""
+    """What to measure, by comma: start, speed, far (behind 4,096 tokens), packed, cache, adapters, host, stages, draft; or
+    cpu alone."""
     rounds: int = 3
     """How often each contender takes its turn; eager takes 3 to 5 s each time."""
     results: Path = results.FOLDER
@@ -70,7 +73,7 @@ class Decode:
 def main(argv: Sequence[str]) -> int:
     options = arguments(Decode, argv, "bench decode")
     dry = options.dry or options.only == "tiny"
-    parts = chosen("--parts", options.parts, (*PARTS, STAGES, CPU))
+    parts = chosen("--parts", options.parts, (*PARTS, STAGES, DRAFT, CPU))
     on_cpu = parts == [CPU]
     if CPU in parts and not on_cpu:
         raise ValueError("--parts: cpu is measured by itself; leave the others out.")
@@ -91,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
             measure_start(bench, name)
     for name in names if STAGES in parts else ():
         measure_stages(bench, name, options.rounds, take_turns)
-    if {"speed", "far", "packed", "cache", "host"} & set(parts):
+    if {"speed", "far", "packed", "cache", "host", DRAFT} & set(parts):
         rate = measure.ceilings(device, quick=dry).read_bytes_per_s
         for name in names:
             model = build_model(name, device)
@@ -107,6 +110,8 @@ def main(argv: Sequence[str]) -> int:
             if "cache" in parts:
                 measure_cache(bench, name, model, options.rounds, rate)
                 release(device)
+            if DRAFT in parts and not is_sparse(name):
+                measure_draft(bench, name, model, options.rounds)
             if "host" in parts:
                 measure_host(bench, name, model)
             del model

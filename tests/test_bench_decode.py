@@ -6,6 +6,7 @@ import torch
 from benchmarks import (
     bench_decode,
     decode_adapters,
+    decode_draft,
     decode_far,
     decode_host,
     decode_peers,
@@ -95,6 +96,15 @@ def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_verified_step_beside_a_plain_one(bench, model):
+    bench.dry = True
+    decode_draft.measure_draft(bench, "tiny", model, 3)
+    lines = {line.peer_name: line for line in bench.lines}
+    assert lines.keys() == {"plain step", "looked up"} and {line.unit for line in lines.values()} == {"ms"}
+    assert all(line.ours > 0 and line.peer > 0 for line in lines.values())
+
+
 def test_adapters_beside_merged_ones_and_beside_one(bench, monkeypatch):
     monkeypatch.setattr(decode_adapters, "ROWS", 3)
     decode_adapters.measure_adapters(bench, "tiny", rounds=3)
@@ -126,7 +136,7 @@ def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
     [
         (
             ["--parts", "end"],
-            "--parts: got 'end', wanted some of start, speed, far, packed, cache, adapters, host, stages, cpu.",
+            "--parts: got 'end', wanted some of start, speed, far, packed, cache, adapters, host, stages, draft, cpu.",
         ),
         (["--parts", "speed,cpu"], "--parts: cpu is measured by itself; leave the others out."),
         (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
