@@ -233,7 +233,7 @@ def test_what_makes_no_sense_is_refused(ckpt, capsys, options, sentence):
         ('{"text": "no"}', """'{"text": "no"}' has no prompt; write {"prompt": "..."}, or a text in quotes."""),
         ('{"prompt": ""}', "the prompt is empty; give it at least one character to go on from, or leave the line out."),
         ('"\\ud800"', "is not a text in UTF-8 (at character 1); convert it first."),
-        ("[" * 100_000, " is no JSON ("),
+        ("[" * 100_000, " is not JSON ("),
     ],
     ids=["none", "empty", "half a character", "deep"],
 )

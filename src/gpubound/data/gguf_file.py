@@ -57,7 +57,7 @@ class GgufFile:
         try:
             self._read_header()
         except (struct.error, UnicodeDecodeError, IndexError, ValueError) as error:
-            raise DataError(f"{path} is no whole GGUF file: {error}; {CURE}.") from error
+            raise DataError(f"{path} is not a complete GGUF file: {error}; {CURE}.") from error
 
     def _read_header(self) -> None:
         if self._data[:4] != MAGIC:

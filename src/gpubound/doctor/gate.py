@@ -187,7 +187,7 @@ def read_baseline(path: Path) -> Verdict:
         with reading(path):
             content = json.loads(regular(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is no JSON ({error}); wanted the doctor.json of an earlier run.") from error
+        raise DataError(f"{path}: is not JSON ({error}); wanted the doctor.json of an earlier run.") from error
     try:
         return Verdict.from_dict(content)
     except DataError as error:

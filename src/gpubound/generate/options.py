@@ -199,7 +199,7 @@ def _prompt_of(line: str, where: str) -> str:
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
-        message = f"{where}: {shown(line)} is no JSON ({error}); a .jsonl has a line of JSON for each prompt."
+        message = f"{where}: {shown(line)} is not JSON ({error}); a .jsonl has a line of JSON for each prompt."
         raise ValueError(message) from error
     prompt = entry.get("prompt") if isinstance(entry, dict) else entry
     if not isinstance(prompt, str):

@@ -221,7 +221,7 @@ def opened(file: Path) -> Iterator[Any]:
         with torch.device("cpu"), safe_open(regular(file), framework="pt", device="cpu") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{file} is no whole safetensors file: {error}; copy or download it again.") from error
+        raise DataError(f"{file} is not a complete safetensors file: {error}; copy or download it again.") from error
 
 
 def auto_class(config: dict[str, Any]) -> Any:

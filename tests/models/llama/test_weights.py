@@ -215,7 +215,7 @@ def test_a_weights_file_that_is_damaged(folder, content):
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     file.write_bytes({"half": whole[: len(whole) // 2], "header": whole[:9] + b"{" + whole[10:]}.get(content, content))
-    assert said(folder).startswith(f"{file} is no whole safetensors file: ")
+    assert said(folder).startswith(f"{file} is not a complete safetensors file: ")
 
 
 @pytest.mark.parametrize(
