@@ -424,7 +424,7 @@ class FusedRunner(ViewRunner):
         self.weight_bytes = sum({t.data_ptr(): t.nbytes for t in read}.values())  # that every step reads
         self.sparse = [layer for layer in self.layers if type(layer.mlp) not in (DenseMLP, UngatedMLP, NoMLP)]
         self.refills = len(self.spans) == 1
-        self.captures_prefill = self.refills and all(layer.mlp.captures_prompts for layer in self.layers)
+        self.captures_prefill = self.refills and all(part.captures_prompts for layer in self.layers for part in layer.parts)
         self.measured = None
         if self.host:
             self.host.read_weights()
