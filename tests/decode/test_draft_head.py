@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import gpubound as gb
 from gpubound import DataError
@@ -200,6 +200,10 @@ class TestRefusals:
         about = path / "config.json"
         about.write_text(about.read_text().replace('"intermediate_size": 40', '"intermediate_size": 41'))
         assert "gate_proj.weight: got (40, 32), wanted (41, 32)" in refusal(DataError, lambda: DraftHead.load(path, model))
+        about.write_text(about.read_text().replace('"intermediate_size": 41', '"intermediate_size": 40'))
+        state = load_file(path / "model.safetensors")
+        save_file(state | {"midlayer.self_attn.q_norm.weight": torch.ones(8)}, path / "model.safetensors")
+        assert "q_norm" in refusal(DataError, lambda: DraftHead.load(path, model))
         model_folder = gb.models.save_hf(gb.Decoder(gb.DecoderConfig(16, 16, 1, 2, 1, 9)), tmp_path / "model")
         assert "fc.weight" in refusal(DataError, lambda: DraftHead.load(model_folder, model))
 

@@ -229,6 +229,10 @@ class DraftHead(nn.Module):
             found = tuple(state[name].shape) if name in state else "nothing"
             if found != tuple(tensor.shape):
                 raise DataError(f"{path}: {name}: got {found}, wanted {tuple(tensor.shape)}; check config.json.")
+        unread = [name for name in state if name not in head.state_dict() and "rotary_emb" not in name]
+        if unread or about.get("norm_before_residual"):
+            what = f"tensor {unread[0]}" if unread else "norm_before_residual"
+            raise DataError(f"{path}: has {what}, which a DraftHead does not compute; take an EAGLE-3 head without it.")
         head.load_state_dict({name: state[name] for name in head.state_dict()})
         head.check_model(model)
         return head
