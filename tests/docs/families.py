@@ -121,7 +121,7 @@ def loss(kind: str, swaps) -> str:
         return "transformers'"
     if not swaps and getattr(config_of(kind), "logits_scaling", None):
         return "transformers': its logits are scaled"
-    return "transformers': its logits are capped" if getattr(config_of(kind), "final_logit_softcapping", None) else "fused"
+    return "fused"
 
 
 def row(kind: str) -> list[str]:

@@ -142,11 +142,14 @@ def head_of(model: Any) -> Any:
 
 
 @torch.no_grad()
-def head_mismatch(head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor]) -> str | None:
+def head_mismatch(
+    head: nn.Module, logits: Callable[[], Tensor], hidden: Callable[[], Tensor], cap: float | None = None
+) -> str | None:
     """Return None if a model's logits are head(hidden states), else why not.
 
     logits  runs the model
     hidden  runs all below its head
+    cap     logits are cap · tanh(head(hidden states) / cap)
 
     The head's weights may be zero, or so small that a cap on the logits does not show. So the trial replaces the head's result
     by known, large values, and compares the model's logits with these, and the head's input with the hidden states.
@@ -161,8 +164,9 @@ def head_mismatch(head: nn.Module, logits: Callable[[], Tensor], hidden: Callabl
 
     def replace_logits(head: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
         inputs_read.append(inputs[0])
-        outputs.append(_known(output))
-        return outputs[-1]
+        known = _known(output) if cap is None else _known(output) * (2 * cap / LARGEST)
+        outputs.append(known if cap is None else cap * torch.tanh(known.float() / cap).to(known.dtype))
+        return known
 
     hook = head.register_forward_hook(replace_logits)
     try:

@@ -408,7 +408,7 @@ class HFCausalLM(Delegating):
 
     output: ClassVar[Any] = CausalLMOutputWithPast
     base_model_prefix: str
-    scales: tuple  # the config's factors and caps of the logits when the module was placed, which left them unchanged
+    scales: tuple  # the config's cap of the logits and factors when the module was placed, which left them unchanged
     lm_head: Any
     loss_function: Any
 
@@ -431,6 +431,7 @@ class HFCausalLM(Delegating):
             shifted=shifted is not None,
             total=total.to(x.device) if isinstance(total, Tensor) else total,
             ignore_index=-100 if ignored is None else ignored,
+            softcap=self.scales[0],
         )
         rest = {name: outputs.get(name) for name in ("hidden_states", "attentions")}
         rest[OUTPUT_CACHE] = cache_in(outputs)
@@ -461,14 +462,16 @@ class HFCausalLM(Delegating):
 def causal_lm(module: Any, stack: Any, part: type[HFCausalLM] = HFCausalLM) -> Swap:
     """Return the Swap for a family whose logits are lm_head's product with the hidden states."""
     head = getattr(module, "lm_head", None)
-    calls: Any = () if head is None else (("linear_cross_entropy", (*loss_shape(head.weight.shape[0]), False, False)),)
-    return Swap(part, calls, {"delegated": Counter(), "scales": scales_of(module.config)})
+    scales = scales_of(module.config)
+    shape: Any = () if head is None else loss_shape(head.weight.shape[0], softcap=scales[0])
+    calls: Any = () if head is None else (("linear_cross_entropy", (*shape, False, False)),)
+    return Swap(part, calls, {"delegated": Counter(), "scales": scales})
 
 
 def scales_of(config: Any) -> tuple:
-    """Return the options by which Gemma, Cohere and Granite cap or scale their logits."""
+    """Return the options by which Gemma caps, and Cohere and Granite scale their logits."""
     config = config.get_text_config()
-    return tuple(getattr(config, name, None) for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
+    return tuple(getattr(config, name, None) or None for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"))
 
 
 def tried_causal_lm(module: Any, stack: Any) -> Swap:
@@ -487,6 +490,7 @@ def _why_not_head(module: Any) -> str | None:
             module.lm_head,
             lambda: module(input_ids=ids, use_cache=False).logits,
             lambda: trunk(input_ids=ids, use_cache=False).last_hidden_state,
+            scales_of(module.config)[0],
         )
 
 
