@@ -20,7 +20,7 @@ from .weight_view import WeightView
 class HostView:
     """A WeightView on another device than its model's."""
 
-    sliced, adapted, apart, positions, copied, layer_inputs = False, False, None, None, None, None
+    sliced, adapted, apart, positions, layer_inputs = False, False, None, None, None
 
     def __init__(self, original: WeightView, device: torch.device) -> None:
         if any(type(layer.mlp) is not DenseWeights or layer.extra is not None for layer in original.layers):
@@ -32,6 +32,9 @@ class HostView:
         self.model, self.shape, self.coded = original.model, original.shape, original.coded
         self.numbers, self.bytes_read = original.numbers, original.bytes_read
         self._read()
+
+    def refresh_copies(self) -> None:
+        self.original.refresh_copies()
 
     def refresh(self) -> None:
         """Read the weights again, after `moved` or when a module was replaced."""
