@@ -37,7 +37,8 @@ def test_tokens_and_certificate_are_those_of_a_model_on_the_device(pretended):
     assert tokens(hosted) == tokens(plain)
     assert hosted.certificate.logits_error == pytest.approx(plain.certificate.logits_error, abs=1e-6)
     body = hosted.body
-    held = [body.embed, body.head.parts[0].words, *(t for layer in body.layers for part in layer if part for t in part.tensors())]
+    parts = [part for layer in body.layers for part in layer if part is not None]
+    held = [body.embed, body.head.parts[0].words, *(t for part in parts for t in part.tensors())]
     assert {t.device for t in held} == {pretended} and {p.device.type for p in model.parameters()} == {"cpu"}
     for one in (model, there):
         with torch.no_grad():
