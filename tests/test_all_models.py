@@ -47,6 +47,7 @@ FUSED = (
     "jais2",
     "lfm2",
     "llama",
+    "minicpm3",
     "minimax_m2",
     "ministral",
     "ministral3",

@@ -123,6 +123,7 @@ SAME = {  # read as others are
         "rms_norm_eps": 1e-2,
     },
     "Jais2": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    "MiniCPM3": {**LATENT, "scale_emb": 3.0, "scale_depth": 0.6, "dim_model_base": 8},
     "Mistral4": {**LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
                  "routed_scaling_factor": 1.5, "rope_parameters": {
                      "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": ROOM,

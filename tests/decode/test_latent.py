@@ -25,7 +25,7 @@ def test_the_cache_holds_one_latent_a_token(kind, device):
     assert after - before == layers * 20 * 28 * 2
 
 
-@pytest.mark.parametrize("kind", ["AXK1", "Glm4MoeLite", "Mistral4", "Youtu"])
+@pytest.mark.parametrize("kind", ["AXK1", "Glm4MoeLite", "MiniCPM3", "Mistral4", "Youtu"])
 def test_families_that_are_read_as_these(kind, device):
     fast = gb.decoder(cases.build(kind, device=device), 3, cases.ROOM)
     assert fast.path == ""

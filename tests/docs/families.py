@@ -52,6 +52,7 @@ NAMES = {
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",
     "minimax_m2": "MiniMax-M2",
+    "minicpm3": "MiniCPM3",
     "ministral": "Ministral",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
@@ -91,7 +92,7 @@ CODED = (  # whose MLPs no part of placing swaps
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
-SPARSE = ("mixtral", "gpt_oss", "latent", "mistral4", "qwen3_next")  # families whose MLPs are experts
+SPARSE = ("mixtral", "gpt_oss", "latent", "minicpm3", "mistral4", "qwen3_next")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -129,7 +130,8 @@ def row(kind: str) -> list[str]:
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
     swaps = module.SWAPS
     own = family in registry.RUNNERS
-    adapters = "none" if own or kind in PLAIN else "attention's" if family in SPARSE and kind != "youtu" else "all projections"
+    some = family in SPARSE and kind not in ("minicpm3", "youtu")
+    adapters = "none" if own or kind in PLAIN else "attention's" if some else "all projections"
     if kind in MIXED:
         return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", adapters, "transformers", "by transformers"]
     if own:
@@ -148,7 +150,7 @@ def quantised_folders(kind: str, swaps) -> str:
 
 def wrapper_row(kind: str) -> list[str]:
     grid = kind in registry.FAMILIES["qwen_vl"] or kind.startswith("qwen3_5")
-    return [NAMES[kind], "texts" if grid else "texts, and prompts with images"]
+    return [NAMES[kind], "texts" if grid else "texts and images"]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -25,6 +25,7 @@ from transformers import (
     HeliumConfig,
     Jais2Config,
     LlamaConfig,
+    MiniCPM3Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
@@ -82,6 +83,7 @@ CONFIGS = {
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
     "youtu": YoutuConfig,
+    "minicpm3": MiniCPM3Config,
 }
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -159,6 +161,7 @@ OPTIONS = {
         "rope_parameters": YARN | {"original_max_position_embeddings": 8},
     },
     "youtu": LATENT | {"rope_interleave": False},
+    "minicpm3": LATENT | {"scale_emb": 3.0, "scale_depth": 0.6, "dim_model_base": 8},
 }
 
 

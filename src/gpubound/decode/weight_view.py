@@ -32,6 +32,7 @@ from .model_watch import TensorWatch, WeightVersions, model_tensors, scalars_of
 from .quantized import kind_of, packed_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SCALED = ("TextScaledWordEmbedding", "ScaledWordEmbedding")  # roles of embeddings with a factor, which a reader's shape has
 ANYWHERE = "anywhere"  # devices of a model that will be moved: see `readable_model`
 
 
@@ -314,7 +315,7 @@ def _unreadable(reader: Reader, spread: bool | str = False) -> str | None:
     model, trunk = reader.model, reader.trunk
     if why := closed_projection(model, reader.projects, coded=not spread):
         return why
-    if type(reader.embedding) is not nn.Embedding and role_of(reader.embedding) != "TextScaledWordEmbedding":
+    if type(reader.embedding) is not nn.Embedding and role_of(reader.embedding) not in SCALED:
         return f"its embedding is {type(reader.embedding).__name__}, not nn.Embedding"
     head: Any = model.lm_head
     own = type(head) is LMLoss and not hooked(head)  # a linear layer that can compute a loss, too

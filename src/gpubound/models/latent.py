@@ -113,7 +113,7 @@ def latent_attention(module: Any, stack: Any) -> Swap:
     swap = attention(module, stack, HFLatentAttention, calls=(("rope", (module.num_heads, 1, width, width // 2)),))
     swap.attributes |= {
         "PROJECTIONS": ("q_proj" if module.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"),
-        "interleaved": is_complex(config) or bool(config.rope_interleave),
+        "interleaved": is_complex(config) or bool(getattr(config, "rope_interleave", False)),
         "complex_angles": is_complex(config),
     }
     return swap

@@ -241,6 +241,7 @@ FAMILIES = {
         "youtu": "Youtu",
     },
     "mamba": {"bamba": "Bamba"},
+    "minicpm3": {"minicpm3": "MiniCPM3"},
     "mistral4": {"mistral4": "Mistral4"},
     "nemotron_h": {"nemotron_h": "NemotronH"},
     "qwen3_5": {"qwen3_5": "Qwen3_5"},

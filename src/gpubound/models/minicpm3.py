@@ -1,0 +1,64 @@
+"""MiniCPM3: latent attention, with factors of the embeddings, of what each part adds to the stream, and of the logits.
+
+The decoder divides the stream by the factor of its additions, as models/granite.py does.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..kernels.decode_product import Norm
+from ..layers.attention import Mask, Rope
+from ..layers.block import normed_for
+from .decoding import LatentAttentionWeights, Shape
+from .granite import ScaledCausalLM
+from .hf_modules import causal_lm, stack
+from .latent import SWAPS as LATENT, LatentReader, LatentStack
+from .registry import Maker
+
+
+class ResidualScaledStack(LatentStack):
+    """Stack of blocks that multiply what each part adds to the stream."""
+
+    @staticmethod
+    def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None) -> tuple[Tensor, Tensor]:
+        children, factor = block._modules, block.residual_scale
+        attention, mlp = children["self_attn"], children["mlp"]
+        y, x = normed_for(attention, children["input_layernorm"], x, pending)
+        y, x = normed_for(mlp, children["post_attention_layernorm"], x, attention.mix(y, rope, mask) * factor)
+        return x, mlp.mix(y) * factor
+
+
+SWAPS: dict[str, Maker] = LATENT | {
+    "Model": partial(stack, part=ResidualScaledStack),
+    "ForCausalLM": partial(causal_lm, part=ScaledCausalLM),
+}
+
+
+class MiniCPM3Reader(LatentReader):
+    READS = LatentReader.READS | {"scale_emb", "scale_depth", "dim_model_base"}
+    interleaved = False
+
+    @property
+    def factor(self) -> float:
+        return self.blocks[0].residual_scale
+
+    def shape(self) -> Shape:
+        shape = super().shape()
+        return replace(shape, embedded=shape.embedded / self.factor, logit_scale=1 / self.config.logits_scaling)
+
+    def norm(self, module: Any) -> Norm:
+        of_stream = super().norm(module)
+        return of_stream._replace(eps=of_stream.eps / self.factor**2)
+
+    def attention(self, block: Any) -> LatentAttentionWeights:  # type: ignore[override]
+        weights = super().attention(block)
+        others: dict[str, Any] = {name: getattr(weights, name) for name in ("q_norm", "latent_norm")}  # not of the stream
+        return replace(
+            weights, **{name: norm and norm._replace(eps=norm.eps * self.factor**2) for name, norm in others.items()}
+        )
+
+
+DECODING = {"ForCausalLM": MiniCPM3Reader}
