@@ -37,7 +37,7 @@ from .reader import ACTIVATION_NAMES, layer_type, linear_of, weight_of
 from .registry import BATCH, TOKENS, Case, Maker, Swap, cache_word, noise, random_case, role_of
 
 EXPERTS, ROUTER = {"gate_up_proj", "down_proj"}, {"scale", "per_expert_scale"}  # parameters
-Shared = dict[str, tuple[Tensor, Tensor]]  # keys and values (B, K, L, D) by type of layer, that later layers read
+Shared = dict[Any, tuple[Tensor, Tensor]]  # keys and values (B, K, L, D) that later layers read, most often by type of layer
 
 
 class HFPlainNorm(HFNorm):
@@ -95,7 +95,7 @@ class SharedAttention(HFAttention):
     def heads_of(self, x: Tensor, turn: Rope, shared: Shared, cache: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, T, D), k and v (B, K, L, D)."""
         children: dict[str, Any] = self._modules
-        joined, kind = self.stacked.joined(self.projections()), layer_type(self)
+        joined = self.stacked.joined(self.projections())
         rows = self.one_by_one(x) if joined is None else multiply(x, joined).split([len(w) for w in joined.weights], -1)
         q, *own = (t.unflatten(-1, (-1, self.head_dim)) for t in rows)
         q = children["q_norm"](q)
@@ -106,10 +106,21 @@ class SharedAttention(HFAttention):
                 k, v = cache.update(k, v, self.layer_idx)
         else:
             q, _ = rope(q, q[..., :1, :], *turn)
-            k, v = shared[kind]
+            k, v = shared[share_of(self)]
         if self.store_full_length_kv:
-            shared[kind] = k, v
+            shared[share_of(self)] = k, v
         return q.transpose(1, 2), k, v
+
+
+def share_of(attention: Any) -> Any:
+    """Return the key of a layer's keys and values among those that layers share: the type of the layer.
+
+    Before transformers 5.23, Gemma 3n's key is the number of the layer that has them.
+    """
+    own = vars(attention)
+    if "kv_shared_layer_index" not in own:
+        return layer_type(attention)
+    return own["layer_idx"] if own["kv_shared_layer_index"] is None else own["kv_shared_layer_index"]
 
 
 def shared_attention(module: Any, stack: Any) -> Swap:
@@ -126,7 +137,7 @@ def _with_keys(module: Any, case: Case, dtype: torch.dtype) -> tuple[Tensor, dic
     x, keywords = case(dtype)
     shape = len(x), module.config.num_attention_heads // module.num_key_value_groups, x.shape[1], module.head_dim
     keys = (noise(shape, x, 1), noise(shape, x, 2)) if module.is_kv_shared_layer else None
-    return x, keywords | {"shared_kv_states": {} if keys is None else {layer_type(module): keys}}
+    return x, keywords | {"shared_kv_states": {} if keys is None else {share_of(module): keys}}
 
 
 def run_with_input(
