@@ -151,7 +151,10 @@ class HeadRunner:
         self.workspace.adapting.close()
         self.input_norm, self.hidden_norm = self._norm(layer.input_layernorm), self._norm(layer.hidden_norm)
         self.norm, self.table = self._norm(head.norm), head.table(self.body.live.model).detach()
-        self.targets = head.targets.to(self.device)
+        self.targets = head.targets
+        # A row without finite logits keeps its token, which may be none of the head's.
+        self.target_of = torch.arange(self.vocab, device=self.device, dtype=torch.int32)
+        self.target_of[: len(self.targets)] = self.targets.int()
         self.moved = TensorWatch(head, "_parameters", "_buffers").moved
         products = (self.fc, self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down, self.lm_head)
         read = {t.data_ptr(): t.nbytes for product in products for t in product.tensors()}
@@ -183,9 +186,11 @@ class HeadRunner:
         n, mode = len(x), self.mode(len(x))
         embedded, both = self.embedded[:n], self.both[:n]
         embedded.copy_(F.embedding(token.flatten(), self.table))
-        width = x.shape[1]
-        both[:, :width] = norm_rows(embedded, self.input_norm, self.normed[:n])
-        both[:, width:] = norm_rows(x, self.hidden_norm, self.normed[:n])
+        for half, source, norm in zip(both.chunk(2, 1), (embedded, x), (self.input_norm, self.hidden_norm)):
+            if n == 1:  # a row's half is contiguous
+                norm_rows(source, norm, half)
+            else:
+                half.copy_(norm_rows(source, norm, self.normed[:n]))
         run = self.attention.step if n <= FEW else self.attention.gemm_step
         run(x, position, mode)
 
@@ -206,8 +211,8 @@ class HeadRunner:
         logits = self.logits[:rows]
         if settings is None:
             choose(self, logits, own, None, into)
-            if self.logits is not self.reduced:  # a row without finite logits keeps its token, which may be none of the head's
-                own.token.copy_(self.targets[own.token.clamp(max=len(self.targets) - 1).long()])
+            if self.logits is not self.reduced:
+                own.token.copy_(self.target_of.index_select(0, own.token))
             return
         if self.logits is not self.reduced:
             logits.index_copy_(1, self.targets, self.reduced[:rows])
@@ -246,14 +251,14 @@ class HeadDraft(DrawnDraft):
         own.token.copy_(state.token)
         own.position.copy_(state.position)
         own.alive.fill_(1)
+        chunk.position.copy_((state.position[:, None] + self.step).clamp(max=end))
         chunk.token[:, 0] = state.token
         for t in range(1, T):
             if t > 1:
-                runner.attend(x, own.token, (state.position + (t - 2)).clamp(max=end))
+                runner.attend(x, own.token, chunk.position[:, t - 2].contiguous())
             runner.finish(x)
             runner.choose(own, settings, into)
             chunk.token[:, t] = own.token
-        chunk.position.copy_((state.position[:, None] + self.step).clamp(max=end))
         chunk.alive.copy_(state.alive[:, None])
         self.body.begin(chunk.token.view(-1))
 
