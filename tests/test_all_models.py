@@ -46,6 +46,7 @@ FUSED = (
     "hyperclovax",
     "jais2",
     "lfm2",
+    "lfm2_moe",
     "llama",
     "minicpm3",
     "minimax_m2",

@@ -148,6 +148,10 @@ RECURRENT = {
     "Qwen3_5": DELTA,
     "Qwen3Next": DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                           "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True},
+    "Lfm2Moe": {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
+        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    },
     "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
 }  # fmt: skip
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
@@ -178,7 +182,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
             else:
                 parameter.normal_(std=0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.normal_(std=0.3)
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.2)

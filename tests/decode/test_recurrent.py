@@ -11,7 +11,7 @@ from . import cases
 
 KINDS = list(cases.RECURRENT)
 DENSE = ["Lfm2", "Qwen3_5", "Bamba", "NemotronH"]
-CAN_GO_BACK = ["Lfm2"]  # whose state is the inputs of convolutions alone
+CAN_GO_BACK = ["Lfm2", "Lfm2Moe"]  # whose state is the inputs of convolutions alone
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ NAMES = {
     "internvl": "InternVL",
     "jais2": "Jais 2",
     "lfm2": "LFM2",
+    "lfm2_moe": "LFM2 with experts",
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",
     "minimax_m2": "MiniMax-M2",
@@ -130,7 +131,7 @@ def row(kind: str) -> list[str]:
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
     swaps = module.SWAPS
     own = family in registry.RUNNERS
-    some = family in SPARSE and kind not in ("minicpm3", "youtu")
+    some = kind == "lfm2_moe" or (family in SPARSE and kind not in ("minicpm3", "youtu"))
     adapters = "none" if own or kind in PLAIN else "attention's" if some else "all projections"
     if kind in MIXED:
         return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", adapters, "transformers", "by transformers"]

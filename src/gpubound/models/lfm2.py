@@ -1,12 +1,14 @@
-"""LFM2: gated short convolutions in most layers, attention with normed heads in the others.
+"""LFM2 and LFM2-MoE: gated short convolutions in most layers, attention with normed heads in the others.
 
 Placing swaps norms and the loss; the loop over layers, attention, convolutions and MLPs stay those of transformers.
 """
 
 from typing import Any
 
+from ..layers.attention import Angles
 from .hf_modules import norm, tried_causal_lm
-from .reader import linear_of
+from .mixtral import SparseReader
+from .reader import FIXED, HFAngles, linear_of, rope_types
 from .recurrent import RecurrentReader, ShortConvWeights, taps_of
 from .registry import Maker
 
@@ -39,4 +41,18 @@ class Lfm2Reader(RecurrentReader):
         )
 
 
-DECODING: dict[str, Any] = {"ForCausalLM": Lfm2Reader}
+class Lfm2MoeReader(Lfm2Reader, SparseReader):
+    READS = Lfm2Reader.READS | SparseReader.READS | {"num_dense_layers", "use_expert_bias"}
+    CORRECTION = "expert_bias"
+
+    def refusal(self, max_length: int) -> str | None:
+        if changing := sorted(set(rope_types(self.trunk.pos_emb)) - set(FIXED)):
+            return f"its rotary angles ({changing[0]!r}) change with the length of what is read"
+        why = super().refusal(max_length)
+        return why or (None if self.config.use_expert_bias else "its router has sigmoid scores without a correction")
+
+    def angles(self) -> list[Angles]:
+        return [HFAngles(self.trunk.pos_emb)]
+
+
+DECODING: dict[str, Any] = {"Lfm2ForCausalLM": Lfm2Reader, "Lfm2MoeForCausalLM": Lfm2MoeReader}

@@ -44,7 +44,6 @@ class SparseCausalLM(HFCausalLM):
 sparse_causal_lm = partial(causal_lm, part=SparseCausalLM)
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention, "ForCausalLM": sparse_causal_lm}
 
-CORRECTION = "e_score_correction_bias"
 # Parts of a sparse block: their roles and parameters.
 PARTS = {"gate": (("TopKRouter", "TopkRouter"), {"weight"}), "experts": (("Experts",), {"gate_up_proj", "down_proj"})}
 
@@ -61,6 +60,8 @@ class SparseReader(Reader):
         "shared_expert_intermediate_size", "qkv_bias", "n_shared_experts", "n_routed_experts", "routed_scaling_factor",
         "n_group", "topk_group", "first_k_dense_replace", "use_qk_norm", "num_mtp_layers",
     ))  # fmt: skip
+
+    CORRECTION = "e_score_correction_bias"
 
     def refusal(self, max_length: int) -> str | None:
         if why := super().refusal(max_length):
@@ -85,28 +86,28 @@ class SparseReader(Reader):
         return None
 
     def mlp(self, block: Any) -> Any:
-        if not _is_sparse(block.mlp):
+        if not _is_sparse(mlp := self.mlp_of(block)):
             return super().mlp(block)
         before, after = self.mlp_norms(block)
-        gate = block.mlp._modules.get("shared_expert_gate")
+        gate = mlp._modules.get("shared_expert_gate")
         assert before is not None
         return ExpertWeights(
             norm=before,
-            router=Linear(weight_of(block.mlp.gate)),
-            gate_up=block.mlp.experts._parameters["gate_up_proj"],
-            down=block.mlp.experts._parameters["down_proj"],
-            slots=int(block.mlp.gate.top_k),
-            normalise=bool(getattr(block.mlp.gate, "norm_topk_prob", True)),
+            router=Linear(weight_of(mlp.gate)),
+            gate_up=mlp.experts._parameters["gate_up_proj"],
+            down=mlp.experts._parameters["down_proj"],
+            slots=int(mlp.gate.top_k),
+            normalise=bool(getattr(mlp.gate, "norm_topk_prob", True)),
             post_norm=after,
-            routing=self.routing(block.mlp),
-            shared=self.shared(block.mlp),
+            routing=self.routing(mlp),
+            shared=self.shared(mlp),
             shared_gate=None if gate is None else weight_of(gate),
         )
 
     def routing(self, block: Any) -> ExpertRouting | None:
         """Return how a sparse block chooses experts; None for a softmax."""
         router = block.gate
-        correction = next((b for part in (router, block) if (b := part._buffers.get(CORRECTION)) is not None), None)
+        correction = next((b for part in (router, block) if (b := part._buffers.get(self.CORRECTION)) is not None), None)
         if correction is None:
             return None
         groups, top_groups = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
@@ -125,7 +126,7 @@ class SparseReader(Reader):
         return {number: block.gate for number, block in self._sparse().items()}
 
     def _sparse(self) -> dict[int, Any]:
-        return {number: block.mlp for number, block in enumerate(self.trunk.layers) if _is_sparse(block.mlp)}
+        return {number: mlp for number, block in enumerate(self.trunk.layers) if _is_sparse(mlp := self.mlp_of(block))}
 
 
 def _is_sparse(mlp: Any) -> bool:

@@ -232,7 +232,7 @@ FAMILIES = {
     "opt": {"opt": "OPT"},
     "ungated": {"arcee": "Arcee", "jais2": "Jais2"},
     "gpt_oss": {"gpt_oss": "GptOss"},
-    "lfm2": {"lfm2": "Lfm2"},
+    "lfm2": {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe"},
     "latent": {
         "axk1": "AXK1",
         "deepseek_v2": "DeepseekV2",
