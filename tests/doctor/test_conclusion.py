@@ -11,7 +11,7 @@ from gpubound.doctor.price.idle import idle_times
 from gpubound.doctor.price.prices import Measurements, Prices
 from gpubound.doctor.report.files import page, sarif
 from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import adds_up, conclusion, late_for, rounded, unnamed
+from gpubound.doctor.report.words import adds_up, conclusion, late_for, parts, rounded, unnamed
 from gpubound.watch.source_line import Site
 
 from .verdicts import looped
@@ -100,6 +100,13 @@ def test_the_step_is_the_sum_of_the_gpu_s_time_the_findings_and_a_rest():
     assert "findings 11.0" in line and "finding 11.6" in line and line in screen(lost, 110), "22.6 ms that the host is late"
     assert not adds_up(verdict(step_ms=None)) and not adds_up(verdict(bar={"shares": {"busy": 98.0}}))
     assert "separately" not in screen(lost, 110) and "separately 11.0 ms" in screen(replace(lost, together_ms=12.0), 110)
+
+
+def test_streams_that_overlap_without_a_late_host_are_less_busy_time():
+    """The host is late for 22.6 ms, and the findings save 30: in a graph two streams run at once."""
+    both = verdict(found("sync", 3.0), found("launch_bound", 27.0))
+    (line,) = adds_up(both)
+    assert "findings 30.0" in line and "without them 33.5" in line and sum(parts(both).values()) == pytest.approx(67.7)
 
 
 def test_percentages_on_the_screen_add_up():

@@ -173,14 +173,20 @@ def without(verdict: Verdict) -> list[str]:
 
 def parts(verdict: Verdict) -> dict[str, float]:
     """Return milliseconds that add up to the step: the GPU's shares, and of the time in which the host is late, what the
-    findings have and the rest. Empty if the step or its shares were not measured."""
+    findings have and the rest. Empty if the step or its shares were not measured.
+
+    Findings may save more than the time in which the host is late: without them copies are shorter, and streams overlap. That
+    is less busy time.
+    """
     times = {share: (verdict.step_ms or 0.0) * percent / 100 for share, percent in shares(verdict).items()}
     if not verdict.step_ms or "host_late" not in times:
         return {}
     late_ms = times.pop("host_late")
     gpu = sum(finding.ms or 0.0 for finding in verdict.findings if finding.kind in GPU_TIME | {"comm"})
-    named = min(max((verdict.together_ms or 0.0) - gpu, 0.0), late_ms)
-    return times | {"findings": named, "rest": late_ms - named}
+    named = max((verdict.together_ms or 0.0) - gpu, 0.0)
+    overlapping = min(max(named - late_ms, 0.0), times["busy"])
+    named = min(named, late_ms + overlapping)
+    return times | {"busy": times["busy"] - overlapping, "findings": named, "rest": late_ms + overlapping - named}
 
 
 def unnamed(verdict: Verdict) -> float | None:
@@ -196,9 +202,10 @@ def adds_up(verdict: Verdict) -> list[str]:
     step = verdict.step_ms or 0.0
     digits = 1 if step >= 9.95 else 2
     names = SHARES | {"findings": "findings", "rest": "harmless or in no finding"}
-    terms = [
-        f"{names[part]} {ms:.{digits}f}" for part, ms in rounded(parts(verdict), digits).items() if ms >= 10.0**-digits / 2
-    ]
+    times = parts(verdict)
+    if times and times["busy"] < step * (shares(verdict)["busy"] / 100 - UNNAMED):
+        names |= {"busy": "GPU busy without them"}
+    terms = [f"{names[part]} {ms:.{digits}f}" for part, ms in rounded(times, digits).items() if ms >= 10.0**-digits / 2]
     return [f"{milliseconds(step)} = {' + '.join(terms)}"] if terms else []
 
 
