@@ -92,6 +92,7 @@ CODED = (  # whose MLPs no part of placing swaps
     "qwen3_5", "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
+TEXTS = ("gemma4", "gemma4_unified")  # whose prompts with images no test has tried
 MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
 SPARSE = ("mixtral", "gpt_oss", "latent", "minicpm3", "mistral4", "qwen3_next")  # families whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
@@ -150,7 +151,7 @@ def quantised_folders(kind: str, swaps) -> str:
 
 
 def wrapper_row(kind: str) -> list[str]:
-    grid = kind in registry.FAMILIES["qwen_vl"] or kind.startswith("qwen3_5")
+    grid = kind in registry.FAMILIES["qwen_vl"] or kind in TEXTS or kind.startswith("qwen3_5")
     return [NAMES[kind], "texts" if grid else "texts and images"]
 
 
