@@ -96,6 +96,13 @@ class TestTokens:
         want = cases.logits(fast.model, ids)[:-1].log_softmax(-1).cpu().gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(fast.score(ids)[0]), want, rtol=0, atol=2e-5)
 
+    @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+    def test_a_model_that_was_asked_for_router_logits(self, kind):
+        """transformers leaves hooks on its routers, which do nothing in other calls."""
+        model = cases.build(kind)
+        model(torch.tensor([PROMPT]), output_router_logits=True)
+        assert gb.decoder(model, 1, 16, verify=False).path == ""
+
     def test_a_placed_model(self):
         model = cases.build("Mixtral")
         want = cases.hugging_face(model, PROMPT, 12)

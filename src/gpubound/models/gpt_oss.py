@@ -6,6 +6,7 @@ Placing swaps norms and the loss; attention and experts stay those of transforme
 from dataclasses import replace
 from typing import Any
 
+from ..layers.fused_weights import hooked
 from .decoding import AttentionWeights, ColumnExpertWeights, Linear
 from .hf_modules import norm
 from .mixtral import sparse_causal_lm
@@ -28,7 +29,7 @@ class GptOssReader(Reader):
             for name, kind, wanted in (("experts", "Experts", PARAMETERS), ("router", "TopKRouter", {"weight", "bias"})):
                 module = getattr(block.mlp, name)
                 known = role_of(module) == kind and set(module._parameters) == wanted and "forward" not in vars(module)
-                if not known or module._forward_hooks or module._forward_pre_hooks:
+                if not known or hooked(module):
                     return f"model.layers.{number}.mlp.{name}: {type(module).__name__}, not the family's own, or with hooks"
         return super().refusal(max_length)
 
