@@ -16,7 +16,7 @@ from gpubound.watch.pretend import simgpu
 from tests.messages import message, refusal
 
 from . import cases
-from .test_speculate import SAMPLED, WAY, compare
+from .test_speculate import SAMPLED, WAY, compare, served
 
 CASES = [("Qwen3", way) for way in WAY]
 CASES += [
@@ -225,3 +225,30 @@ def test_its_folder_is_that_of_published_heads(tmp_path):
     (path / "config.json").write_text(about)
     again = DraftHead.load(path, model)
     assert again.layers == head.layers and torch.equal(again.fc.weight, head.fc.weight)
+
+
+class TestOnTheDevice:
+    pytestmark = pytest.mark.gpu
+
+    @pytest.mark.parametrize("how", [{}, {**SAMPLED, "logprobs": True}], ids=["greedy", "all settings"])
+    @pytest.mark.parametrize(("tokens", "rows"), [(3, 1), (7, 1), (3, 2)])
+    def test_in_graphs_the_tokens_are_those_of_plain_graphs(self, tokens, rows, how):
+        model = served("Qwen3")
+        fast = gb.decoder(model, rows, 512, speculate=gb.Draft(wide_head(model), tokens), verify="quick")
+        assert fast.stepper.exact(rows)
+        plain, given = gb.decoder(model, 1, 512, verify="quick"), cases.prompts(*range(5, 5 + rows))
+        found = fast.generate(given, max_new_tokens=200, **how)
+        assert found.tokens == [plain.generate([prompt], max_new_tokens=200, **how).tokens[0] for prompt in given]
+
+    def test_graphs_over_tensor_cores_are_their_own_steps(self):
+        model = served("Llama")
+        fast = gb.decoder(model, 1, 512, speculate=gb.Draft(wide_head(model), 4, tensor_cores=True), verify="quick")
+        given = cases.prompts(9)
+        cases.assert_no_syncs(fast, given)
+        found = [fast.generate(given, max_new_tokens=100).tokens for _ in range(3)]  # the prompt's graph is made at its second
+        fast.graphs.launch, fast.graphs.prefill = fast.graphs.run, fast.body.prefill
+        assert found == [fast.generate(given, max_new_tokens=100).tokens] * 3
+
+
+def wide_head(model: torch.nn.Module) -> DraftHead:
+    return cases.scaled(head_of(model, range(0, 32000, 2)), 0.1)

@@ -341,8 +341,8 @@ SERVED = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 
 def test_in_graphs_the_tokens_are_those_of_plain_graphs(draft, tokens, rows, how):
     """bf16, where the kernels take all tokens at once: each row has the logits that it gets alone, to the bit, so no draw may
     differ. Beside two others a plain row is multiplied by cuBLAS, which rounds at other places."""
-    model = _served("Qwen3")
-    other = None if draft == "text" else _served("Llama" if draft == "other" else "Qwen3")
+    model = served("Qwen3")
+    other = None if draft == "text" else served("Llama" if draft == "other" else "Qwen3")
     fast = gb.decoder(model, rows, 512, speculate=gb.Draft(other, tokens) if other else tokens, verify="quick")
     assert fast.stepper.exact(rows)
     plain = gb.decoder(model, 1, 512, verify="quick")
@@ -355,7 +355,7 @@ def test_in_graphs_the_tokens_are_those_of_plain_graphs(draft, tokens, rows, how
     assert draft != "same" or found.tokens_a_step > tokens
 
 
-def _served(kind: str) -> torch.nn.Module:
+def served(kind: str) -> torch.nn.Module:
     sizes = {"vocab_size": 32000, "max_position_embeddings": 512, **SERVED}
     return cases.scaled(cases.build(kind, torch.bfloat16, "cuda:0", **sizes), 0.3)
 
@@ -364,8 +364,8 @@ def _served(kind: str) -> torch.nn.Module:
 @pytest.mark.parametrize("draft", ["text", "same"])
 def test_gemm_steps_in_graphs(draft):
     """cuBLAS computes what no narrow kernel takes: the graph against its own steps, and against plain ones but for rounding."""
-    model = _served("Llama")
-    fast = gb.decoder(model, 8, 512, speculate=4 if draft == "text" else gb.Draft(_served("Llama")))
+    model = served("Llama")
+    fast = gb.decoder(model, 8, 512, speculate=4 if draft == "text" else gb.Draft(served("Llama")))
     given = cases.prompts(*range(5, 13))
     found = fast.generate(given, max_new_tokens=100).tokens
     fast.graphs.launch = fast.graphs.run

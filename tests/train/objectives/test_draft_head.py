@@ -102,6 +102,22 @@ def test_a_head_learns_what_its_model_says():
     assert after.tokens_a_step > before and after.tokens[0] == samples.tokens[0]
 
 
+@pytest.mark.gpu
+def test_training_is_captured():
+    """On a GPU, with the model that trains in the same loop: its weights move in place under the head's graph."""
+    with torch.device("cuda"):
+        model = gb.Decoder(gb.DecoderConfig(128, 256, 6, 4, 2, 512), dtype=torch.float32)
+        batch = torch.randint(512, (4, 1)).repeat(1, 65)
+    rows = {"input_ids": batch[:, :-1].contiguous(), "labels": batch[:, 1:].contiguous()}
+    step = TrainStep(model, "next_token", AdamW(lr=1e-3), graph="require")
+    learn = TrainStep(DraftHead.for_model(model, range(256)), DraftLoss(model, 3), AdamW(lr=1e-2), graph="require")
+    losses = []
+    for _ in range(20):
+        step([rows])
+        losses.append(learn([rows]).loss)
+    assert len(learn.captured) == 2 and losses[-1] < losses[0] / 2
+
+
 class TestRefusals:
     def test_what_is_no_head(self):
         model, head = models()
