@@ -282,6 +282,16 @@ def test_segments_grow_unless_the_user_says_whether(monkeypatch, variable, said,
     assert seen == ([] if set_to is None else [set_to])
 
 
+def test_cached_memory_is_released_above_a_bound(monkeypatch):
+    released, reserved = [], 10
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(reserved))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 6)
+    for name, most in (("cpu", 0), ("cuda", 4), ("cuda", 3)):
+        policy.release_cached(torch.device(name), most)
+    assert released == [10]
+
+
 def test_torch_takes_the_allocators_settings():
     policy.set_allocator("expandable_segments:False")  # as it begins; a torch without the call fails here
 

@@ -196,13 +196,20 @@ def grow_segments(device: torch.device) -> None:
     """Let torch's allocator take further memory in expandable segments, unless PYTORCH_ALLOC_CONF sets it.
 
     FSDP's streams free gathered weights in one size and allocate them in another. 8 layers of a sharded 8b model on two H200s
-    had 38.2 GiB in use at their peak, of 58.6 that were reserved in plain segments and of 45.9 in growing ones.
+    had 38.2 GiB in use at their peak, of 58.6 that were reserved in plain segments and of 45.9 in growing ones. The first
+    step of 350m, 16 x 1,024 tokens, had 17.12 in use, of 17.74 and of 17.30, at the same speed.
     """
     if device.type != "cuda":
         return
     settings = ",".join(os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if os.environ.get(name))
     if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
         set_allocator(f"{settings},expandable_segments:True".lstrip(","))
+
+
+def release_cached(device: torch.device, most: int) -> None:
+    """Return to the GPU what torch's allocator has reserved and no tensor uses, where that is more than `most` bytes."""
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > most:
+        torch.cuda.empty_cache()
 
 
 def set_allocator(settings: str) -> None:

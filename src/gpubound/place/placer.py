@@ -27,6 +27,8 @@ from . import candidates
 from .candidates import MARK, Candidate, Fused, release
 from .verify import Agreement, Exercise, attempt, check_example, coarsest, inference_weight, verify
 
+CACHED = 1 << 28  # bytes without a tensor that the allocator may keep from one swapped module to the next: 8B kept 8.4 GiB
+
 
 @dataclass(frozen=True)
 class PlacedModule:
@@ -205,6 +207,9 @@ def place(
             shared = candidates.shared_memory(model) if fuse else {}
             for c in leaves:
                 notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), partial(verify, c.module, c.swap.cases, c.adopt))
+                facts.release_cached(
+                    target, CACHED
+                )  # weights that were stacked have left theirs, in pieces too small for others
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)
