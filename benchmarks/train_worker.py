@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound.data import feed
+from gpubound.device import grow_segments
 from gpubound.distributed import ALONE, Ranks
 from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.place import place
@@ -70,6 +71,8 @@ def ours(
     memory = MemoryPhases(torch.device(job.device))
 
     def start() -> Step:
+        if ranks.alone:  # as `gpubound train` does
+            grow_segments(memory.device)
         with memory("place"):
             place(model, job.device)
         trained = attach(model)

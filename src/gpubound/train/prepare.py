@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..data import Corpus, Tokenizer
-from ..device import resolve, total_bytes
+from ..device import grow_segments, resolve, total_bytes
 from ..distributed import ALONE, Ranks
 from ..distributed.local_shard import LocalShard
 from ..errors import DataError, DeviceError, GraphError
@@ -107,6 +107,8 @@ def prepare(
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
     memory = memory or MemoryPhases(device)
+    if ranks.alone:  # several share memory with each other through NCCL
+        grow_segments(device)
     with memory("place"):
         model, placement = place_model(recipe, tokenizer, device, ranks)
     seed_ranks(ranks, recipe.seed)
