@@ -7,6 +7,7 @@ python -m benchmarks.decode_start 350m cuda
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -22,7 +23,7 @@ LENGTH = 4096  # the decoder's own default
 
 def main(shape: str, device: torch.device) -> dict[str, Any]:
     model, ids = build_model(shape, device), prompts(shape, 1, device).tolist()
-    free_before = free_bytes(device)
+    before = used_bytes(device)
     begun = time.perf_counter()
 
     import gpubound
@@ -43,18 +44,25 @@ def main(shape: str, device: torch.device) -> dict[str, Any]:
             decoder.generate(ids, max_new_tokens=NEW, stop=())  # by now everything is captured
         facts["phases"] = {phase: peak._asdict() for phase, peak in memory.peaks.items()}
         if device.type == "cuda":
-            facts["beyond_bytes"] = free_before - free_bytes(device) - cache_bytes(shape, model.dtype)
+            facts["beyond_bytes"] = used_bytes(device) - before - cache_bytes(shape, model.dtype)
             facts["syncs"] = syncs(lambda: decoder.generate(ids, max_new_tokens=NEW, stop=()))
     return facts
 
 
-def free_bytes(device: torch.device) -> int:
-    """Of the whole device: a graph's own memory and loaded kernels are in no allocator's figures."""
+def used_bytes(device: torch.device) -> int:
+    """Of this process, by NVML: a graph's own memory and loaded kernels are in no allocator's figures. Where NVML does not know
+    it, as in some containers, of the whole GPU."""
     if device.type != "cuda":
         return 0
+    import pynvml
+
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    own = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+    free, total = torch.cuda.mem_get_info(device)
+    return own[0] if own and own[0] is not None else total - free
 
 
 def cache_bytes(shape: str, dtype: torch.dtype) -> int:
