@@ -51,7 +51,7 @@ def layer(x, gates, parameters, shape):
         q, k, v = (convolved(head, kind) for kind in "qkv")
         q, k = (t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (q, k))
         g = -a_log[head].exp() * F.softplus(gates[:, a] + dt[head])
-        o, _ = recurrence(q / D**0.5, k, v, g, gates[:, b].sigmoid(), torch.zeros(D, E, dtype=torch.float64))
+        o, _ = recurrence(q / D**0.5, k, v, g, gates[:, b].sigmoid(), x.new_zeros(D, E))
         o = o / (o.square().mean(-1, keepdim=True) + norm.eps).sqrt() * (norm.weight.double() + norm.offset)
         outputs.append(o * F.silu(x[:, columns(head, "z")]))
     return torch.cat(outputs, -1)

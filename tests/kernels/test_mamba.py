@@ -33,7 +33,7 @@ def layer(row, parameters, shape):
         group = h * G // H
         x, step = u[:, h * P : (h + 1) * P], F.softplus(dt[:, h] + dt_bias[h]).clamp(min=least)[:, None]
         b, c = (u[:, H * P + (at * G + group) * N :][:, :N] for at in range(2))
-        y, _ = recurrence(step * x, b, c, -a_log[h].exp() * step[:, 0], torch.zeros(P, N, dtype=torch.float64))
+        y, _ = recurrence(step * x, b, c, -a_log[h].exp() * step[:, 0], x.new_zeros(P, N))
         outputs.append((y + skip[h] * x) * F.silu(z[:, h * P : (h + 1) * P]))
     return torch.cat(outputs, -1)
 
