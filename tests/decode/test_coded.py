@@ -35,7 +35,8 @@ def greedy(model: Decoder, ids: list[list[int]], count: int) -> list[list[int]]:
     """transformers' tokens."""
     theirs, found = as_transformers(dense(model)), []
     for prompt in ids:
-        ids_BT, settings = torch.tensor([prompt]), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        ids_BT = torch.tensor([prompt], device=theirs.device)
+        settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         out = theirs.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=count, **settings)
         found.append(out[0, len(prompt) :].tolist())
     return found
