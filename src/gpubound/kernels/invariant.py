@@ -101,6 +101,11 @@ def invariant_cached_attention_reference(
 ) -> Tensor:
     out = torch.empty_like(q)
     for queries, mine, first, results in zip(q, blocks.tolist(), position.tolist(), out):
+        last, length = first + len(queries), k.shape[2]
+        mine = mine[: -(-max(last, 0) // length)]
+        if first < 0 or last > len(mine) * length or not all(0 <= block < len(k) for block in mine):
+            results.fill_(float("nan"))
+            continue
         keys, values = (torch.cat([t[block] for block in mine], 1).transpose(0, 1) for t in (k, v))
         for number, query in enumerate(queries):
             end = first + number + 1

@@ -233,6 +233,7 @@ def lora_product(
     blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
 ) -> Tensor:  # fmt: skip
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
+    bias = None if bias is None else bias.contiguous()
     own = _fit(rows, x.shape[0])
     tile_rank = _tile_rank(b.shape[1], own)
     way = _way(x, weight, tile_rank, drop, blocks)
