@@ -200,6 +200,8 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
         for name, p in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 p.uniform_(-0.5, 0.5) if "gemma" in kind and "gemma4" not in kind else p.uniform_(0.5, 1.5)
+            if "gemma4" in kind and name.endswith("q_norm.weight"):  # as trained ones: scores have no other factor
+                p.mul_(p.numel() ** -0.5)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.2)
