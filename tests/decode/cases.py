@@ -71,7 +71,7 @@ OTHERS = {
     "Gemma4": {  # the last two of four layers share keys; layers without a window have wider heads
         "num_hidden_layers": 4, "layer_types": LOCAL["layer_types"] * 2, "sliding_window": 9, "global_head_dim": 16,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6,
-        "vocab_size_per_layer_input": VOCABULARY, "final_logit_softcapping": 1.5,
+        "final_logit_softcapping": 1.5,
     },
     "Gemma4Unified": {  # keys that are values
         "layer_types": LOCAL["layer_types"], "sliding_window": 9, "global_head_dim": 16, "attention_k_eq_v": True,
@@ -170,6 +170,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         typed = "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5"
         name = f"{family}TextConfig" if family in typed else f"{family}Config"
         chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME | RECURRENT)[family] | options
+        if "hidden_size_per_layer_input" in chosen:  # each word has them
+            chosen["vocab_size_per_layer_input"] = chosen["vocab_size"]
         config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})
         how = {"attn_implementation": "eager"} if family in ("Gemma2", "VaultGemma") else {}  # SDPA leaves its cap out
         auto = transformers.AutoModelForCausalLM  # which has not Mistral 4: it knows the model with images alone

@@ -105,6 +105,16 @@ def test_models_that_are_not_ready():
     assert unfit(build("gpt2").to("meta")) == message("decode/any_fit:models_that_are_not_read.5")
 
 
+@pytest.mark.parametrize("kind, table", [("Mistral", "embed_tokens"), ("Gemma4", "embed_tokens_per_layer")])
+def test_a_table_with_fewer_tokens_than_the_head(kind, table):
+    """A lookup beyond it raises on a CPU, and on a GPU it ends the process: it is refused before."""
+    model = cases.build(kind)
+    embedding = getattr(model.model, table)
+    embedding.weight = nn.Parameter(embedding.weight[:80].clone())
+    with pytest.raises(ValueError, match=r"a head of 89 tokens, .* holds 80"):
+        gb.decoder(model, 2, 32, verify=False)
+
+
 def test_sizes_out_of_range():
     model = model_of("gpt2")
     assert unfit(model, max_length=97) == message("decode/any_fit:sizes_out_of_range")

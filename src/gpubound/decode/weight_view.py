@@ -51,6 +51,7 @@ class WeightView:
         self.shape = reader.shape()
         self._stacks: defaultdict[tuple[int, int], Stacked] | None = defaultdict(Stacked) if neighbours else None
         self._read()
+        self._check_words()
 
     def refresh(self) -> None:
         """Read the weights again, after `moved` or when a module was replaced."""
@@ -96,6 +97,18 @@ class WeightView:
         self.copied = WeightVersions(self.model) if reader.copies else None
         self.dtype, self.device = self.embed.dtype, self.embed.device
         self.layer_devices = _devices(reader)
+
+    def _check_words(self) -> None:
+        """Refuse a head that gives tokens which a table has no row for: on a GPU a lookup beyond it ends the process."""
+        tables = {"its embedding": self.embed}
+        if self.layer_inputs is not None:
+            tables["its layers' own embedding"] = self.layer_inputs.table
+        for name, table in tables.items():
+            if len(table) < self.shape.vocab:
+                raise ValueError(
+                    f"decoder: model: got a head of {self.shape.vocab:,} tokens, of which {name} holds {len(table):,}; wanted "
+                    f"all of them. Check the vocabulary sizes in its config."
+                )
 
     def refresh_copies(self) -> None:
         """Copy the weights again that the kernels do not read in place, if any has changed."""
