@@ -95,18 +95,18 @@ class CachedLayer(NamedTuple):
 
 def cached_layers(layers: Sequence[LayerWeights]) -> dict[int, CachedLayer | StateShape]:
     """Return what is cached of each layer, by its number."""
-    found: dict[int, Any] = {}
+    result: dict[int, Any] = {}
     for number, layer in enumerate(layers):
         a = layer.attention
         if (state := a.state()) is not None:
-            found[number] = state
+            result[number] = state
         elif isinstance(a, LatentAttentionWeights):
-            found[number] = CachedLayer(1, len(a.latent.weight), latent=True)
+            result[number] = CachedLayer(1, len(a.latent.weight), latent=True)
         elif a.source is None:
-            found[number] = CachedLayer(a.kv_heads, a.head_dim, a.window)
+            result[number] = CachedLayer(a.kv_heads, a.head_dim, a.window)
         else:
-            found[number] = found[a.source]._replace(window=a.window, source=a.source)
-    return found
+            result[number] = result[a.source]._replace(window=a.window, source=a.source)
+    return result
 
 
 class LayerStore:
@@ -275,11 +275,11 @@ class Cache:
         groups: dict[tuple[CachedLayer, int], list[int]] = {}  # layers by their shape, window, and the pages of its ring
         for number, layer in self.layers.items():
             pages = ring_pages(layer.window, tokens) if layer.window and rings else 0
-            kept = (layer, pages) if 0 < pages < pages_for(self.length) else (layer._replace(window=0), 0)
+            key = (layer, pages) if 0 < pages < pages_for(self.length) else (layer._replace(window=0), 0)
             if layer.source is None:
-                groups.setdefault(kept, []).append(number)
+                groups.setdefault(key, []).append(number)
         self.stores: list[LayerStore] = []
-        self._places: dict[int, tuple[LayerStore, int]] = {}
+        self._indices: dict[int, tuple[LayerStore, int]] = {}
         rest, table = (self.kind or dtype, device), None
         for (like, pages), numbers in groups.items():
             if pages:
@@ -293,9 +293,9 @@ class Cache:
                     table = torch.zeros(self.rows, pages_for(self.length), device=device, dtype=torch.int32)
                 store.pages = table
             self.stores.append(store)
-            self._places |= {number: (store, place) for place, number in enumerate(numbers)}
-        self._places |= {n: self._places[layer.source] for n, layer in self.layers.items() if layer.source is not None}
-        self._readers = Counter(store for store, _ in self._places.values())
+            self._indices |= {number: (store, place) for place, number in enumerate(numbers)}
+        self._indices |= {n: self._indices[layer.source] for n, layer in self.layers.items() if layer.source is not None}
+        self._readers = Counter(store for store, _ in self._indices.values())
         self._sources = {layer.source for layer in self.layers.values()}
         self._extended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a prompt that later layers share
         self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
@@ -313,7 +313,7 @@ class Cache:
 
     def keys_values(self, number: int) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values (B, K, L, D)."""
-        store, place = self._places[number]
+        store, place = self._indices[number]
         return store.k[place], store.v[place]
 
     @property
@@ -352,7 +352,7 @@ class Cache:
     ) -> None:
         """Compute the attention of a step in layer `number`."""
         op = decode_attention if self.kind is None else quantized_decode_attention
-        store, place = self._places[number]
+        store, place = self._indices[number]
         cache = store.of(place, slice(self.first, self.first + len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
 
@@ -361,10 +361,10 @@ class Cache:
 
         Return those that the prompt attends to, (B, K, S, D); the last T are the new ones.
         """
-        found = self._write(number, start, k, v)
+        result = self._write(number, start, k, v)
         if number in self._sources:
-            self._extended[number] = found
-        return found
+            self._extended[number] = result
+        return result
 
     def extended(self, number: int) -> tuple[Tensor, Tensor]:
         """Return what `extend` has returned of the layer whose keys and values layer `number` shares."""
@@ -377,7 +377,7 @@ class Cache:
         self._extended.clear()
 
     def _write(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        store, place = self._places[number]
+        store, place = self._indices[number]
         if self.kind is None or store.k_scale is None or store.v_scale is None:
             k, v = store.write([(store.k[place], k), (store.v[place], v)], start, self.targets, self.ends)
             return k, v
@@ -390,14 +390,14 @@ class Cache:
 
     def latents(self, number: int, rows: int) -> LatentCache:
         """Return the latents of layer `number` for the first rows."""
-        store, place = self._places[number]
+        store, place = self._indices[number]
         return store.latents_of(place, slice(self.first, self.first + rows))
 
     def extend_latents(self, number: int, start: int, rows: Tensor) -> Tensor:
         """Write a prompt's latents (B, T, 1, width) at positions from `start` on. Return all so far, (B, 1, S, width)."""
-        store, place = self._places[number]
-        (found,) = store.write([(store.k[place], rows)], start, self.targets, self.ends)
-        return found
+        store, place = self._indices[number]
+        (result,) = store.write([(store.k[place], rows)], start, self.targets, self.ends)
+        return result
 
     def clear_after(self, end: int) -> None:
         """Fill the positions of the targets from `end` on with zeros, of a cache without rings and pages."""
@@ -427,10 +427,10 @@ class Cache:
     def report(self) -> list[tuple[str, str, str]]:
         """Return a row for the decoder's table; none for a cache of all positions in the model's dtype."""
         states = sum(state.nbytes for state in self.states.values())
-        kept = [("state", f"of {len(self.states)} layers", f"{states / 1e6:,.3g} MB")] if states else []
+        key = [("state", f"of {len(self.states)} layers", f"{states / 1e6:,.3g} MB")] if states else []
         latent = bool(self.stores) and not self.stores[0].v.numel()
         if not self.stores or (self.kind is None and self.shared is None and not self.ringed and not latent):
-            return kept
+            return key
         form = str(self.dtype).removeprefix("torch.") if self.kind is None else f"{self.layout.kind}, a scale a token and head"
         parts = [form] if self.shared is None else [form, f"{self.layout.pages} pages of {PAGE} tokens that all rows share"]
         parts += [
@@ -440,9 +440,9 @@ class Cache:
         ]
         if latent:
             parts.insert(1, f"latents of {self.stores[0].k.shape[-1]} numbers a token")
-        wide = sum(store.k.shape[0] * store.k.shape[2] * store.k.shape[4] for store in self.stores)
-        plain = (1 if latent else 2) * self.rows * self.length * wide * self.dtype.itemsize
-        return [("cache", ", ".join(parts), f"{(self.nbytes - states) / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}"), *kept]
+        width = sum(store.k.shape[0] * store.k.shape[2] * store.k.shape[4] for store in self.stores)
+        plain = (1 if latent else 2) * self.rows * self.length * width * self.dtype.itemsize
+        return [("cache", ", ".join(parts), f"{(self.nbytes - states) / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}"), *key]
 
 
 def as_integers(t: Tensor) -> Tensor:

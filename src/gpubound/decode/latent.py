@@ -101,14 +101,14 @@ class CachedLatentAttention(Part):
         cos, sin = self._angles
         turned, key = rope(*pair, cos[start:end], sin[start:end])
         new = torch.cat([normed(latent, w.latent_norm).unsqueeze(-2), key], -1)
-        kept = self.workspace.cache.extend_latents(self.number, start, new)[:, 0]  # (B, S, width of both)
+        cached = self.workspace.cache.extend_latents(self.number, start, new)[:, 0]  # (B, S, width of both)
         value = w.value
-        expanded = F.linear(kept[..., : self.rank], self.up).unflatten(-1, (self.heads, -1))
+        expanded = F.linear(cached[..., : self.rank], self.up).unflatten(-1, (self.heads, -1))
         k, v = expanded.split([w.head_dim - width, value], -1)
-        k = torch.cat([k, kept[:, :, None, self.rank :].expand(-1, -1, self.heads, -1)], -1)
+        k = torch.cat([k, cached[:, :, None, self.rank :].expand(-1, -1, self.heads, -1)], -1)
         v = F.pad(v, (0, max(0, w.head_dim - value)))  # flash attention takes values as wide as keys
         q, k, v = (t.transpose(1, 2) for t in (torch.cat([plain, turned], -1), k, v))
-        mixed = attend_prompt(q, k, v, kept.shape[1] - (end - start), 0, w.scale)
+        mixed = attend_prompt(q, k, v, cached.shape[1] - (end - start), 0, w.scale)
         return self.linear(self.o, mixed[..., :value].flatten(2))[0]
 
     def exact(self) -> LatentAttentionWeights:

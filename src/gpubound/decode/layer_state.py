@@ -32,13 +32,13 @@ class LayerState:
 
         targets, ends: as of kv_cache.LayerStore.write
         """
-        (rows, tokens), places, device = x.shape[:2], self.ring.shape[1], x.device
+        (rows, tokens), slots, device = x.shape[:2], self.ring.shape[1], x.device
         mine = slice(rows) if targets is None else targets[:, 0]
         # The last position of each place that the row has by now. A place whose position came before `start` stays.
         last = torch.full((rows,), start + tokens, device=device) if ends is None else ends.clamp(max=start + tokens)
-        position = last[:, None] - 1 - (last[:, None] - 1 - torch.arange(places, device=device)) % places
+        position = last[:, None] - 1 - (last[:, None] - 1 - torch.arange(slots, device=device)) % slots
         before, earlier = self.ring[mine], torch.arange(start + 1 - self.taps, start, device=device)
-        past = before[:, earlier % places].masked_fill((earlier < 0)[:, None], 0)
+        past = before[:, earlier % slots].masked_fill((earlier < 0)[:, None], 0)
         new = x[torch.arange(rows, device=device)[:, None], (position - start).clamp(min=0)]
         write_rows(self.ring, torch.where((position < start)[..., None], before, new), targets)
         return torch.cat([past, x], 1)

@@ -1,6 +1,6 @@
 """Scan over the chunks of a linear recurrence: what is left to do token after token once each chunk has been solved by itself.
 
-    new = u - w S,   o = q S + p new,   S = kept S + kᵀ new
+    new = u - w S,   o = q S + p new,   S = decay S + kᵀ new
 
 for each chunk of L tokens: the gated delta rule (delta_rule.py), and without w Mamba-2 (mamba.py).
 
@@ -17,7 +17,7 @@ CHUNK = 64  # tokens of a chunk
 
 
 def chunk_scan(
-    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, kept: Tensor, state: Tensor, precise: bool = True
+    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, decay: Tensor, state: Tensor, precise: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Outputs o (R, n, L, E), and the states (R, D, E) after the last chunk.
 
@@ -25,13 +25,13 @@ def chunk_scan(
     w      (R, n, L, D), or None: what is written does not depend on the state
     q, k   (R, n, L, D)
     p      (R, n, L, L): zeros above the diagonal
-    kept   (R, n): the share of a state that is left after a chunk
+    decay  (R, n): the share of a state that is left after a chunk
     state  (R, D, E)
     precise  False: the kernel multiplies in tf32, enough for what comes from 16 bits
     """
     R, n, L, E = u.shape
     D = q.shape[-1]
-    sizes = {"q": (q, (R, n, L, D)), "p": (p, (R, n, L, L)), "k": (k, (R, n, L, D)), "kept": (kept, (R, n))}
+    sizes = {"q": (q, (R, n, L, D)), "p": (p, (R, n, L, L)), "k": (k, (R, n, L, D)), "decay": (decay, (R, n))}
     sizes |= {"state": (state, (R, D, E))} | ({} if w is None else {"w": (w, (R, n, L, D))})
     for name, (t, size) in sizes.items():
         if t.shape != size or t.dtype != u.dtype or t.device != u.device:
@@ -40,7 +40,7 @@ def chunk_scan(
                 f"{t.device}; reshape or cast it before the call."
             )
     unable = None if L in (16, 32, 64) else f"its kernel takes chunks of 16, 32 or 64 tokens, not {L}"
-    return implementation("chunk_scan", u, unable, (w is not None, D, E, L, precise))(u, w, q, p, k, kept, state, precise)
+    return implementation("chunk_scan", u, unable, (w is not None, D, E, L, precise))(u, w, q, p, k, decay, state, precise)
 
 
 def _example(g: torch.Generator, reads: bool = True, D: int = 16, E: int = 24, L: int = 16, precise: bool = True) -> tuple:
@@ -53,13 +53,13 @@ def _example(g: torch.Generator, reads: bool = True, D: int = 16, E: int = 24, L
 
 @definition(_example)
 def chunk_scan_reference(
-    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, kept: Tensor, state: Tensor, precise: bool = True
+    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, decay: Tensor, state: Tensor, precise: bool = True
 ) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(u.dtype, torch.float32)
-    u, q, p, k, kept, S = (t.to(wide) for t in (u, q, p, k, kept, state))
-    w, outputs = None if w is None else w.to(wide), []
+    compute_dtype = torch.promote_types(u.dtype, torch.float32)
+    u, q, p, k, decay, S = (t.to(compute_dtype) for t in (u, q, p, k, decay, state))
+    w, outputs = None if w is None else w.to(compute_dtype), []
     for chunk in range(u.shape[1]):
         new = u[:, chunk] if w is None else u[:, chunk] - w[:, chunk] @ S
         outputs.append(q[:, chunk] @ S + p[:, chunk] @ new)
-        S = S * kept[:, chunk, None, None] + k[:, chunk].transpose(-1, -2) @ new
+        S = S * decay[:, chunk, None, None] + k[:, chunk].transpose(-1, -2) @ new
     return torch.stack(outputs, 1).to(state.dtype), S.to(state.dtype)

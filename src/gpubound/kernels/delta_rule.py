@@ -136,13 +136,13 @@ def delta_inputs(mixed: Tensor, b: Tensor, a: Tensor, parameters: DeltaParameter
     mixed: the convolved q, k and v (B, T, C); b, a: (B, T, H)
     """
     N, H, D, E, _ = shape
-    wide = torch.promote_types(mixed.dtype, torch.float32)
-    q, k, v = mixed.to(wide).split([N * D, N * D, H * E], -1)
+    compute_dtype = torch.promote_types(mixed.dtype, torch.float32)
+    q, k, v = mixed.to(compute_dtype).split([N * D, N * D, H * E], -1)
     q, k = (t.unflatten(-1, (N, D)) for t in (q, k))
     q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + TINY) for t in (q, k))
     q, k = ((t if H == N else t.repeat_interleave(H // N, 2)) for t in (q * D**-0.5, k))
-    g = -parameters.a_log.to(wide).exp() * F.softplus(a.to(wide) + parameters.dt.to(wide))
-    return [q, k, v.unflatten(-1, (H, E)), g, b.to(wide).sigmoid()]
+    g = -parameters.a_log.to(compute_dtype).exp() * F.softplus(a.to(compute_dtype) + parameters.dt.to(compute_dtype))
+    return [q, k, v.unflatten(-1, (H, E)), g, b.to(compute_dtype).sigmoid()]
 
 
 def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
@@ -178,8 +178,8 @@ def chunked_delta_rule(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, read = solved.split([v.shape[-1], D], -1)
     scores, q = q @ k.transpose(-1, -2) * left, q * total.exp()[..., None]
-    k, kept = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
+    k, decay = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
     S = q.new_zeros(B, H, D, v.shape[-1]) if state is None else state.to(q.dtype)
-    values, read, q, scores, k, kept, S = (t.flatten(0, 1) for t in (values, read, q, scores, k, kept, S))
-    o, S = chunk_scan(values, read, q, scores, k, kept, S, precise)
+    values, read, q, scores, k, decay, S = (t.flatten(0, 1) for t in (values, read, q, scores, k, decay, S))
+    o, S = chunk_scan(values, read, q, scores, k, decay, S, precise)
     return o.view(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2), S.view(B, H, D, -1)

@@ -85,8 +85,8 @@ def latent_queries(
         raise ValueError(f"{op}: cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}.")
     require(op, "norm.weight", norm.weight, None, (R,), device, "it has one weight for each number of a latent")
     require(op, "out", out, cache.latents.dtype, (N, H, R + 2 * pairs), device, WRITTEN)
-    given = ("q", q, q.shape[-1] % H == 0, f"{H} heads"), ("latent", latent, latent.shape[-1] == width, width)
-    for name, t, fits, columns in given:
+    operands = ("q", q, q.shape[-1] % H == 0, f"{H} heads"), ("latent", latent, latent.shape[-1] == width, width)
+    for name, t, fits, columns in operands:
         rows = t.dim() == 2 and len(t) == N and t.stride(1) == 1 and t.is_floating_point() and t.device == device
         if not rows or not fits:
             raise ValueError(
@@ -120,7 +120,7 @@ def latent_queries_reference(
         queries = _queries(q[mine], up, turn, out.shape[1], interleaved)
         out[mine] = queries.masked_fill(~known[mine, None, None], float("nan")).to(out.dtype)
         row = _row(latent[mine], norm, turn, interleaved).to(cache.latents.dtype)
-        index, offset, exists = _places(cache, at)
+        index, offset, exists = _indices(cache, at)
         exists &= (known & first.flatten())[mine]
         cache.latents[index, 0, offset] = torch.where(exists[:, None], row, cache.latents[index, 0, offset])
     return out, cache.latents
@@ -178,7 +178,7 @@ def latent_attention_reference(
     H, R, tokens, place = q.shape[1], up.shape[1], len(q) // cache.rows, position.flatten().long()
     known = (place >= 0) & (place < cache.positions)
     dtype32, every = torch.promote_types(q.dtype, torch.float32), torch.arange(cache.positions, device=q.device)
-    index, offset, exists = _places(cache, every.expand(cache.rows, -1))
+    index, offset, exists = _indices(cache, every.expand(cache.rows, -1))
     rows = cache.latents[index, 0, offset].to(dtype32).masked_fill(~exists[..., None], float("nan"))
     w_v = up.to(dtype32).unflatten(0, (H, -1))[:, -(out.shape[1] // H) :]
     for t in range(tokens):
@@ -192,7 +192,7 @@ def latent_attention_reference(
     return out
 
 
-def _places(cache: LatentCache, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _indices(cache: LatentCache, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the indices in the cache of positions (B, ...), and whether they exist."""
     row = torch.arange(len(at), device=at.device).view(-1, *[1] * (at.dim() - 1)).expand_as(at)
     if cache.pages is None:

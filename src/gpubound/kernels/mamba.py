@@ -124,13 +124,13 @@ def mamba_inputs(mixed: Tensor, dt: Tensor, parameters: MambaParameters, shape: 
     mixed: the convolved x, B and C (B, T, C); dt: (B, T, H)
     """
     H, P, G, N, least = shape
-    wide = torch.promote_types(mixed.dtype, torch.float32)
-    x, b, c = mixed.to(wide).split([H * P, G * N, G * N], -1)
+    compute_dtype = torch.promote_types(mixed.dtype, torch.float32)
+    x, b, c = mixed.to(compute_dtype).split([H * P, G * N, G * N], -1)
     x = x.unflatten(-1, (H, P))
     b, c = (t.unflatten(-1, (G, N)).repeat_interleave(H // G, -2) for t in (b, c))
-    dt = F.softplus(dt.to(wide) + parameters.dt.to(wide)).clamp(min=least)
-    skipped = parameters.skip.to(wide)[:, None] * x
-    return [dt[..., None] * x, b, c, -parameters.a_log.to(wide).exp() * dt, skipped]
+    dt = F.softplus(dt.to(compute_dtype) + parameters.dt.to(compute_dtype)).clamp(min=least)
+    skipped = parameters.skip.to(compute_dtype)[:, None] * x
+    return [dt[..., None] * x, b, c, -parameters.a_log.to(compute_dtype).exp() * dt, skipped]
 
 
 def chunked_mamba(
@@ -149,10 +149,10 @@ def chunked_mamba(
     causal = torch.ones(CHUNK, CHUNK, device=v.device, dtype=torch.bool).tril()
     left = (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
     scores, c = c @ b.transpose(-1, -2) * left, c * total.exp()[..., None]
-    b, kept = b * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
+    b, decay = b * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
     S = v.new_zeros(B, H, b.shape[-1], P) if state is None else state.to(v.dtype).transpose(-1, -2)
-    v, c, scores, b, kept, S = (t.flatten(0, 1) for t in (v, c, scores, b, kept, S))
-    y, S = chunk_scan(v, None, c, scores, b, kept, S, precise)
+    v, c, scores, b, decay, S = (t.flatten(0, 1) for t in (v, c, scores, b, decay, S))
+    y, S = chunk_scan(v, None, c, scores, b, decay, S, precise)
     return y.view(B, H, -1, P)[:, :, :T].transpose(1, 2), S.view(B, H, -1, P).transpose(-1, -2)
 
 

@@ -26,15 +26,15 @@ def short_conv(
     out       (B T, C)
     """
     require("short_conv", "ring", ring, None, ("rows", "places", "channels"), x.device, "it is written in place")
-    (rows, places, channels), count = ring.shape, position.numel()
+    (rows, slots, channels), count = ring.shape, position.numel()
     require("short_conv", "position", position, torch.int32, (rows, *position.shape[1:]), x.device, "one for each token")
     require("short_conv", "x", x, torch.float32, (count, 3 * channels), x.device, "norm_product writes it")
     require("short_conv", "weight", weight, None, (channels, "taps"), x.device, "it has the taps of each channel")
     if bias is not None:
         require("short_conv", "bias", bias, None, (channels,), x.device, "it has one number for each channel")
     require("short_conv", "out", out, None, (count, channels), x.device, WRITTEN)
-    if places < (least := weight.shape[1] - 1 + count // rows):
-        raise ValueError(f"short_conv: ring: got {places} places, wanted {least} or more: a place for each input that is read.")
+    if slots < (least := weight.shape[1] - 1 + count // rows):
+        raise ValueError(f"short_conv: ring: got {slots} places, wanted {least} or more: a place for each input that is read.")
     kernel = implementation("short_conv", weight, None, _shape(weight, bias, count // rows))
     return kernel(x, position, ring, weight, bias, out, dependent)
 
@@ -47,9 +47,9 @@ def _shape(weight: Tensor, bias: Tensor | None, tokens: int) -> tuple:
 
 def _example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int = 1) -> tuple:
     """Two rows of 40 channels, one at its first position."""
-    position, places = ints(0, 7)[:, None] + ints(*range(tokens)), taps - 1 + tokens
+    position, slots = ints(0, 7)[:, None] + ints(*range(tokens)), taps - 1 + tokens
     return (
-        draw(g, 2 * tokens, 120).detach(), position.contiguous(), draw(g, 2, places, 40).detach(), draw(g, 40, taps),
+        draw(g, 2 * tokens, 120).detach(), position.contiguous(), draw(g, 2, slots, 40).detach(), draw(g, 40, taps),
         draw(g, 40) if bias else None, zeros(2 * tokens, 40),
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def short_conv_reference(
 def ring_convolution(x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the causal convolution (B, T, C) of new inputs x (B, T, C) after those of a ring, which gets them."""
     B, T, _ = x.shape
-    taps, places = weight.shape[1], ring.shape[1]
+    taps, slots = weight.shape[1], ring.shape[1]
     at, rows = position.view(B, -1).long(), torch.arange(B, device=x.device)
     x = x.to(ring.dtype).to(x.dtype)  # as the ring holds them
     total = torch.zeros_like(x) if bias is None else bias.to(x.dtype).expand_as(x).clone()
@@ -79,9 +79,9 @@ def ring_convolution(x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, 
                 earlier = x[:, t - j]
             else:
                 place = at[:, t] - j
-                earlier = torch.where((place >= 0)[:, None], ring[rows, place % places].to(x.dtype), 0.0)
+                earlier = torch.where((place >= 0)[:, None], ring[rows, place % slots].to(x.dtype), 0.0)
             total[:, t] += weight[:, taps - 1 - j].to(x.dtype) * earlier
     for t in range(T):
-        here = at[:, t] % places
+        here = at[:, t] % slots
         ring[rows, here] = torch.where((at[:, t] >= 0)[:, None], x[:, t].to(ring.dtype), ring[rows, here])
     return total

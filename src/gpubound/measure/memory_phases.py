@@ -73,11 +73,11 @@ class MemoryPhases:
         torch.cuda.reset_peak_memory_stats(self.device)  # of a phase that goes on around this one
 
     def _explain(self, phase: str, error: str) -> str:
-        found = {name: re.search(pattern, error) for name, pattern in AT_THE_ERROR.items()}
-        size = {name: byte_count(match[1].replace("bytes", "B")) or 0 for name, match in found.items() if match is not None}
+        matches = {name: re.search(pattern, error) for name, pattern in AT_THE_ERROR.items()}
+        size = {name: byte_count(match[1].replace("bytes", "B")) or 0 for name, match in matches.items() if match is not None}
         allocated, cached = size.get("allocated", self.peaks[phase].allocated), size.get("cached", 0)
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-        parts = Counter(self.known) | held_by(modules, self.device)
+        parts = Counter(self.known) | bytes_by_role(modules, self.device)
         parts["pools of graphs"] = size.get("graphs", 0)
         parts["activations and all else"] = max(allocated - parts.total(), 0)
         holders = ", ".join(f"{name} {readable(n)}" for name, n in parts.most_common() if n)
@@ -91,17 +91,17 @@ class MemoryPhases:
         return f"out of memory: {phase}: {'; '.join(about)}."
 
 
-def held_by(modules: Iterable[nn.Module], device: torch.device) -> Counter[str]:
+def bytes_by_role(modules: Iterable[nn.Module], device: torch.device) -> Counter[str]:
     """Return the bytes of the modules' storages: of weights that train, their gradients, and frozen weights with buffers."""
-    held, seen = Counter[str](), set[int]()
+    sizes, counted = Counter[str](), set[int]()
 
     def count(name: str, tensor: Tensor | None) -> None:
         if type(tensor) not in (Tensor, nn.Parameter) or tensor is None or tensor.device != device:
             return  # shards and other wrappers have their tensors elsewhere
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            held[name] += storage.nbytes()
+        if storage.data_ptr() not in counted:
+            counted.add(storage.data_ptr())
+            sizes[name] += storage.nbytes()
 
     for module in modules:
         for parameter in [p for p in module._parameters.values() if p is not None]:
@@ -109,4 +109,4 @@ def held_by(modules: Iterable[nn.Module], device: torch.device) -> Counter[str]:
             count("gradient", parameter.grad)
         for buffer in module._buffers.values():
             count("frozen weights", buffer)
-    return held
+    return sizes

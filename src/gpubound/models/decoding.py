@@ -151,10 +151,10 @@ class AttentionWeights(PartWeights):
             split.append(normed(v, Norm(v.new_ones(self.head_dim), self.v_eps)) if self.v_eps else v)
         return split
 
-    def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, kept: dict, number: int) -> Tensor:
+    def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, cached: dict, number: int) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32.
 
-        kept: keys and values (T, K, D) by the layer's number, of earlier layers; those of this one are added
+        cached: keys and values (T, K, D) by the layer's number, of earlier layers; those of this one are added
         """
         h, T = plain_norm(x, self.norm), len(x)
         gate, rows = self.apart(plain_linear(h, layer) for layer in self.inputs.values())
@@ -163,8 +163,8 @@ class AttentionWeights(PartWeights):
             cos, sin = (table[:, None] for table in tables[self.table])
             q, *own[:1] = (rotate(heads, cos, sin) for heads in (q, *own[:1]))
         if own:
-            kept[number] = tuple(own if rounded is None else map(rounded, own))
-        k, v = (t.to(x.device) for t in kept[number if self.source is None else self.source])
+            cached[number] = tuple(own if rounded is None else map(rounded, own))
+        k, v = (t.to(x.device) for t in cached[number if self.source is None else self.source])
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = capped_(torch.einsum("thd,shd->hts", q, k) * self.scale, self.cap)
         age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
@@ -220,7 +220,7 @@ class LatentAttentionWeights(PartWeights):
         own: list[tuple[Linear, ...]] = [] if self.q_down is None else [(self.q,)]
         return [(self.q if self.q_down is None else self.q_down, self.latent), *own, (self.o,)]
 
-    def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, kept: dict, number: int) -> Tensor:
+    def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, cached: dict, number: int) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32, by keys and values."""
         h, T, width, heads = plain_norm(x, self.norm), len(x), self.rotated, self.query_heads
         low = h if self.q_down is None else plain_norm(plain_linear(h, self.q_down), self.q_norm)

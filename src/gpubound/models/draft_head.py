@@ -191,8 +191,8 @@ class DraftHead(nn.Module):
 
     def check_model(self, model: nn.Module) -> None:
         """Raise ValueError where the head does not fit a model."""
-        found, own = reader(model), self.config
-        shape, count = found.shape(), len(found.blocks)
+        result, own = reader(model), self.config
+        shape, count = result.shape(), len(result.blocks)
         for what, got, wanted in (
             ("hidden states of width", self.width, shape.hidden),
             ("a vocabulary of", own.vocabulary, shape.vocab),
@@ -226,9 +226,9 @@ class DraftHead(nn.Module):
         if words == config.vocabulary:  # a head that drafts all tokens may have no tables
             state = {"d2t": head.d2t, "t2d": head.t2d} | state
         for name, tensor in head.state_dict().items():
-            found = tuple(state[name].shape) if name in state else "nothing"
-            if found != tuple(tensor.shape):
-                raise DataError(f"{path}: {name}: got {found}, wanted {tuple(tensor.shape)}; check config.json.")
+            result = tuple(state[name].shape) if name in state else "nothing"
+            if result != tuple(tensor.shape):
+                raise DataError(f"{path}: {name}: got {result}, wanted {tuple(tensor.shape)}; check config.json.")
         unread = [name for name in state if name not in head.state_dict() and "rotary_emb" not in name]
         if unread or about.get("norm_before_residual"):
             what = f"tensor {unread[0]}" if unread else "norm_before_residual"
@@ -256,12 +256,12 @@ class DraftHead(nn.Module):
 
 def reader(model: nn.Module) -> Any:
     """Return the reader of a model whose hidden states a head can read."""
-    if (found := reader_of(model)) is None:
+    if (result := reader_of(model)) is None:
         raise ValueError(
             f"DraftHead: model: got {type(model).__name__}, wanted gb.Decoder or a model of transformers that "
             f"docs/models.md lists."
         )
-    return found
+    return result
 
 
 def layers_read(count: int) -> tuple[int, ...]:
@@ -271,12 +271,12 @@ def layers_read(count: int) -> tuple[int, ...]:
 
 def layer_config(model: nn.Module) -> DecoderConfig:
     """Return the config of a layer with the sizes of a model's."""
-    found = reader(model)
-    shape, config = found.shape(), found.config
+    result = reader(model)
+    shape, config = result.shape(), result.config
     if isinstance(config, DecoderConfig):
         return replace(config, layers=1, tied=False, qkv_bias=False, qk_norm=False)
-    attention, theta = found.first_attention(), (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
-    heads, kv_heads = found.heads(attention)
+    attention, theta = result.first_attention(), (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
+    heads, kv_heads = result.heads(attention)
     return DecoderConfig(
         hidden=shape.hidden,
         intermediate=config.intermediate_size,
@@ -284,7 +284,7 @@ def layer_config(model: nn.Module) -> DecoderConfig:
         heads=heads,
         kv_heads=kv_heads,
         vocabulary=shape.vocab,
-        head_width=found.head_dim(attention),
+        head_width=result.head_dim(attention),
         rope_theta=float(theta),
         eps=float(getattr(config, "rms_norm_eps", 1e-5)),
     )
@@ -292,10 +292,10 @@ def layer_config(model: nn.Module) -> DecoderConfig:
 
 def hidden_states_of(model: nn.Module, inputs: dict[str, Any], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the hidden states before `layers`, concatenated (B, T, layers · hidden), and the input of the model's head."""
-    kept: dict[int, Tensor] = {}
+    captured: dict[int, Tensor] = {}
 
     def keep(number: int, block: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
-        kept[number] = arguments[0] if arguments else keywords["hidden_states"]
+        captured[number] = arguments[0] if arguments else keywords["hidden_states"]
 
     blocks = reader(model).blocks
     with ExitStack() as hooks:
@@ -303,7 +303,7 @@ def hidden_states_of(model: nn.Module, inputs: dict[str, Any], layers: Sequence[
             handle = blocks[number].register_forward_pre_hook(partial(keep, number), with_kwargs=True)
             hooks.callback(handle.remove)
         last = hidden_of(model, inputs)
-    return torch.cat([kept[number] for number in layers], -1), last
+    return torch.cat([captured[number] for number in layers], -1), last
 
 
 def _like(model: nn.Module) -> dict[str, Any]:

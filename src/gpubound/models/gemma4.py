@@ -1,6 +1,6 @@
 """Gemma 4's text model: Gemma 3's blocks, whose heads belong to a layer, with normed values and a factor after each block.
 
-Layers without a window have wider heads, and keys that are values where the config says so. The last layers may share the keys
+Layers without a window have wider heads, and keys that are values if `attention_k_eq_v`. The last layers may share the keys
 and values of earlier ones, and a block may have a separate input (decode/layer_inputs.py).
 """
 
@@ -319,7 +319,7 @@ class Gemma4Reader(SandwichReader):
         return {number: block.router for number, block in enumerate(self.blocks) if mixes(block)}
 
     def layers(self) -> list[LayerWeights]:
-        found = []
+        result = []
         for block, layer in zip(self.blocks, super().layers()):
             extra = None
             if block._modules.get("per_layer_input_gate") is not None:
@@ -329,8 +329,8 @@ class Gemma4Reader(SandwichReader):
                     ACTIVATION_NAMES[self.config.hidden_activation],
                     self.norm(block.post_per_layer_input_norm),
                 )
-            found.append(layer._replace(extra=extra, factor=block.layer_scalar))
-        return found
+            result.append(layer._replace(extra=extra, factor=block.layer_scalar))
+        return result
 
     def layer_inputs(self) -> LayerInputs | None:
         trunk = self.trunk

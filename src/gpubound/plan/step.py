@@ -11,7 +11,7 @@ from ..lora.base import FORMATS, suited
 from ..lora.layers import adapted_layers, names_in
 from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
-from ..models.quantized.fill import Held, held_weights
+from ..models.quantized.fill import Held, stored_weights
 from ..models.registry import family_of, is_named
 from ..train.adamw import AdamW
 from ..train.adapters import check_published, published_scheme
@@ -217,9 +217,9 @@ def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype, folder: str = ""
     quantised = set() if lora.base is None else set(suited(model, FORMATS[lora.base]))
     scheme = published_scheme(folder) if folder else None
     if scheme is not None:
-        published = held_weights(model, scheme, dtype)
+        published = stored_weights(model, scheme, dtype)
         in_blocks = {name: p for name, p in model.named_parameters() if name.startswith("model.layers.")}
-        held = [published.get(n.removesuffix(".weight"), Held(dtype.itemsize * p.numel(), 0)) for n, p in in_blocks.items()]
+        stored = [published.get(n.removesuffix(".weight"), Held(dtype.itemsize * p.numel(), 0)) for n, p in in_blocks.items()]
     lora.check_model(model)
     layer_ranks = {name: sum(layer.r[word] for word in names_in(layer)) for name, layer in adapted_layers(model)}
     blocks = [
@@ -233,7 +233,7 @@ def adapters_of(model: Decoder, lora: Lora, dtype: torch.dtype, folder: str = ""
         )
     ranks = {name: blocks[0].get(name, 0) for names in PRODUCTS for name in names}
     if scheme is not None:
-        frozen, scales = (sum(sizes) // model.config.layers for sizes in zip(*held))
+        frozen, scales = (sum(sizes) // model.config.layers for sizes in zip(*stored))
         return AdapterSizes(lora.rank, scheme.name, ranks, frozen, scales, published=True)
     frozen = scales = 0
     for name, parameter in weights.items():

@@ -19,7 +19,7 @@ from ..lora.base import FORMATS, InCodes, report_quantised, suited
 from ..lora.layers import adapted_layers
 from ..models.folder import has_config, read_config, weight_files
 from ..models.quantized.choose import scheme_of
-from ..models.quantized.fill import Held, held_weights
+from ..models.quantized.fill import Held, stored_weights
 from ..models.quantized.scheme import Scheme
 from ..models.storing import allocate, read_parts, stored_state
 from ..trace import notice
@@ -35,9 +35,9 @@ def frozen_bytes(outline: nn.Module, dtype: torch.dtype, base: str | None, publi
     frozen = {name: p.numel() for name, p in outline.named_parameters() if not p.requires_grad}
     quantised = 0.0
     adapted = {name: f"{name}.base_layer" for name, _ in adapted_layers(outline)}
-    for name, held in published.items():
+    for name, stored in published.items():
         del frozen[f"{adapted.get(name, name)}.weight"]
-        quantised += sum(held)
+        quantised += sum(stored)
     if base is not None:
         names = [f"{adapted.get(name, name)}.weight" for name in suited(outline, FORMATS[base])]
         quantised += FORMATS[base].bits / 8 * sum(map(frozen.pop, names))
@@ -75,7 +75,7 @@ def published_scheme(folder: str | Path) -> Scheme | None:
 def published_weights(folder: str | Path, outline: nn.Module, dtype: torch.dtype) -> dict[str, Held]:
     """Return the bytes of a quantised folder's weights in memory, nothing for other folders; `outline` has no adapters."""
     scheme = published_scheme(folder)
-    return {} if scheme is None else held_weights(outline, scheme, dtype)
+    return {} if scheme is None else stored_weights(outline, scheme, dtype)
 
 
 def check_published(folder: str | Path, adapters: Lora | None) -> None:

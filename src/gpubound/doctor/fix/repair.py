@@ -184,13 +184,13 @@ def patched(verdict: Verdict, asked: Collection[str] = ()) -> tuple[Verdict, Rep
     return replace(verdict, findings=findings), repair(targets(findings), asked)
 
 
-def expected_ms(verdict: Verdict, made: Repair) -> float | None:
+def expected_ms(verdict: Verdict, fixes: Repair) -> float | None:
     """Return milliseconds of a step with these patches, by the prices of their findings; None without prices."""
     if verdict.step_ms is None or verdict.together_ms is None:
         return None
-    fixed = [finding for finding in verdict.findings if any(target in made.patches for target in targets([finding]))]
+    fixed = [finding for finding in verdict.findings if any(target in fixes.patches for target in targets([finding]))]
     saved = min(sum(finding.ms or 0.0 for finding in fixed), verdict.together_ms)
-    workers = WORKERS if LOADER in made.patches.values() else int(verdict.loader.get("workers", 0))
+    workers = WORKERS if LOADER in fixes.patches.values() else int(verdict.loader.get("workers", 0))
     return max(verdict.step_ms - saved, verdict.loaded_ms(workers) if workers else 0.0)
 
 

@@ -12,7 +12,7 @@ from ...watch.ledger import LedgerRow
 from ...watch.source_line import Place
 from ..price.prices import Measurements, Prices, line_of, named
 from ..record.tape import Span
-from .remedies import made_there
+from .remedies import create_on_device
 from .waits import StallCandidate, estimate, writes_checkpoint
 
 WORTH = 0.005  # of a step: below it the doctor calls anything harmless
@@ -26,7 +26,7 @@ def repeats(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
             place = rows[0].place
             text = f"{readable(evidence.bytes_per_step(rows))} a step are on the device already"
             count = max(count, copies.get(line_of(place), 0.0))  # the first of these copies repeats nothing
-            fix = made_there(site) if (site := place.site or place.built) else ""
+            fix = create_on_device(site) if (site := place.site or place.built) else ""
             yield StallCandidate("repeat", place, count, text, evidence.calls_at(place), fix=fix, waits=True)
 
 

@@ -97,7 +97,7 @@ def other_loops(evidence: Measurements, loop: Loop) -> list[Loop]:
 
 
 def unseen_loops(evidence: Measurements) -> list[Site]:
-    """Return the loops that run again and again beside the steps' loop, and in which no sample was taken: those of a rollout
+    """Return the loops that run again and again next to the steps' loop, and in which no sample was taken: those of a rollout
     that is made every hundreds of steps, or of an evaluation."""
     if (loop := loop_of(evidence)) is None:
         return []

@@ -166,10 +166,10 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
         return NUMBER.remedy
     if index_of(row):
         return INDEX
-    return made_there(row.place.site) if row.kind == "h2d" and row.place.site is not None else ""
+    return create_on_device(row.place.site) if row.kind == "h2d" and row.place.site is not None else ""
 
 
-def made_there(site: Site) -> str:
+def create_on_device(site: Site) -> str:
     """Return the remedy of a tensor that a line makes on the CPU, from sizes or from data of the host; empty for another."""
     statement, _ = _statement(site)
     calls = [n for n in ast.walk(statement or ast.Module([], [])) if isinstance(n, ast.Call)]

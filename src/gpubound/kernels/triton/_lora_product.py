@@ -144,12 +144,12 @@ def _lora_product_kernel(x, weight, bias_ptr, h, b, y, ids_ptr, tokens, along, N
 
     FLAT: a program takes several tiles, and loads ahead across them.
     """
-    tall, wide = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
-    for tile in tl.range(tl.program_id(0), tall * wide, tl.num_programs(0), flatten=FLAT):
-        band = tile // (GROUP * wide)
+    tall, across = tl.cdiv(N, BLOCK), tl.cdiv(O, COLUMNS)
+    for tile in tl.range(tl.program_id(0), tall * across, tl.num_programs(0), flatten=FLAT):
+        band = tile // (GROUP * across)
         height = min(tall - band * GROUP, GROUP)
-        top = (band * GROUP + tile % (GROUP * wide) % height) * BLOCK
-        left = tile % (GROUP * wide) // height * COLUMNS
+        top = (band * GROUP + tile % (GROUP * across) % height) * BLOCK
+        left = tile % (GROUP * across) // height * COLUMNS
         row, column = top + tl.arange(0, BLOCK), left + tl.arange(0, COLUMNS)
         of_block = _block(left, middle, last) * R
         total = tl.zeros([BLOCK, COLUMNS], tl.float32)
@@ -259,14 +259,14 @@ def _product(
         flat = described and tiles > job.chip.sms
         args: tuple = (x, weight, bias, h, b, y)
         if described:
-            tall, wide, deep = plan.rows, plan.columns, plan.depth
+            tall, across, deep = plan.rows, plan.columns, plan.depth
             of = TensorDescriptor.from_tensor
             args = (
-                of(x, [tall, deep]), of(_in_memory(weight), [wide, deep] if along else [deep, wide]), bias, h, b,
-                of(y, [tall, wide // plan.parts]),
+                of(x, [tall, deep]), of(_in_memory(weight), [across, deep] if along else [deep, across]), bias, h, b,
+                of(y, [tall, across // plan.parts]),
             )  # fmt: skip
             if ranks_described:
-                theirs = of(h, [tall, tile]), of(_in_memory(b), [wide, tile] if b_along else [tile, wide])
+                theirs = of(h, [tall, tile]), of(_in_memory(b), [across, tile] if b_along else [tile, across])
                 args = (*args[:3], *theirs, args[5])
         _lora_product_kernel[(min(tiles, job.chip.sms) if described else tiles,)](
             *args, *routed, rows, outputs, inputs, rank, *_edges(blocks, outputs), x.stride(0), *weight.stride(), h.stride(0),

@@ -35,7 +35,7 @@ def _times(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _chunk_scan_kernel(u_ptr, w_ptr, q_ptr, p_ptr, k_ptr, kept_ptr, state_ptr, out_ptr, last_ptr, new_ptr, states_ptr, n,
+def _chunk_scan_kernel(u_ptr, w_ptr, q_ptr, p_ptr, k_ptr, decay_ptr, state_ptr, out_ptr, last_ptr, new_ptr, states_ptr, n,
                        L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
                        PRECISION: tl.constexpr):  # fmt: skip
     """new_ptr, states_ptr: what each chunk writes, and the state before it; or None."""
@@ -56,13 +56,13 @@ def _chunk_scan_kernel(u_ptr, w_ptr, q_ptr, p_ptr, k_ptr, kept_ptr, state_ptr, o
             o += _times(_tile(p_ptr, at, t, t, L, L), new, PRECISION)
             _put(out_ptr, at, t, e, L, E, o)
         k = _tile(k_ptr, at, t, d, L, D)
-        S = S * tl.load(kept_ptr + at).to(tl.float32) + _times(tl.trans(k), new, PRECISION)
+        S = S * tl.load(decay_ptr + at).to(tl.float32) + _times(tl.trans(k), new, PRECISION)
     if last_ptr is not None:
         _put(last_ptr, r, d, e, D, E, S)
 
 
 @triton.jit
-def _chunk_scan_backward_kernel(dout_ptr, dlast_ptr, w_ptr, q_ptr, p_ptr, k_ptr, kept_ptr, dnew_ptr, dstates_ptr, dstate_ptr,
+def _chunk_scan_backward_kernel(dout_ptr, dlast_ptr, w_ptr, q_ptr, p_ptr, k_ptr, decay_ptr, dnew_ptr, dstates_ptr, dstate_ptr,
                                 n, L: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
                                 BE: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
     """Gradients of what each chunk writes, of the state after each chunk, and of the first state."""
@@ -77,7 +77,7 @@ def _chunk_scan_backward_kernel(dout_ptr, dlast_ptr, w_ptr, q_ptr, p_ptr, k_ptr,
         dnew = _times(tl.trans(p), dout, PRECISION) + _times(k, dS, PRECISION)
         _put(dnew_ptr, at, t, e, L, E, dnew)
         q = _tile(q_ptr, at, t, d, L, D)
-        dS = dS * tl.load(kept_ptr + at).to(tl.float32) + _times(tl.trans(q), dout, PRECISION)
+        dS = dS * tl.load(decay_ptr + at).to(tl.float32) + _times(tl.trans(q), dout, PRECISION)
         if w_ptr is not None:
             dS -= _times(tl.trans(_tile(w_ptr, at, t, d, L, D)), dnew, PRECISION)
     _put(dstate_ptr, r, d, e, D, E, dS)
@@ -93,13 +93,13 @@ def _sizes(u: Tensor, q: Tensor, precise: bool) -> tuple[tuple[int, int], tuple]
 
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, u, w, q, p, k, kept, state, precise):
-        given: list = [t if t is None else t.contiguous() for t in (u, w, q, p, k, kept, state)]
+    def forward(ctx, u, w, q, p, k, decay, state, precise):
+        inputs: list = [t if t is None else t.contiguous() for t in (u, w, q, p, k, decay, state)]
         grid, sizes = _sizes(u, q, precise)
-        out, last = torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(given[-1])
-        _chunk_scan_kernel[grid](*given, out, last, None, None, *sizes, num_warps=WARPS, num_stages=STAGES)
+        out, last = torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(inputs[-1])
+        _chunk_scan_kernel[grid](*inputs, out, last, None, None, *sizes, num_warps=WARPS, num_stages=STAGES)
         ctx.reads, ctx.precise = w is not None, precise
-        ctx.save_for_backward(*(t for t in given if t is not None))
+        ctx.save_for_backward(*(t for t in inputs if t is not None))
         ctx.set_materialize_grads(False)
         return out, last
 
@@ -107,7 +107,7 @@ class _ChunkScan(torch.autograd.Function):
     def backward(ctx, dout, dlast):
         first_order_only("chunk_scan")
         u, *rest = ctx.saved_tensors
-        w, (q, p, k, kept, state) = (rest[0], rest[1:]) if ctx.reads else (None, rest)
+        w, (q, p, k, decay, state) = (rest[0], rest[1:]) if ctx.reads else (None, rest)
         dout = torch.zeros_like(u) if dout is None else dout.contiguous()
         dlast = torch.zeros_like(state) if dlast is None else dlast.contiguous()
         (R, n, _, E), D = u.shape, q.shape[-1]
@@ -115,15 +115,15 @@ class _ChunkScan(torch.autograd.Function):
         new, dnew, dstate = torch.empty_like(u), torch.empty_like(u), torch.empty_like(state)
         states, dstates = (torch.empty(R, n, D, E, device=u.device, dtype=u.dtype) for _ in range(2))
         how = {"num_warps": WARPS, "num_stages": STAGES}
-        _chunk_scan_kernel[grid](u, w, q, p, k, kept, state, None, None, new, states, *sizes, **how)
-        _chunk_scan_backward_kernel[grid](dout, dlast, w, q, p, k, kept, dnew, dstates, dstate, *sizes, **how)
+        _chunk_scan_kernel[grid](u, w, q, p, k, decay, state, None, None, new, states, *sizes, **how)
+        _chunk_scan_backward_kernel[grid](dout, dlast, w, q, p, k, decay, dnew, dstates, dstate, *sizes, **how)
         across = states.transpose(-1, -2)
         dw = None if w is None else -(dnew @ across)
-        dk, dkept = new @ dstates.transpose(-1, -2), (dstates * states).sum((-1, -2))
-        return dnew, dw, dout @ across, dout @ new.transpose(-1, -2), dk, dkept, dstate, None
+        dk, ddecay = new @ dstates.transpose(-1, -2), (dstates * states).sum((-1, -2))
+        return dnew, dw, dout @ across, dout @ new.transpose(-1, -2), dk, ddecay, dstate, None
 
 
 def chunk_scan(
-    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, kept: Tensor, state: Tensor, precise: bool = True
+    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, decay: Tensor, state: Tensor, precise: bool = True
 ) -> tuple[Tensor, Tensor]:
-    return _ChunkScan.apply(u, w, q, p, k, kept, state, precise)
+    return _ChunkScan.apply(u, w, q, p, k, decay, state, precise)

@@ -184,13 +184,13 @@ def _latent_attention_kernel(q_ptr, position_ptr, cache_ptr, pages, sum_ptr, wei
             turned = tl.load(mine + R + e[None], mask=heads & (e < E)[None], other=0.0)
         for start in range(lo, hi, KEYS):
             live = start + i < hi
-            at, there = _latent_place(pages, n // TOKENS, start + i, live, positions, total, PAGE)
+            at, exists = _latent_place(pages, n // TOKENS, start + i, live, positions, total, PAGE)
             line = cache_ptr + at[:, None] * (R + E)
-            key = tl.load(line + r[None], mask=there[:, None] & (r < R)[None], other=0.0)
+            key = tl.load(line + r[None], mask=exists[:, None] & (r < R)[None], other=0.0)
             if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
                 key = key.to(tl.float32)
             if STRETCH == RP:
-                rest = tl.load(line + R + e[None], mask=there[:, None] & (e < E)[None], other=0.0).to(key.dtype)
+                rest = tl.load(line + R + e[None], mask=exists[:, None] & (e < E)[None], other=0.0).to(key.dtype)
                 score = tl.dot(turned.to(key.dtype), tl.trans(rest), input_precision="tf32x3")
                 score = tl.dot(q.to(key.dtype), tl.trans(key), score, input_precision="tf32x3")
             else:
@@ -200,7 +200,7 @@ def _latent_attention_kernel(q_ptr, position_ptr, cache_ptr, pages, sum_ptr, wei
                     inside = tl.where(c < RP, c < R, c - RP < E)
                     c = tl.where(c < RP, c, c - RP + R)
                     some = tl.load(mine + c[None], mask=heads & inside[None], other=0.0)
-                    part = tl.load(cache_ptr + at[None] * (R + E) + c[:, None], mask=there[None] & inside[:, None], other=0.0)
+                    part = tl.load(cache_ptr + at[None] * (R + E) + c[:, None], mask=exists[None] & inside[:, None], other=0.0)
                     score = tl.dot(some.to(key.dtype), part.to(key.dtype), score, input_precision="tf32x3")
             score = tl.where(live[None], score * scale, NOTHING)
             new = tl.maximum(peak, tl.max(score, 1))
@@ -209,7 +209,7 @@ def _latent_attention_kernel(q_ptr, position_ptr, cache_ptr, pages, sum_ptr, wei
             acc = tl.dot(p.to(key.dtype), key, acc * fix[:, None], input_precision="tf32x3")
             peak = new
             if PAGE is not None:  # a key that is not there makes the result NaN
-                weight += tl.where(tl.max((live & (there == 0)).to(tl.int32), 0) > 0, float("nan"), 0.0)
+                weight += tl.where(tl.max((live & (exists == 0)).to(tl.int32), 0) > 0, float("nan"), 0.0)
         tl.store(sum_ptr + to[:, None] * R + r[None], acc, mask=heads & (r < R)[None])
     if (split == 0) & (known == 0):
         weight += float("nan")
@@ -257,15 +257,15 @@ def latent_attention(
 ) -> Tensor:  # fmt: skip
     (tokens, H, width), R, (sums, weights, tiles) = q.shape, up.shape[1], scratch
     V, splits, mode = out.shape[1] // H, sums.shape[1], EARLY if dependent else 0
-    D, wide, whole = len(up) // H - V, max(16, power_of_two(R)), q.element_size() == 2
+    D, padded, sixteen_bits = len(up) // H - V, max(16, power_of_two(R)), q.element_size() == 2
     mixed = torch.empty(tokens, H, R, device=q.device, dtype=q.dtype)
 
     def attend(plan: LatentPlan) -> None:
         _latent_attention_kernel[(tokens, cdiv(H, plan.heads), splits)](
             q, position, cache.latents, cache.pages, sums, weights, scale, cache.positions, len(cache.latents), H, plan.heads,
-            R, wide, width - R, max(16, power_of_two(width - R)), plan.keys, splits, tiles, tokens // cache.rows,
-            None if cache.pages is None else cache.latents.shape[2], wide if whole else min(wide, STRETCH), interpreted(),
-            num_stages=plan.stages, **options(plan.warps, mode),
+            R, padded, width - R, max(16, power_of_two(width - R)), plan.keys, splits, tiles, tokens // cache.rows,
+            None if cache.pages is None else cache.latents.shape[2], padded if sixteen_bits else min(padded, STRETCH),
+            interpreted(), num_stages=plan.stages, **options(plan.warps, mode),
         )  # fmt: skip
         _latent_combine_kernel[(tokens, H, cdiv(R, COMBINED))](
             sums, weights, mixed, H, R, splits, power_of_two(splits), COMBINED, **options(4, mode)
@@ -274,7 +274,7 @@ def latent_attention(
     def multiply(plan: MatrixPlan) -> None:
         parts = cdiv(V, plan.columns)
         _latent_values_kernel[(H * parts, cdiv(tokens, plan.rows))](
-            mixed, up, out, tokens, H, D, V, R, parts, plan.rows, plan.columns, min(DEEP, wide), interpreted(),
+            mixed, up, out, tokens, H, D, V, R, parts, plan.rows, plan.columns, min(DEEP, padded), interpreted(),
             **options(plan.warps, mode),
         )  # fmt: skip
 

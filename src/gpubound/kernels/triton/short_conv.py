@@ -55,10 +55,10 @@ def _short_conv_kernel(x_ptr, position_ptr, ring_ptr, weight_ptr, bias_ptr, out_
 def short_conv(
     x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor]:
-    rows, places, channels = ring.shape
+    rows, slots, channels = ring.shape
     count = position.numel()
     _short_conv_kernel[(count, triton.cdiv(channels, BLOCK))](
-        x, position, ring, weight, bias, out, channels, places, weight.shape[1], count // rows, BLOCK, **options(4, dependent)
+        x, position, ring, weight, bias, out, channels, slots, weight.shape[1], count // rows, BLOCK, **options(4, dependent)
     )
     bump_versions(out, ring)
     return out, ring

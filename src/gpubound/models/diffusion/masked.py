@@ -105,17 +105,17 @@ class Buffers:
     @torch.no_grad()
     def step(self) -> None:
         """Run the model once, over all positions, and write the tokens with the highest probabilities."""
-        self._step(whole=True)
+        self._step(full=True)
 
     @torch.no_grad()
     def block_step(self) -> None:
         """Do the same over the block's positions, with the cached keys and values of all others."""
-        self._step(whole=False)
+        self._step(full=False)
 
-    def _step(self, whole: bool) -> None:
+    def _step(self, full: bool) -> None:
         number = self.number.clamp(max=self.tokens - 1)  # a capture's warm-up steps go beyond the last
         at_BN = self.start + self.begins[number] + self.lane
-        logits_BNV = self._logits(at_BN, whole).float() + self.sampler.barred
+        logits_BNV = self._logits(at_BN, full).float() + self.sampler.barred
         now_BN = self.ids.gather(1, at_BN)
         masked = now_BN == self.sampler.mask_token
         drawn, confidence = self._draw(logits_BNV.flatten(0, 1), masked.flatten(), number)
@@ -128,19 +128,19 @@ class Buffers:
         self.masks.copy_((written == self.sampler.mask_token).sum())
         self.number.add_(1)
 
-    def _logits(self, at_BN: Tensor, whole: bool) -> Tensor:
+    def _logits(self, at_BN: Tensor, full: bool) -> Tensor:
         """Return the logits of the positions at_BN, with guidance."""
         if not self.guided:
-            return self._run(self.ids, at_BN, whole)
+            return self._run(self.ids, at_BN, full)
         unprompted = self.ids.masked_fill(self.place < self.start, self.sampler.mask_token)
-        logits, free = self._run(torch.cat([self.ids, unprompted]), at_BN.repeat(2, 1), whole).chunk(2)
+        logits, free = self._run(torch.cat([self.ids, unprompted]), at_BN.repeat(2, 1), full).chunk(2)
         return logits + self.guidance * (logits - free)
 
-    def _run(self, ids: Tensor, at: Tensor, whole: bool) -> Tensor:
+    def _run(self, ids: Tensor, at: Tensor, full: bool) -> Tensor:
         model, start = self.sampler.model, self.start.repeat(len(ids) // len(self.start), 1)
         if self.cache is not None:
             mask = (self.place < start + self.tokens)[:, None, None] if self.padded else None
-            return head_of(model)((self.cache.full if whole else self.cache.block)(ids, at, mask))
+            return head_of(model)((self.cache.full if full else self.cache.block)(ids, at, mask))
         masks = (ids == self.sampler.mask_token) & (self.place >= start)
         inputs = {"input_ids": ids} | time_argument(model, masks.sum(1) / self.tokens)
         if self.padded:
@@ -325,12 +325,12 @@ class ActiveRequest:
         with sampler.turn, mode(sampler.model, training=False):
             buffers = sampler.buffers(prompts, schedule, self.guidance > 0, self.cache)
             buffers.fill(prompts, schedule, self.choice, self.guidance, schedule.threshold)
-            whole, rows = sampler.runner(buffers, buffers.step), len(prompts) * (2 if buffers.guided else 1)
-            part = sampler.runner(buffers, buffers.block_step) if schedule.partial else whole
+            full, rows = sampler.runner(buffers, buffers.step), len(prompts) * (2 if buffers.guided else 1)
+            part = sampler.runner(buffers, buffers.block_step) if schedule.partial else full
             for begin, numbers in schedule.by_block():
                 for number in numbers:
                     refreshes = schedule.refreshes(number - numbers.start)
-                    (whole if refreshes else part)()
+                    (full if refreshes else part)()
                     self.generation.launches, self.generation.steps = self.generation.launches + 1, self.generation.steps + 1
                     self.generation.positions += rows * (buffers.ids.shape[1] if refreshes else buffers.computed)
                     if schedule.threshold is not None and not buffers.masks.item():  # synchronises with the device

@@ -89,7 +89,7 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def held_weights(model: nn.Module, scheme: Scheme, dtype: torch.dtype) -> dict[str, Held]:
+def stored_weights(model: nn.Module, scheme: Scheme, dtype: torch.dtype) -> dict[str, Held]:
     """Return the bytes that `fill` makes of each quantised layer's weight. Of the layers that are stored alike one is read."""
     known, held = dict[Any, Held](), dict[str, Held]()
     for layer, module in _quantised_layers(model, scheme).items():

@@ -114,11 +114,11 @@ class DraftLoss(Objective):
             counts = counts & (segments.segment_ids >= 0)
         teachers, labels = [], []
         for guess in range(1, self.tokens + 1):  # from position t, of the model's distribution after position t + guess
-            kept = F.pad(counts[:, guess:], (0, guess))
+            valid = F.pad(counts[:, guess:], (0, guess))
             if segments is not None:
-                kept = kept & (F.pad(segments.segment_ids[:, guess:], (0, guess), value=-1) == segments.segment_ids)
+                valid = valid & (F.pad(segments.segment_ids[:, guess:], (0, guess), value=-1) == segments.segment_ids)
             teachers.append(F.pad(last[:, guess:], (0, 0, 0, guess)))
-            labels.append(torch.where(kept, 0, IGNORE))
+            labels.append(torch.where(valid, 0, IGNORE))
         flat, x = torch.cat(labels), torch.cat(outputs)
         weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
         if len(model.d2t) < len(weight):

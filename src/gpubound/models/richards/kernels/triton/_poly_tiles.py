@@ -234,13 +234,13 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                          DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                          RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                          WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
+    own, b, head, tokens64 = _place(tokens, HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
-    term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
+    term_ptr = _head(term_ptr, b, head, tokens64 * HEADS * rows, rows)
     bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
     acc = _nothing(OWN, DP, q.dtype)
     for part in tl.static_range(5):
@@ -251,7 +251,7 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     if GATED:
         acc *= _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)[:, None]
     row = HEADS * DIM
-    _keep(_head(y_ptr, b, head, wide * row, DIM), own, row, acc, tokens, OWN, DIM, DP)
+    _keep(_head(y_ptr, b, head, tokens64 * row, DIM), own, row, acc, tokens, OWN, DIM, DP)
 
 
 @triton.jit
@@ -288,16 +288,16 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                          WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
                          N: tl.constexpr):  # fmt: skip
     """steep: factor of a slope, other than u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
-    own, b, head, wide = _place(tokens, HEADS, OWN, CAUSAL)
+    own, b, head, tokens64 = _place(tokens, HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     dense = HEADS * DIM
     q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
-    dy = _tile(_head(dy_ptr, b, head, wide * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
+    dy = _tile(_head(dy_ptr, b, head, tokens64 * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
-    term_ptr = _head(term_ptr, b, head, wide * HEADS * rows, rows)
-    dterm_ptr = _head(dterm_ptr, b, head, wide * HEADS * rows, rows)
+    term_ptr = _head(term_ptr, b, head, tokens64 * HEADS * rows, rows)
+    dterm_ptr = _head(dterm_ptr, b, head, tokens64 * HEADS * rows, rows)
     gain = tl.zeros([OWN], tl.float32) + scale * a * steep
     if GATED:
         gates = _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)
@@ -312,7 +312,7 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
                 k_row, v_row, HEADS * rows, tokens, window, back, rows, unit, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
                 FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     power *= top
-    _keep(_head(dq_ptr, b, head, wide * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
+    _keep(_head(dq_ptr, b, head, tokens64 * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
     if GATED:
         token = own + tl.arange(0, OWN)
         at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
@@ -374,7 +374,7 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
                       DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
                       RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                       WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    own, b, kv, wide = _place(tokens, HEADS // GROUP, OWN, False)
+    own, b, kv, tokens64 = _place(tokens, HEADS // GROUP, OWN, False)
     key = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     k = _shrunk(_tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE), small)
@@ -385,8 +385,8 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
     for of_group in range(GROUP):
         head = kv * GROUP + of_group
         heads_q = _head(q_ptr, b, head, q_batch, q_head)
-        heads_dy = _head(dy_ptr, b, head, wide * dense, DIM)
-        heads_term = _head(term_ptr, b, head, wide * HEADS * rows, rows)
+        heads_dy = _head(dy_ptr, b, head, tokens64 * dense, DIM)
+        heads_term = _head(term_ptr, b, head, tokens64 * HEADS * rows, rows)
         for part in tl.static_range(5):
             if (STRETCHES >> part) % 2 == 1:
                 dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy,
@@ -395,5 +395,5 @@ def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, 
                                        FAST, RELATED, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     mine = HEADS // GROUP * DIM
     dk *= scale * a * steep * alpha
-    _keep(_head(dk_ptr, b, kv, wide * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)
-    _keep(_head(dv_ptr, b, kv, wide * mine, DIM), own, mine, dv, tokens, OWN, DIM, DP)
+    _keep(_head(dk_ptr, b, kv, tokens64 * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)
+    _keep(_head(dv_ptr, b, kv, tokens64 * mine, DIM), own, mine, dv, tokens, OWN, DIM, DP)
