@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpubound.errors import DeviceError
-from gpubound.measure.memory_phases import MemoryPhases, Peak, held_by
+from gpubound.measure.memory_phases import MemoryPhases, Peak, bytes_by_role
 
 
 class Allocator:
@@ -107,14 +107,14 @@ def test_modules_hold_weights_gradients_and_frozen_weights():
     q.weight.data, k.weight.data = stack
     norm.requires_grad_(False)
     q.weight.grad = torch.zeros(4, 8)
-    held = held_by(nn.ModuleList([q, k, norm, q, elsewhere]).modules(), torch.device("cpu"))
+    held = bytes_by_role(nn.ModuleList([q, k, norm, q, elsewhere]).modules(), torch.device("cpu"))
     assert held == {"weights": 4 * 64, "gradient": 4 * 32, "frozen weights": 4 * 16 + 8}
 
 
 def test_the_live_modules_are_found(allocator, monkeypatch):
     model = nn.Linear(1, 1)
     seen = list[nn.Module]()
-    monkeypatch.setattr("gpubound.measure.memory_phases.held_by", lambda modules, device: Counter(seen.extend(modules)))
+    monkeypatch.setattr("gpubound.measure.memory_phases.bytes_by_role", lambda modules, device: Counter(seen.extend(modules)))
     ran_out(MemoryPhases(torch.device("cuda", 0)), "out of memory")
     assert any(each is model for each in seen)
 
