@@ -135,7 +135,6 @@ def test_models_that_cannot_decode():
         "decode/requests:models_that_cannot_decod",
         lambda: gb.decoder(cases.build("Llama", device="meta")),
         lambda: gb.decoder(None),
-        lambda: gb.decoder(cases.build("Llama"), speculate=gb.Draft(None, 2)),
     )
     assert "ReLU, a plain module" in refusal(ValueError, lambda: gb.decoder(torch.nn.ReLU()))
 

@@ -144,7 +144,7 @@ class DraftHead(nn.Module):
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, 0.02)
         if tokens is not None:
-            head.choose_tokens(torch.as_tensor(tokens))
+            head.choose_tokens(torch.as_tensor(tokens, device=head.d2t.device))
         return head
 
     def forward(
