@@ -96,7 +96,6 @@ def test_ours_beside_peers_budget_and_roofline(bench, model, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_verified_step_beside_a_plain_one(bench, model):
     bench.dry = True
     decode_draft.measure_draft(bench, "tiny", model, 3)
@@ -105,6 +104,7 @@ def test_a_verified_step_beside_a_plain_one(bench, model):
     assert all(line.ours > 0 and line.peer > 0 for line in lines.values())
 
 
+@pytest.mark.slow
 def test_adapters_beside_merged_ones_and_beside_one(bench, monkeypatch):
     monkeypatch.setattr(decode_adapters, "ROWS", 3)
     decode_adapters.measure_adapters(bench, "tiny", rounds=3)

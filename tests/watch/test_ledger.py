@@ -1,8 +1,9 @@
 """The ledger on the pretend device: every planted stall on its own line, nothing on a clean step, ledgers in each other."""
 
 import gc
+import inspect
 import threading
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils import _device
 
 from gpubound import trace
 from gpubound.errors import BudgetError
-from gpubound.watch import pretend, watch
+from gpubound.watch import ops, pretend, watch
 from gpubound.watch.ledger import SENSORS
 from gpubound.watch.op_mode import Dispatch
 from tests.messages import message
@@ -257,8 +258,11 @@ def test_nothing_is_left_behind(sim):
     assert not any("gpubound" in getattr(callback, "__module__", "") for callback in gc.callbacks)
 
 
-def test_a_default_device_that_is_first_set_within_a_ledger_remains_one(sim):
+def test_a_default_device_that_is_first_set_within_a_ledger_remains_one(sim, monkeypatch):
     """Torch caches its functions then, torch.tensor among them, which a ledger replaces."""
+    monkeypatch.setattr(ops, "_listeners", [])  # whatever an earlier test has left open
+    monkeypatch.setattr(ops, "_wrapped", ExitStack())
+    monkeypatch.setattr(torch, "tensor", inspect.unwrap(torch.tensor))
     _device._device_constructors.cache_clear()
     places = []
     for ledger in (watch(), nullcontext()):

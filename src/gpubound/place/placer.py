@@ -207,9 +207,7 @@ def place(
             shared = candidates.shared_memory(model) if fuse else {}
             for c in leaves:
                 notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), partial(verify, c.module, c.swap.cases, c.adopt))
-                facts.release_cached(
-                    target, CACHED
-                )  # weights that were stacked have left theirs, in pieces too small for others
+                facts.release_cached(target, CACHED)  # stacked weights have left theirs, in pieces too small for others
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)

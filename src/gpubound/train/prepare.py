@@ -102,13 +102,13 @@ def prepare(
         raise ValueError(
             "auto_batch: it tries whole models, got parallel: fsdp; give --micro-batch yourself (gpubound plan proposes one)."
         )
+    if ranks.alone:  # several share memory with each other through NCCL
+        grow_segments(device)
     if auto_batch and checkpoint is None:
         stages[0] = fit_micro_batch(stages, tokenizer, device, ranks)
         recipe = replace(recipe, micro_batch=stages[0].recipe.micro_batch, accumulate=stages[0].recipe.accumulate)
     torch.manual_seed(recipe.seed)
     memory = memory or MemoryPhases(device)
-    if ranks.alone:  # several share memory with each other through NCCL
-        grow_segments(device)
     with memory("place"):
         model, placement = place_model(recipe, tokenizer, device, ranks)
     seed_ranks(ranks, recipe.seed)

@@ -105,6 +105,7 @@ def test_a_head_learns_what_its_model_says():
 @pytest.mark.gpu
 def test_training_is_captured():
     """On a GPU, with the model that trains in the same loop: its weights move in place under the head's graph."""
+    torch.manual_seed(0)
     with torch.device("cuda"):
         model = gb.Decoder(gb.DecoderConfig(128, 256, 6, 4, 2, 512), dtype=torch.float32)
         batch = torch.randint(512, (4, 1)).repeat(1, 65)
