@@ -208,7 +208,7 @@ def test_a_shell_is_tried_against_the_decoder_and_refused_by_its_name():
         unfused()
     assert re.fullmatch(
         r"decoder: model: got Decoder, whose logits with a static cache differ from its own by [\d.]+ of the "
-        r"largest, wanted at most 0\.005: transformers' Qwen3ForCausalLM over its weights runs no hook on it, and no forward "
-        r"that replaces its own; take that off\.",
+        r"largest, wanted at most 0\.005: transformers' Qwen3ForCausalLM over its weights runs none of its hooks, "
+        r"and no replaced forward; take them off\.",
         str(error.value),
     )

@@ -228,7 +228,7 @@ class StaticCacheRunner(ModelRunner):
             why = "its attention does not follow the mask and the positions that it is given"
             if self.of is not self.model:
                 name = type(self.model).__name__
-                why = f"transformers' {name} over its weights runs no hook on it, and no forward that replaces its own; take that off"
+                why = f"transformers' {name} over its weights runs none of its hooks, and no replaced forward; take them off"
             raise ValueError(
                 f"decoder: model: got {type(self.of).__name__}, whose logits with a static cache differ from its own by "
                 f"{error:.2g} of the largest, wanted at most {limit:g}: {why}."
