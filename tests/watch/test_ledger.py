@@ -1,9 +1,10 @@
 """The ledger on the pretend device: every planted stall on its own line, nothing on a clean step, ledgers in each other."""
 
+import functools
 import gc
 import inspect
 import threading
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _device
 
 from gpubound import trace
 from gpubound.errors import BudgetError
-from gpubound.watch import ops, pretend, watch
+from gpubound.watch import pretend, watch
 from gpubound.watch.ledger import SENSORS
 from gpubound.watch.op_mode import Dispatch
 from tests.messages import message
@@ -260,10 +261,9 @@ def test_nothing_is_left_behind(sim):
 
 def test_a_default_device_that_is_first_set_within_a_ledger_remains_one(sim, monkeypatch):
     """Torch caches its functions then, torch.tensor among them, which a ledger replaces."""
-    monkeypatch.setattr(ops, "_listeners", [])  # whatever an earlier test has left open
-    monkeypatch.setattr(ops, "_wrapped", ExitStack())
-    monkeypatch.setattr(torch, "tensor", inspect.unwrap(torch.tensor))
-    _device._device_constructors.cache_clear()
+    monkeypatch.setattr(torch, "tensor", inspect.unwrap(torch.tensor))  # a process that answers to "cuda" has replaced it
+    functions = functools.lru_cache(_device._device_constructors.__wrapped__)  # as in a process that has called none
+    monkeypatch.setattr(_device, "_device_constructors", functions)
     places = []
     for ledger in (watch(), nullcontext()):
         with ledger, torch.device("meta"):
