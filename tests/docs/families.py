@@ -135,7 +135,15 @@ def row(kind: str) -> list[str]:
     some = kind == "lfm2_moe" or (family in SPARSE and kind not in ("minicpm3", "youtu"))
     adapters = "none" if own or kind in PLAIN else "attention's" if some else "all projections"
     if kind in MIXED:
-        return [NAMES[kind], placed(swaps), loss(kind, swaps), "its own forward", adapters, "transformers", "by transformers"]
+        return [
+            NAMES[kind],
+            placed(swaps),
+            loss(kind, swaps),
+            "its own forward, on a CPU",
+            adapters,
+            "transformers",
+            "by transformers",
+        ]
     if own:
         return [NAMES[kind], "torch's norms", "transformers'", "fused", adapters, "transformers", "as published"]
     loaded = "gpubound" if kind in TRAINED_BY_NAME else "transformers"
