@@ -19,7 +19,7 @@ from ..kernels.decode_product import ACTIVATIONS
 from ..kernels.dispatch import can_launch
 from ..kernels.rope import rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm
-from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, LayerWeights, UngatedWeights
+from ..models.decoding import AnyNorm, DenseWeights, LayerWeights
 from .layer import capped_attend
 
 if TYPE_CHECKING:
@@ -53,15 +53,13 @@ class CpuLinear:
 
 
 class CpuLayer(NamedTuple):
-    rest: LayerWeights  # of which a part after the MLP and the factor are read
-    more: list[CpuLinear]  # the products of that part
-    part: Any  # attention, or a recurrent layer
-    attention: Any  # its weights
-    mlp: DenseWeights | UngatedWeights
+    weights: LayerWeights
+    recurrent: Any  # the part in the place of attention; None: it is attention
     inputs: list[CpuLinear]  # of attention q, k and v together
     o: CpuLinear
     up: CpuLinear | None  # of DenseWeights the gate, too; None: there is no MLP
     down: CpuLinear | None
+    extra: list[CpuLinear]  # of a part after the MLP
 
 
 class CpuStep:
@@ -72,16 +70,18 @@ class CpuStep:
         self.finite = 0  # earlier positions are finite in every row: NaN would pass through a mask
         self.largest = torch.zeros(body.max_batch, 1, dtype=torch.int64, device=body.device)
         self.layers: list[CpuLayer] = []
+        self.windows: set[int] = set()
 
     def read_weights(self) -> None:
         """Read the runner's current weights."""
         self.layers = []
         for weights, (part, mlp, extra) in zip(self.body.live.layers, self.body.layers):
             *inputs, output = map(CpuLinear, part.products)
-            more = [CpuLinear(product) for product in (extra.products if extra else ())]
             up, down = map(CpuLinear, mlp.products) if mlp.products else (None, None)
-            own = part, part.weights, mlp.weights, inputs, output, up, down
-            self.layers.append(CpuLayer(weights, more, *own))
+            after = [CpuLinear(product) for product in (extra.products if extra else ())]
+            recurrent = None if weights.attention.state() is None else part
+            self.layers.append(CpuLayer(weights, recurrent, inputs, output, up, down, after))
+        self.windows = {layer.weights.attention.window for layer in self.layers if layer.recurrent is None}
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         body, rows = self.body, len(token)
@@ -91,8 +91,7 @@ class CpuStep:
             for cache in (t for store in body.cache.stores for t in store.tensors):
                 cache[:, :rows, :, self.finite : end] = 0
         self.finite = max(self.finite, end)
-        windows = {layer.attention.window for layer in self.layers if layer.attention.state() is None}
-        visible = {window: _visible(position, low, end, window) for window in windows}
+        visible = {window: _visible(position, low, end, window) for window in self.windows}
         index = position.long()
         # Most often all rows write new keys and values at one position, which a slice does faster.
         row, target = (slice(None), high) if low == high else (torch.arange(rows, device="cpu"), index)
@@ -102,22 +101,30 @@ class CpuStep:
         if body.positions is not None:
             x = x + body.positions[index]
         own_inputs = None if body.inputs is None else body.inputs.of_prompt(token, x)
-        for number, (rest, more, part, attention, mlp, inputs, o, up, down) in enumerate(self.layers):
+        for number, (weights, recurrent, inputs, o, up, down, extra) in enumerate(self.layers):
+            attention, mlp = weights.attention, weights.mlp
             h = _normed(x, attention.norm)
-            if attention.state() is not None:
-                mixed = part.mix([torch.cat([*linear(h)], -1).float() for linear in inputs], position, 0)
+            if recurrent is not None:
+                mixed = recurrent.mix([torch.cat([*linear(h)], -1).float() for linear in inputs], position, 0)
             else:
-                gate, rows_of = attention.apart(inputs[0](h))
-                q, *own = attention.heads(rows_of, _normed)
+                gates, split = attention.apart(inputs[0](h))
+                q, *own = attention.heads(split, _normed)
                 if attention.table is not None:
                     cos, sin = angles[attention.table]
-                    q, *own[:1] = (rotate(heads, cos, sin) for heads in (q, *own[:1]))
-                keys, values = (t[:rows] for t in body.cache.keys_values(number))
+                    q = rotate(q, cos, sin)
+                    if own:
+                        own[0] = rotate(own[0], cos, sin)
+                keys, values = body.cache.keys_values(number)
                 if own:
-                    keys[row, :, target], values[row, :, target] = own
+                    keys[:rows][row, :, target], values[:rows][row, :, target] = own
                 start, mask = visible[attention.window]
-                mixed = _attended(q, keys[:, :, start:end], values[:, :, start:end], mask, attention)
-                mixed = mixed if gate is None else mixed * gate.sigmoid()
+                keys, values, scale = keys[:rows, :, start:end], values[:rows, :, start:end], attention.scale
+                if attention.cap or attention.sinks is not None:
+                    mixed = capped_attend(q[:, :, None], keys, values, mask, scale, attention.cap, attention.sinks).flatten(1)
+                else:  # a group's query heads as queries of its one key head: no keys are repeated, as enable_gqa would
+                    grouped = q.unflatten(1, (keys.shape[1], -1))
+                    mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).flatten(1)
+                mixed = mixed if gates is None else mixed * gates.sigmoid()
             y = o(mixed)[0]
             before, x = x, x + _normed(y, attention.post_norm)
             if up is not None and down is not None:
@@ -127,26 +134,16 @@ class CpuStep:
                 else:
                     h = ACTIVATED[mlp.activation](first[0])
                 x = x + _normed(down(h)[0], mlp.post_norm)
-            if rest.extra is not None and own_inputs is not None:
-                gate, out = more
-                h = ACTIVATIONS[rest.extra.activation](gate(x)[0]) * own_inputs[:, number]
-                x = x + _normed(out(h)[0], rest.extra.post_norm)
-            if rest.factor is not None:
-                x = x * rest.factor
+            if weights.extra is not None and own_inputs is not None:
+                gate, out = extra
+                h = ACTIVATIONS[weights.extra.activation](gate(x)[0]) * own_inputs[:, number]
+                x = x + _normed(out(h)[0], weights.extra.post_norm)
+            if weights.factor is not None:
+                x = x * weights.factor
         logits = body.logits_of(_normed(x, body.live.norm))
         torch.max(logits, 1, keepdim=True, out=(body.best[:rows], self.largest[:rows]))
         body.arg[:rows] = self.largest[:rows]
         return logits
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: AttentionWeights) -> Tensor:
-    """Return the attention (B, H D) of queries (B, H, D) to the visible keys and values (B, K, L, D)."""
-    if weights.cap or weights.sinks is not None:
-        return capped_attend(q[:, :, None], k, v, mask, weights.scale, weights.cap, weights.sinks).flatten(1)
-    # A group's query heads are queries of its one key head: no keys are repeated, as enable_gqa would.
-    return F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), k, v, attn_mask=mask, scale=weights.scale).flatten(
-        1
-    )
 
 
 def _normed(x: Tensor, norm: AnyNorm) -> Tensor:

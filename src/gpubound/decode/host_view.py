@@ -33,6 +33,10 @@ class HostView:
         self.numbers, self.bytes_read = original.numbers, original.bytes_read
         self._read()
 
+    @property
+    def copied(self) -> Any:
+        return self.original.copied
+
     def refresh_copies(self) -> None:
         self.original.refresh_copies()
 

@@ -81,7 +81,7 @@ class MoELayer(Part):
         """Return ids and shares (B, S) of a step's experts."""
         w, rows = self.weights, len(x)
         scores, ids, shares = self._scores[:rows], self._ids[:rows], self._shares[:rows]
-        norm = getattr(w, "router_norm", None) or w.norm
+        norm = w.router_norm or w.norm
         if w.routing is None:
             route(x, norm, w.router.weight, w.normalise, scores, self._scored[:rows], ids, shares, mode)
             if w.factors is not None:
@@ -107,7 +107,7 @@ class MoELayer(Part):
 
     def _router_input(self, x: Tensor, h: Tensor) -> Tensor:
         """Return what the router reads for the stream x and its norm h."""
-        norm = getattr(self.weights, "router_norm", None)
+        norm = self.weights.router_norm
         return h if norm is None else normed(x.to(h.dtype), norm)
 
     def prompt(self, h: Tensor, x: Tensor | None = None) -> Tensor:
@@ -137,8 +137,7 @@ class MoELayer(Part):
             ids, shares = chosen_experts(scores, w.slots, w.routing)
         if self.workspace.routing_trace is not None:
             self.workspace.routing_trace.add(self.number, ids[-1:] if ids.dim() == 2 else ids[-1])
-        factors = getattr(w, "factors", None)
-        return ids, shares if factors is None else shares * factors.float()[ids]
+        return ids, shares if w.factors is None else shares * w.factors.float()[ids]
 
     def exact(self) -> Any:
         gate_up, down = self.experts.exact()

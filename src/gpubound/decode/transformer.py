@@ -618,7 +618,8 @@ class FusedRunner(ViewRunner):
                 yield capped_(logits, self.live.shape.logit_cap)
 
     def moved(self) -> str | None:
-        self.live.refresh_copies()
+        if self.live.copied is not None:
+            self.live.refresh_copies()
         self.form.refresh_copies()
         return self.live.moved() or self.form.changed()
 

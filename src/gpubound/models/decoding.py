@@ -378,6 +378,8 @@ class ColumnExpertWeights(PartWeights):
     limit: float
     post_norm: Norm | None = None
     parallel: ClassVar[bool] = False
+    router_norm: ClassVar[None] = None
+    factors: ClassVar[None] = None
 
     @property
     def routing(self) -> ExpertRouting:

@@ -19,6 +19,17 @@ from .reader import Reader
 from .registry import Maker
 
 
+def scaled_step(
+    block: Any, factor: float, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None
+) -> tuple[Tensor, Tensor]:
+    """Run a block whose parts' outputs are multiplied by `factor` before they are added to the stream."""
+    children = block._modules
+    attention, mlp = children["self_attn"], children["mlp"]
+    y, x = normed_for(attention, children["input_layernorm"], x, pending)
+    y, x = normed_for(mlp, children["post_attention_layernorm"], x, attention.mix(y, rope, mask) * factor)
+    return x, mlp.mix(y) * factor
+
+
 class MultipliedStack(HFStack):
     embedding_multiplier: float
 
@@ -27,11 +38,7 @@ class MultipliedStack(HFStack):
 
     @staticmethod
     def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None) -> tuple[Tensor, Tensor]:
-        children, factor = block._modules, block.residual_multiplier
-        attention, mlp = children["self_attn"], children["mlp"]
-        y, x = normed_for(attention, children["input_layernorm"], x, pending)
-        y, x = normed_for(mlp, children["post_attention_layernorm"], x, attention.mix(y, rope, mask) * factor)
-        return x, mlp.mix(y) * factor
+        return scaled_step(block, block.residual_multiplier, x, pending, rope, mask)
 
 
 class ScaledCausalLM(HFCausalLM):

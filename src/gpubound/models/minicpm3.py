@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..kernels.decode_product import Norm
 from ..layers.attention import Mask, Rope
-from ..layers.block import normed_for
 from .decoding import LatentAttentionWeights, Shape
-from .granite import ScaledCausalLM
+from .granite import ScaledCausalLM, scaled_step
 from .hf_modules import causal_lm, stack
 from .latent import SWAPS as LATENT, LatentReader, LatentStack
 from .registry import Maker
@@ -24,11 +23,7 @@ class ResidualScaledStack(LatentStack):
 
     @staticmethod
     def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None) -> tuple[Tensor, Tensor]:
-        children, factor = block._modules, block.residual_scale
-        attention, mlp = children["self_attn"], children["mlp"]
-        y, x = normed_for(attention, children["input_layernorm"], x, pending)
-        y, x = normed_for(mlp, children["post_attention_layernorm"], x, attention.mix(y, rope, mask) * factor)
-        return x, mlp.mix(y) * factor
+        return scaled_step(block, block.residual_scale, x, pending, rope, mask)
 
 
 SWAPS: dict[str, Maker] = LATENT | {

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.library import Library, fallthrough_kernel
 
 from ..device import PRETENDED
 
@@ -30,10 +31,10 @@ WIDEST = (
 )  # fmt: skip
 
 
-def autocast(library: torch.library.Library) -> list[torch.library.Library]:
+def autocast(library: Library) -> list[Library]:
     """Make torch.autocast work on the pretend device. Return objects that must stay alive."""
-    rest = torch.library.Library("_", "IMPL")
-    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    rest = Library("_", "IMPL")
+    rest.fallback(fallthrough_kernel, "AutocastPrivateUse1")
     for names, dtype_of in ((LOWER, _chosen), (FP32, _fp32), (WIDEST, _widest)):
         for name in names:
             library.impl(name, _casting(name, dtype_of), "AutocastPrivateUse1")
@@ -70,5 +71,4 @@ def _fp32(floats: list[torch.Tensor]) -> torch.dtype:
 
 
 def _widest(floats: list[torch.Tensor]) -> torch.dtype:
-    wide = any(tensor.dtype == torch.float32 for tensor in floats)
-    return torch.float32 if wide else torch.get_autocast_dtype(NAME)
+    return torch.float32 if any(tensor.dtype == torch.float32 for tensor in floats) else torch.get_autocast_dtype(NAME)
