@@ -212,3 +212,31 @@ def _cases(mark: pytest.Mark) -> list[tuple[tuple, str]]:
 
 def _pairs(row: tuple) -> set[tuple[int, int, int, int]]:
     return {(a, row[a][0], b, row[b][0]) for a, b in combinations(range(len(row)), 2)}
+
+
+def assert_chunks_match(chunked: Callable, recurrence: Callable, arguments: list[Tensor], names: str) -> None:
+    """Compare `chunked` of arguments (B, T, H, ...) and a state (B, H, ...) with `recurrence` of each row and head, in fp64.
+
+    Outputs, the state after the last token, and gradients.
+    """
+    *inputs, state = arguments = [t.requires_grad_() for t in arguments]
+    found = chunked(*arguments)
+    rows, heads = range(len(state)), range(state.shape[1])
+    each = [[recurrence(*(t[row, :, head] for t in inputs), state[row, head]) for head in heads] for row in rows]
+    want = (
+        torch.stack([torch.stack([o for o, _ in row], 1) for row in each]),
+        torch.stack([torch.stack([S for _, S in row]) for row in each]),
+    )
+    upstream = [draw(t.device, torch.float64, *t.shape, seed=6 + at) for at, t in enumerate(found)]
+    for name, mine, theirs in zip(("outputs", "state"), found, want):
+        same(name, mine, theirs, 1e-12)
+    got, wanted = (torch.autograd.grad(results, arguments, upstream) for results in (found, want))
+    for name, mine, theirs in zip(names, got, wanted):
+        same(name, mine, theirs, 1e-11)
+
+
+def assert_same_bits_in_any_batch(case: Callable) -> None:
+    """Assert that rows of an attention case give the bits that they give with other rows."""
+    together = case("triton")[0]
+    for rows in ([1], [2, 0], [3, 2, 1]):
+        assert torch.equal(case("triton", rows=rows)[0], together[rows])

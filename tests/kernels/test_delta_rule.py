@@ -8,7 +8,7 @@ from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.delta_rule import DeltaParameters, DeltaShape, chunked_delta_rule
 
-from .cases import agree, draw, pairwise, same
+from .cases import agree, assert_chunks_match, draw, pairwise, same
 
 
 def recurrence(q, k, v, g, beta, S):
@@ -117,14 +117,4 @@ def test_chunks_are_the_recurrence(device, length):
     k = k / k.norm(dim=-1, keepdim=True)
     g = -draw(device, torch.float64, B, length, H, seed=3).abs()
     beta, state = draw(device, torch.float64, B, length, H, seed=4).sigmoid(), draw(device, torch.float64, B, H, D, E, seed=5)
-    arguments = [t.requires_grad_() for t in (q, k, v, g, beta, state)]
-    o, last = chunked_delta_rule(*arguments)
-    heads = [[recurrence(*(t[row, :, head] for t in arguments[:5]), state[row, head]) for head in range(H)] for row in range(B)]
-    want = torch.stack([torch.stack([o for o, _ in row], 1) for row in heads])
-    want_last = torch.stack([torch.stack([S for _, S in row]) for row in heads])
-    same("outputs", o, want, 1e-12)
-    same("state", last, want_last, 1e-12)
-    upstream = draw(device, torch.float64, *o.shape, seed=6), draw(device, torch.float64, *last.shape, seed=7)
-    got, wanted = (torch.autograd.grad(results, arguments, upstream) for results in ((o, last), (want, want_last)))
-    for name, mine, theirs in zip("qkvgbS", got, wanted):
-        same(name, mine, theirs, 1e-11)
+    assert_chunks_match(chunked_delta_rule, recurrence, [q, k, v, g, beta, state], "qkvgbS")

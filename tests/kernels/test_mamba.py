@@ -8,7 +8,7 @@ from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.mamba import MambaParameters, MambaShape, chunked_mamba
 
-from .cases import agree, draw, pairwise, same
+from .cases import agree, assert_chunks_match, draw, pairwise, same
 
 
 def recurrence(x, b, c, g, S):
@@ -71,17 +71,7 @@ def test_chunks_are_the_recurrence(device, length):
     B, H, P, N = 2, 3, 8, 12
     v, b, c = (draw(device, torch.float64, B, length, H, width, seed=at) for at, width in enumerate((P, N, N)))
     g, state = -draw(device, torch.float64, B, length, H, seed=3).abs(), draw(device, torch.float64, B, H, P, N, seed=5)
-    arguments = [t.requires_grad_() for t in (v, b, c, g, state)]
-    y, last = chunked_mamba(*arguments)
-    heads = [[recurrence(*(t[row, :, head] for t in arguments[:4]), state[row, head]) for head in range(H)] for row in range(B)]
-    want = torch.stack([torch.stack([o for o, _ in row], 1) for row in heads])
-    want_last = torch.stack([torch.stack([S for _, S in row]) for row in heads])
-    same("outputs", y, want, 1e-12)
-    same("state", last, want_last, 1e-12)
-    upstream = draw(device, torch.float64, *y.shape, seed=6), draw(device, torch.float64, *last.shape, seed=7)
-    got, wanted = (torch.autograd.grad(results, arguments, upstream) for results in ((y, last), (want, want_last)))
-    for name, mine, theirs in zip("vbcgS", got, wanted):
-        same(name, mine, theirs, 1e-11)
+    assert_chunks_match(chunked_mamba, recurrence, [v, b, c, g, state], "vbcgS")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
