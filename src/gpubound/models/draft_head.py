@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ from ..errors import DataError
 from ..files import check_replaceable, make_folder, write_atomic, writing
 from ..kernels import rope
 from ..layers.attention import Rope, RopeTable, attend
-from ..layers.block import RMSNorm
+from ..layers.block import MLP, RMSNorm
 from .folder import WEIGHTS, opened, read_config, weight_files
 from .language_model import hidden_of
 from .llama.checkpoint import config_of, hf_config
@@ -69,18 +68,6 @@ class DraftAttention(nn.Module):
         return self.o_proj(mixed.flatten(-2))
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
-        super().__init__()
-        where: Any = {"device": device, "dtype": dtype, "bias": False}
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, **where)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, **where)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, **where)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DraftLayer(nn.Module):
     """The layer: attention over the normed embedding and feature, and an MLP. The feature is its residual stream."""
 
@@ -91,7 +78,7 @@ class DraftLayer(nn.Module):
         self.hidden_norm = RMSNorm(config.hidden, config.eps, **where)  # of the feature
         self.self_attn = DraftAttention(config, **where)
         self.post_attention_layernorm = RMSNorm(config.hidden, config.eps, **where)
-        self.mlp = GatedMLP(config, **where)
+        self.mlp = MLP(config.hidden, config.intermediate, **where)
 
     def forward(self, embedded: Tensor, x: Tensor, angles: Rope, mask: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
         both = torch.cat([self.input_layernorm(embedded), self.hidden_norm(x)], -1)
