@@ -27,7 +27,7 @@ from ..kernels import decode_attention, quantized_decode_attention
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from ..kernels.latent_attention import LatentCache
 from ..models.decoding import LatentAttentionWeights, LayerWeights, StateShape
-from .layer_state import LayerState
+from .layer_state import LayerState, ring_positions, write_rows
 from .request import to_device
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class LayerStore:
         """Allocate `blocks` rows or pages of `positions`. dtype: the model's, or one of KINDS."""
         size = layers, blocks, like.kv_heads, positions, like.head_dim
         self.k = torch.zeros(size, device=device, dtype=dtype)
-        self.v = torch.zeros(size if not like.latent else 0, device=device, dtype=dtype)
+        self.v = torch.zeros((*size[:-1], 0 if like.latent else like.head_dim), device=device, dtype=dtype)
         self.k_scale = self.v_scale = None
         if dtype in KINDS.values():
             self.k_scale, self.v_scale = (torch.zeros(size[:-1], device=device, dtype=torch.float32) for _ in range(2))
@@ -145,12 +145,6 @@ class LayerStore:
         if self.k_scale is not None and self.v_scale is not None:
             cache = cache._replace(k_scale=self.k_scale[place, stored], v_scale=self.v_scale[place, stored])
         return cache if self.pages is None else cache._replace(pages=self.pages[rows])
-
-    def latents_of(self, place: int, rows: slice) -> LatentCache:
-        """Return the latents of the store's layer number `place` for these rows."""
-        if self.pages is None:
-            return LatentCache(self.k[place, rows])
-        return LatentCache(self.k[place], self.pages[rows])
 
     def write(self, pairs: Pairs, start: int, targets: Tensor | None, ends: Tensor | None) -> list[Tensor]:
         """Write a prompt's values (B, T, K, ...) to the tensors of one layer, from position `start` on.
@@ -195,14 +189,7 @@ class WindowRing(LayerStore):
     """
 
     def __init__(
-        self,
-        layers: int,
-        rows: int,
-        length: int,
-        count: int,
-        like: CachedLayer,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: int, rows: int, length: int, count: int, like: CachedLayer, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(layers, rows * count, PAGE, like, dtype, device)
         self.window, self.count = like.window, count
@@ -210,24 +197,16 @@ class WindowRing(LayerStore):
         self.pages = first[:, None] + torch.arange(pages_for(length), device=device, dtype=torch.int32) % count
 
     def write(self, pairs: Pairs, start: int, targets: Tensor | None, ends: Tensor | None) -> list[Tensor]:
-        (rows, tokens), device, size = pairs[0][1].shape[:2], pairs[0][1].device, self.count * PAGE
-        # The last position of each place that the row has by now. A place whose position came before `start` stays.
-        last = torch.full((rows,), start + tokens, device=device) if ends is None else ends.clamp(max=start + tokens)
-        position = last[:, None] - 1 - (last[:, None] - 1 - torch.arange(size, device=device)) % size
-        source = torch.arange(rows, device=device)[:, None], (position - start).clamp(min=0)
-        earlier = torch.arange(max(0, start + 1 - self.window), start, device=device) % size  # in the window of the first token
-        results = []
+        size, first = self.count * PAGE, max(0, start + 1 - self.window)  # in the window of the first token
+        position, source = ring_positions(pairs[0][1], size, start, ends)
+        earlier, results = torch.arange(first, start, device=position.device) % size, []
         for cache, new in pairs:
             rings = cache.unflatten(0, (-1, self.count))
-            before = rings[slice(rows) if targets is None else targets[:, 0]].transpose(2, 3).flatten(1, 2)
+            before = rings[slice(len(new)) if targets is None else targets[:, 0]].transpose(2, 3).flatten(1, 2)
             stays = (position < start).view(*position.shape, *[1] * (new.dim() - 2))
             after = torch.where(stays, before, new[source]).unflatten(1, (self.count, PAGE)).transpose(2, 3)
             results.append((torch.cat([before[:, earlier], new], 1) if start else new).transpose(1, 2))
-            if targets is None:
-                rings[:rows] = after
-            else:
-                copies = after[:, None].expand(-1, targets.shape[1], *after.shape[1:]).flatten(0, 1)
-                as_integers(rings).index_copy_(0, targets.flatten(), as_integers(copies))
+            write_rows(as_integers(rings), as_integers(after), targets)
         return results
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
@@ -391,7 +370,8 @@ class Cache:
     def latents(self, number: int, rows: int) -> LatentCache:
         """Return the latents of layer `number` for the first rows."""
         store, place = self._indices[number]
-        return store.latents_of(place, slice(self.first, self.first + rows))
+        cache = store.of(place, slice(self.first, self.first + rows))
+        return LatentCache(cache.k, cache.pages)
 
     def extend_latents(self, number: int, start: int, rows: Tensor) -> Tensor:
         """Write a prompt's latents (B, T, 1, width) at positions from `start` on. Return all so far, (B, 1, S, width)."""

@@ -7,18 +7,14 @@ time, for scaled dot-product attention. In 16 bits both round a head's query or 
 Legend: B rows, T tokens of a prompt, S positions so far, H query heads.
 """
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import latent_attention, latent_queries, rope
 from ..kernels.decode_attention import MANY
-from ..kernels.decode_product import EARLY, FENCE
 from ..kernels.latent_attention import LatentScratch
 from ..kernels.rope import apart
-from ..layers.linear_product import fused_linear
 from ..models.decoding import LatentAttentionWeights
 from .layer import GEMV_ROWS, Part, Workspace, attend_prompt, normed
 
@@ -51,13 +47,12 @@ class CachedLatentAttention(Part):
         self._sums = workspace.buffer("sums", most, heads, self.rank)
         self._weights = workspace.buffer("weights", most, heads, 2)
         self._angles = workspace.tables[w.table]
-        self._first = number == workspace.cache.numbers[0]  # of its group: its product is the fence of triton/_step.py
 
     def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
         projected = self._projected[: len(x)]
-        h, norm = self.operand(x, mode, self._first)
-        self.down.norm_product(h, norm, projected, FENCE if self._first and mode == EARLY else mode)
+        h, norm = self.operand(x, mode, self.first)
+        self.down.norm_product(h, norm, projected, self.fenced(mode))
         q, latent = projected.split(self.widths, -1)
         if self.q is not None:
             # A product reads contiguous rows. Those of one row are.
@@ -66,22 +61,14 @@ class CachedLatentAttention(Part):
         return self._attend(q, latent, position, mode)
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
-        h = self.read(x, mode)
-        projected = fused_linear(h, self.down.matrices(), self.down.biases or None)
-        if self.down.added is not None:
-            self.down.added.add(h, *projected.split(self.widths, -1))
-        q, latent = projected.split(self.widths, -1)
+        q, latent = self.gemm(self.down, self.read(x, mode)).split(self.widths, -1)
         if self.q is not None:
             (q,) = self.linear(self.q, normed(q, self.weights.q_norm))
         return self._attend(q, latent, position, 0)
 
     def _attend(self, q: Tensor, latent: Tensor, position: Tensor, mode: int) -> Tensor:
-        w, rows = self.weights, len(q)
-        cache, queries, mixed = (
-            self.workspace.cache.latents(self.number, len(position)),
-            self._queries[:rows],
-            self._mixed[:rows],
-        )
+        w, rows, cache = self.weights, len(q), self.workspace.cache.latents(self.number, len(position))
+        queries, mixed = self._queries[:rows], self._mixed[:rows]
         latent_queries(q, latent, position, w.latent_norm, self.up, *self._angles, cache, queries, w.interleaved, mode)
         splits, tiles = _splits(rows, self.heads)
         sums, weights = (t[: rows * splits].view(rows, splits, *t.shape[1:]) for t in (self._sums, self._weights))
@@ -102,37 +89,25 @@ class CachedLatentAttention(Part):
         turned, key = rope(*pair, cos[start:end], sin[start:end])
         new = torch.cat([normed(latent, w.latent_norm).unsqueeze(-2), key], -1)
         cached = self.workspace.cache.extend_latents(self.number, start, new)[:, 0]  # (B, S, width of both)
-        value = w.value
         expanded = F.linear(cached[..., : self.rank], self.up).unflatten(-1, (self.heads, -1))
-        k, v = expanded.split([w.head_dim - width, value], -1)
+        k, v = expanded.split([w.head_dim - width, w.value], -1)
         k = torch.cat([k, cached[:, :, None, self.rank :].expand(-1, -1, self.heads, -1)], -1)
-        v = F.pad(v, (0, max(0, w.head_dim - value)))  # flash attention takes values as wide as keys
+        v = F.pad(v, (0, max(0, w.head_dim - w.value)))  # flash attention takes values as wide as keys
         q, k, v = (t.transpose(1, 2) for t in (torch.cat([plain, turned], -1), k, v))
         mixed = attend_prompt(q, k, v, cached.shape[1] - (end - start), 0, w.scale)
-        return self.linear(self.o, mixed[..., :value].flatten(2))[0]
-
-    def exact(self) -> LatentAttentionWeights:
-        """Return the weights with the values that a rounded format represents."""
-        (first, latent), (o,) = self.down.exact(), self.o.exact()
-        if self.q is None:
-            return replace(self.weights, q=first, latent=latent, o=o)
-        (q,) = self.q.exact()
-        return replace(self.weights, q_down=first, q=q, latent=latent, o=o)
+        return self.linear(self.o, mixed[..., : w.value].flatten(2))[0]
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), self.up]
 
     def ops(self) -> list[tuple[str, str, str]]:
         low = [] if self.q is None else [("norm, q", f"{self.q.prefix}norm_product", "")]
+        over = f"over latents of {self.rank} + {self.weights.rotated}, for {self.heads} heads"
         return [
             (f"{self.norm_in_product}q, latent", f"{self.down.prefix}norm_product", ""),
             *low,
             ("q W_K, rotation, cache", "latent_queries", ""),
-            (
-                "attention, W_V",
-                "latent_attention",
-                f"over latents of {self.rank} + {self.weights.rotated}, for {self.heads} heads",
-            ),
+            ("attention, W_V", "latent_attention", over),
             ("output", f"{self.o.prefix}add_product", ""),
         ]
 

@@ -10,7 +10,6 @@ moe.py has an MLP of experts, with the same methods.
 Legend: B rows, T tokens of a prompt, H query heads, K key and value heads, D width of a head.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,6 +172,18 @@ class Part:
             product.added.add(x, *results)
         return results
 
+    def gemm(self, product: Any, h: Tensor) -> Tensor:
+        """Return h (B, K) times the weights of a product side by side, with biases and adapters: one GEMM where it can be."""
+        rows = fused_linear(h, product.matrices(), product.biases or None)
+        if product.added is not None:
+            product.added.add(h, *rows.split([len(layer.weight) for layer in product.layers], -1))
+        return rows
+
+    def exact(self) -> Any:
+        """Return the weights with the values that a rounded format represents."""
+        exact = {id(layer): one for product in self.products for layer, one in zip(product.layers, product.exact())}
+        return self.weights.mapped(lambda value: exact.get(id(value), value))
+
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a step reads completely."""
         return self.weights.norms() + [tensor for product in self.products for tensor in product.tensors()]
@@ -220,8 +231,7 @@ class CachedAttention(Part):
         self.qkv = self.product(form.stacked(*inputs), *inputs)
         self.o = self.last = self.product(form.stacked(w.o), w.o)
         self.kv_heads = workspace.cache.layers[number].kv_heads
-        self._sizes = [len(layer.weight) for layer in inputs]
-        self._qkv = workspace.buffer("qkv", rows, sum(self._sizes))
+        self._qkv = workspace.buffer("qkv", rows, sum(len(layer.weight) for layer in inputs))
         self._mixed = workspace.buffer("mixed", rows, w.query_heads * w.head_dim, dtype=workspace.dtype)
         most = max(n * _splits(n, self.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
         self._partial = workspace.buffer("partial", most, self.kv_heads, w.query_heads // self.kv_heads, w.head_dim + 2)
@@ -237,10 +247,7 @@ class CachedAttention(Part):
         return self._mixed[:rows]
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
-        h = self.read(x, mode)
-        qkv = fused_linear(h, self.qkv.matrices(), self.qkv.biases or None)
-        if self.qkv.added is not None:
-            self.qkv.added.add(h, *qkv.split(self._sizes, -1))
+        qkv = self.gemm(self.qkv, self.read(x, mode))
         self._attend(len(x), qkv, position, 0)  # a dependent launch after cuBLAS takes 0.4 us longer (H200, 350m, 32 rows)
         return self._mixed[: len(x)]
 
@@ -268,11 +275,6 @@ class CachedAttention(Part):
         scratch = Scratch(partial, self._finished[: rows * kv_heads], tiles)
         self.workspace.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
-    def exact(self) -> AttentionWeights:
-        """Return the weights with the values that a rounded format represents."""
-        (o,) = self.o.exact()
-        return replace(self.weights, **dict(zip(self.weights.inputs, self.qkv.exact())), o=o)
-
     def ops(self) -> list[tuple[str, str, str]]:
         attention = self.workspace.cache.layout.op
         return [
@@ -299,20 +301,12 @@ class DenseMLP(Part):
         return y
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
-        h = self.read(x, mode)
-        both = fused_linear(h, self.gate_up.matrices(), self.gate_up.biases or None)
-        if self.gate_up.added is not None:
-            self.gate_up.added.add(h, *both.chunk(2, -1))
-        return gated(self.weights.activation, both)
+        return gated(self.weights.activation, self.gemm(self.gate_up, self.read(x, mode)))
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""
         h = gated(self.weights.activation, *self.linear(self.gate_up, h))
         return self.linear(self.down, h)[0]
-
-    def exact(self) -> DenseWeights:
-        (gate, up), (down,) = self.gate_up.exact(), self.down.exact()
-        return replace(self.weights, gate=gate, up=up, down=down)
 
     def ops(self) -> list[tuple[str, str, str]]:
         first = f"{self.norm_in_product}gate, up"
@@ -348,10 +342,6 @@ class UngatedMLP(Part):
         """Return the MLP's output for normed h (B, T, hidden)."""
         return self.linear(self.down, self._activate(h))[0]
 
-    def exact(self) -> UngatedWeights:
-        (up,), (down,) = self.up.exact(), self.down.exact()
-        return replace(self.weights, up=up, down=down)
-
     def ops(self) -> list[tuple[str, str, str]]:
         first = (f"{self.norm_in_product}up", f"{self.up.prefix}norm_product", "")
         return [first, ("activation", "activate_rows", ""), ("down", f"{self.down.prefix}add_product", "")]
@@ -369,9 +359,6 @@ class NoMLP(Part):
 
     def prompt(self, h: Tensor) -> Tensor:
         return torch.zeros_like(h)
-
-    def exact(self) -> Any:
-        return self.weights
 
     def ops(self) -> list[tuple[str, str, str]]:
         return []

@@ -50,10 +50,6 @@ class LayerInput(Part):
     def _gate_by(self, x: Tensor, inputs: Tensor) -> Tensor:
         return ACTIVATIONS[self.weights.activation](self.linear(self.gate, x)[0]) * inputs.to(x.dtype)
 
-    def exact(self) -> LayerInputWeights:
-        (gate,), (out,) = self.gate.exact(), self.out.exact()
-        return LayerInputWeights(gate, out, self.weights.activation, self.weights.post_norm)
-
     def ops(self) -> list[tuple[str, str, str]]:
         return [
             ("layer input's gate", f"{self.gate.prefix}norm_product", ""),

@@ -32,14 +32,11 @@ class LayerState:
 
         targets, ends: as of kv_cache.LayerStore.write
         """
-        (rows, tokens), slots, device = x.shape[:2], self.ring.shape[1], x.device
-        mine = slice(rows) if targets is None else targets[:, 0]
-        # The last position of each place that the row has by now. A place whose position came before `start` stays.
-        last = torch.full((rows,), start + tokens, device=device) if ends is None else ends.clamp(max=start + tokens)
-        position = last[:, None] - 1 - (last[:, None] - 1 - torch.arange(slots, device=device)) % slots
-        before, earlier = self.ring[mine], torch.arange(start + 1 - self.taps, start, device=device)
-        past = before[:, earlier % slots].masked_fill((earlier < 0)[:, None], 0)
-        new = x[torch.arange(rows, device=device)[:, None], (position - start).clamp(min=0)]
+        slots = self.ring.shape[1]
+        position, source = ring_positions(x, slots, start, ends)
+        before = self.ring[slice(len(x)) if targets is None else targets[:, 0]]
+        earlier = torch.arange(start + 1 - self.taps, start, device=x.device)
+        past, new = before[:, earlier % slots].masked_fill((earlier < 0)[:, None], 0), x[source]
         write_rows(self.ring, torch.where((position < start)[..., None], before, new), targets)
         return torch.cat([past, x], 1)
 
@@ -59,6 +56,15 @@ class LayerState:
         """Copy the state of the rows `sources` to the rows `targets`."""
         for t in self.tensors:
             t.index_copy_(0, targets, t[sources])
+
+
+def ring_positions(x: Tensor, size: int, start: int, ends: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the last position (B, size) at each place of a ring once x (B, T, ...) of a prompt from `start` on is written, and
+    its index in x. What is at a place whose position came before `start` stays."""
+    (rows, tokens), device = x.shape[:2], x.device
+    last = torch.full((rows,), start + tokens, device=device) if ends is None else ends.clamp(max=start + tokens)
+    position = last[:, None] - 1 - (last[:, None] - 1 - torch.arange(size, device=device)) % size
+    return position, (torch.arange(rows, device=device)[:, None], (position - start).clamp(min=0))
 
 
 def write_rows(state: Tensor, new: Tensor, targets: Tensor | None) -> None:

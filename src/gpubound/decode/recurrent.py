@@ -3,7 +3,6 @@
 Legend: B rows, T tokens of a prompt, C channels of a convolution.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 from ..kernels import delta_step, grouped_norm_rows, mamba_step, short_conv
 from ..kernels.delta_rule import chunked_delta_rule, delta_inputs, gated_norm
 from ..kernels.mamba import chunked_mamba, group_normed, mamba_inputs
-from ..layers.linear_product import fused_linear
 from ..models.recurrent import DeltaWeights, MambaWeights, RecurrentWeights, ShortConvWeights
 from .layer import Part, Workspace
 
@@ -43,13 +41,8 @@ class RecurrentLayer(Part):
         return self.mix(rows, position, mode)
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
-        h, rows = self.read(x, mode), []
-        for product in self.inputs:
-            out = fused_linear(h, product.matrices(), product.biases or None)
-            if product.added is not None:
-                product.added.add(h, *out.split([len(layer.weight) for layer in product.layers], -1))
-            rows.append(out.float())
-        return self.mix(rows, position, 0)
+        h = self.read(x, mode)
+        return self.mix([self.gemm(product, h).float() for product in self.inputs], position, 0)
 
     def mix(self, rows: list[Tensor], position: Tensor, mode: int) -> Tensor:
         """Return the input of the last product for rows (B T, ...) of the input products, in fp32. The state goes on."""
@@ -80,12 +73,6 @@ class RecurrentLayer(Part):
         """Return which of a prompt's tokens (B, T) from `start` on are no padding; None: all."""
         ends = self.workspace.cache.ends
         return None if ends is None else torch.arange(start, start + tokens, device=ends.device) < ends[:, None]
-
-    def exact(self) -> RecurrentWeights:
-        """Return the weights with the values that a rounded format represents."""
-        inputs = tuple(layer for product in self.inputs for layer in product.exact())
-        (output,) = self.last.exact()
-        return replace(self.weights, inputs=inputs, output=output)
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + self.weights.vectors()
