@@ -3,6 +3,7 @@
 Legend: B rows, T tokens of a prompt, C channels of a convolution.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,10 +70,12 @@ class RecurrentLayer(Part):
         padded = self.state.extend(x, start, cache.targets, cache.ends)
         return F.conv1d(padded.transpose(1, 2), w.conv[:, None], w.conv_bias, groups=len(w.conv)).transpose(1, 2)
 
-    def live(self, start: int, tokens: int) -> Tensor | None:
-        """Return which of a prompt's tokens (B, T) from `start` on are no padding; None: all."""
-        ends = self.workspace.cache.ends
-        return None if ends is None else torch.arange(start, start + tokens, device=ends.device) < ends[:, None]
+    def unpadded(self, start: int, *rows: Tensor) -> Sequence[Tensor]:
+        """Return rows (B, T, H, ...) of a prompt's tokens from `start` on, with zeros for padding, which may be NaN."""
+        if (ends := self.workspace.cache.ends) is None:
+            return rows
+        padding = torch.arange(start, start + rows[0].shape[1], device=ends.device) >= ends[:, None]
+        return [t.masked_fill(padding.view(*padding.shape, *[1] * (t.dim() - 2)), 0.0) for t in rows]
 
     def tensors(self) -> list[Tensor]:
         return super().tensors() + self.weights.vectors()
@@ -109,9 +112,7 @@ class GatedDelta(RecurrentLayer):
         q, k, v, z, b, a = w.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
         x = F.silu(self.convolved(torch.cat([q, k, v], -1), start))
         q, k, v, g, beta = delta_inputs(x, b, a, w.parameters(), w.shape)
-        if (live := self.live(start, q.shape[1])) is not None:  # padding neither forgets nor writes, and may be NaN
-            g, beta = (t.masked_fill(~live[..., None], 0.0) for t in (g, beta))
-            k, v = (t.masked_fill(~live[..., None, None], 0.0) for t in (k, v))
+        k, v, g, beta = self.unpadded(start, k, v, g, beta)
         o, matrix = chunked_delta_rule(
             q, k, v, g, beta, state.matrix_before(start, len(q), cache.targets), x.dtype == torch.float32
         )
@@ -141,9 +142,7 @@ class Mamba(RecurrentLayer):
         z, x, dt = w.shape.parts(rows[0])
         x = F.silu(self.convolved(x, start))
         v, b, c, g, skipped = mamba_inputs(x, dt, w.parameters(), w.shape)
-        if (live := self.live(start, v.shape[1])) is not None:  # padding neither forgets nor writes, and may be NaN
-            g = g.masked_fill(~live[..., None], 0.0)
-            v, b = (t.masked_fill(~live[..., None, None], 0.0) for t in (v, b))
+        v, b, g = self.unpadded(start, v, b, g)
         y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets), x.dtype == torch.float32)
         state.write_matrix(matrix, targets)
         y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))

@@ -4,10 +4,11 @@
 
 for each chunk of L tokens: the gated delta rule (delta_rule.py), and without w Mamba-2 (mamba.py).
 
-Legend: R rows (a head of a sequence each), n chunks, L tokens a chunk, D width of a key, E of a value.
+Legend: B sequences of T tokens, H heads, R = B H rows, n chunks, L tokens a chunk, D width of a key, E of a value.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import implementation
@@ -63,3 +64,27 @@ def chunk_scan_reference(
         outputs.append(q[:, chunk] @ S + p[:, chunk] @ new)
         S = S * decay[:, chunk, None, None] + k[:, chunk].transpose(-1, -2) @ new
     return torch.stack(outputs, 1).to(state.dtype), S.to(state.dtype)
+
+
+def in_chunks(g: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors (B, T, H, ...) in chunks (B, H, n, L, ...), padded by zeros, which neither forget nor write; and of logs
+    of decays g (B, T, H) the log of what each token leaves of a state, and what it leaves (..., L, L) of each token's write."""
+    pad = -g.shape[1] % CHUNK
+    padded = (F.pad(t, (*[0, 0] * (t.dim() - 2), 0, pad)) if pad else t for t in (g, *tensors))
+    g, *split = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in padded)
+    total = g.cumsum(-1)
+    causal = torch.ones(CHUNK, CHUNK, device=g.device, dtype=torch.bool).tril()
+    return [*split, total, (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()]
+
+
+def scan_chunks(
+    u: Tensor, w: Tensor | None, q: Tensor, k: Tensor, total: Tensor, left: Tensor, state: Tensor | None, precise: bool
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, n L, H, E) and the last states (B, H, D, E) of chunks by `in_chunks`. state: None begins with zeros"""
+    (B, H, *_, E), D = u.shape, q.shape[-1]
+    scores, q = q @ k.transpose(-1, -2) * left, q * total.exp()[..., None]
+    k, decay = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
+    S = u.new_zeros(B, H, D, E) if state is None else state.to(u.dtype)
+    u, q, scores, k, decay, S = (t.flatten(0, 1) for t in (u, q, scores, k, decay, S))
+    o, S = chunk_scan(u, None if w is None else w.flatten(0, 1), q, scores, k, decay, S, precise)
+    return o.view(B, H, -1, E).transpose(1, 2), S.view(B, H, D, E)

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunk_scan import CHUNK, chunk_scan
+from .chunk_scan import in_chunks, scan_chunks
 from .decode_product import WRITTEN, Norm
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
-from .short_conv import ring_convolution
+from .short_conv import check_recurrence, ring_convolution
 
 TINY = 1e-6  # added to the square of a key's length
 
@@ -40,6 +40,11 @@ class DeltaShape(NamedTuple):
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The sizes of a row's state."""
+        return self.value_heads, self.key_width, self.value_width
 
     @property
     def columns(self) -> int:
@@ -78,21 +83,15 @@ def delta_step(
     state     (B, H, D, E) fp32
     out       (B, H E)
     """
-    op, rows, (N, H, D, E, _) = "delta_step", len(ring), shape
+    op, rows, (N, H, _, E, _) = "delta_step", len(ring), shape
     conv, a_log, dt, norm = parameters
     if H % N:
         raise ValueError(f"{op}: shape: {H} value heads must divide evenly among {N} key heads.")
-    require(op, "x", x, torch.float32, (rows, shape.columns), x.device, "norm_product writes it")
+    check_recurrence(op, x, position, ring, state, conv, shape)
     require(op, "gates", gates, torch.float32, (rows, 2 * H), x.device, "norm_product writes it")
-    require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
-    require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
-    require(op, "state", state, torch.float32, (rows, H, D, E), x.device, "it is written in place")
-    require(op, "parameters.conv", conv, None, (shape.channels, "taps"), x.device, "it has the taps of each channel")
     for name, t, size in (("a_log", a_log, H), ("dt", dt, H), ("norm.weight", norm.weight, E)):
         require(op, f"parameters.{name}", t, None, (size,), x.device, "it has one number a head, or a column")
     require(op, "out", out, None, (rows, H * E), x.device, WRITTEN)
-    if ring.shape[1] < conv.shape[1]:
-        raise ValueError(f"{op}: ring: got {ring.shape[1]} places, wanted {conv.shape[1]} or more, one for each tap.")
     kernel = implementation(op, conv, None, (*shape, conv.shape[1]))
     return kernel(x, gates, position, ring, state, parameters, shape, out, dependent)
 
@@ -162,24 +161,12 @@ def chunked_delta_rule(
 
     q, k, v, g, beta: as of `delta_inputs`. precise: as of `chunk_scan`
     """
-    B, T, H, D = q.shape
-    pad = -T % CHUNK
-    if pad:  # tokens that neither forget nor write
-        q, k, v = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (q, k, v))
-        g, beta = (F.pad(t, (0, 0, 0, pad)) for t in (g, beta))
-    q, k, v = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (q, k, v))  # (B, H, chunks, CHUNK, D)
-    g, beta = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (g, beta))
-    total = g.cumsum(-1)  # the log of what is left at each token of a state before its chunk
-    causal = torch.ones(CHUNK, CHUNK, device=q.device, dtype=torch.bool).tril()
-    left = (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
+    tokens = q.shape[1]
+    q, k, v, beta, total, left = in_chunks(g, q, k, v, beta)
     written = beta[..., None] * k
     system = (written @ k.transpose(-1, -2) * left).tril(-1)  # its diagonal of ones is implied
     right = torch.cat([beta[..., None] * v, written * total.exp()[..., None]], -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, read = solved.split([v.shape[-1], D], -1)
-    scores, q = q @ k.transpose(-1, -2) * left, q * total.exp()[..., None]
-    k, decay = k * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
-    S = q.new_zeros(B, H, D, v.shape[-1]) if state is None else state.to(q.dtype)
-    values, read, q, scores, k, decay, S = (t.flatten(0, 1) for t in (values, read, q, scores, k, decay, S))
-    o, S = chunk_scan(values, read, q, scores, k, decay, S, precise)
-    return o.view(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2), S.view(B, H, D, -1)
+    values, read = solved.split([v.shape[-1], k.shape[-1]], -1)
+    o, S = scan_chunks(values, read, q, k, total, left, state, precise)
+    return o[:, :tokens], S

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .chunk_scan import CHUNK, chunk_scan
+from .chunk_scan import in_chunks, scan_chunks
 from .decode_product import WRITTEN, Norm
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
-from .short_conv import ring_convolution
+from .short_conv import check_recurrence, ring_convolution
 
 
 class MambaShape(NamedTuple):
@@ -30,6 +30,11 @@ class MambaShape(NamedTuple):
     groups: int
     state: int
     least: float = 0.0  # dt is no smaller
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The sizes of a row's state."""
+        return self.heads, self.width, self.state
 
     @property
     def inner(self) -> int:
@@ -70,22 +75,16 @@ def mamba_step(
     state     (B, H, P, N) fp32
     out       (B, H P) fp32
     """
-    op, rows, (H, P, G, N, _) = "mamba_step", len(ring), shape
+    op, rows, (H, P, G, *_) = "mamba_step", len(ring), shape
     conv, bias, *vectors = parameters
     if H % G:
         raise ValueError(f"{op}: shape: {H} heads must divide evenly among {G} groups.")
-    require(op, "x", x, torch.float32, (rows, shape.columns), x.device, "norm_product writes it")
-    require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
-    require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
-    require(op, "state", state, torch.float32, (rows, H, P, N), x.device, "it is written in place")
-    require(op, "parameters.conv", conv, None, (shape.channels, "taps"), x.device, "it has the taps of each channel")
+    check_recurrence(op, x, position, ring, state, conv, shape)
     if bias is not None:
         require(op, "parameters.conv_bias", bias, None, (shape.channels,), x.device, "it has one number for each channel")
     for name, t in zip(("a_log", "dt", "skip"), vectors):
         require(op, f"parameters.{name}", t, None, (H,), x.device, "it has one number for each head")
     require(op, "out", out, torch.float32, (rows, H * P), x.device, WRITTEN)
-    if ring.shape[1] < conv.shape[1]:
-        raise ValueError(f"{op}: ring: got {ring.shape[1]} places, wanted {conv.shape[1]} or more, one for each tap.")
     kernel = implementation(op, conv, None, (*shape[:4], conv.shape[1], bias is not None))
     return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
@@ -140,20 +139,10 @@ def chunked_mamba(
 
     v, b, c, g: as of `mamba_inputs`. precise: as of `chunk_scan`
     """
-    B, T, H, P = v.shape
-    if pad := -T % CHUNK:  # tokens that neither forget nor write
-        v, b, c = (F.pad(t, (0, 0, 0, 0, 0, pad)) for t in (v, b, c))
-        g = F.pad(g, (0, 0, 0, pad))
-    v, b, c, g = (t.transpose(1, 2).unflatten(2, (-1, CHUNK)) for t in (v, b, c, g))  # (B, H, chunks, CHUNK, ...)
-    total = g.cumsum(-1)  # the log of what is left at each token of a state before its chunk
-    causal = torch.ones(CHUNK, CHUNK, device=v.device, dtype=torch.bool).tril()
-    left = (total[..., None] - total[..., None, :]).masked_fill(~causal, float("-inf")).exp()
-    scores, c = c @ b.transpose(-1, -2) * left, c * total.exp()[..., None]
-    b, decay = b * (total[..., -1:] - total).exp()[..., None], total[..., -1].exp()
-    S = v.new_zeros(B, H, b.shape[-1], P) if state is None else state.to(v.dtype).transpose(-1, -2)
-    v, c, scores, b, decay, S = (t.flatten(0, 1) for t in (v, c, scores, b, decay, S))
-    y, S = chunk_scan(v, None, c, scores, b, decay, S, precise)
-    return y.view(B, H, -1, P)[:, :, :T].transpose(1, 2), S.view(B, H, -1, P).transpose(-1, -2)
+    tokens = v.shape[1]
+    v, b, c, total, left = in_chunks(g, v, b, c)
+    y, S = scan_chunks(v, None, c, b, total, left, None if state is None else state.transpose(-1, -2), precise)
+    return y[:, :tokens], S.transpose(-1, -2)
 
 
 def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:

@@ -6,6 +6,8 @@ step may be repeated. Inputs before a row's first position are zeros, whatever i
 Legend: B rows, T tokens a row in a step, C channels, K taps of the convolution, P places of the ring, at least K - 1 + T.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,18 @@ def short_conv_reference(
     known = (position >= 0).view(len(ring), -1, 1)
     out.copy_(torch.where(known, output_gate * convolved, torch.nan).flatten(0, 1))
     return out, ring
+
+
+def check_recurrence(op: str, x: Tensor, position: Tensor, ring: Tensor, state: Tensor, conv: Tensor, shape: Any) -> None:
+    """Check what a step reads and writes besides a layer's own parameters. shape: has its `columns`, `channels` and `matrix`"""
+    rows = len(ring)
+    require(op, "x", x, torch.float32, (rows, shape.columns), x.device, "norm_product writes it")
+    require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
+    require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
+    require(op, "state", state, torch.float32, (rows, *shape.matrix), x.device, "it is written in place")
+    require(op, "parameters.conv", conv, None, (shape.channels, "taps"), x.device, "it has the taps of each channel")
+    if ring.shape[1] < conv.shape[1]:
+        raise ValueError(f"{op}: ring: got {ring.shape[1]} places, wanted {conv.shape[1]} or more, one for each tap.")
 
 
 def ring_convolution(x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,12 +33,14 @@ class RecurrentWeights(PartWeights):
     post_norm: ClassVar[None] = None
 
     def state(self) -> StateShape:
-        raise NotImplementedError
+        recurrence: Any = getattr(self, "shape", None)
+        channels, taps = self.conv.shape
+        return StateShape(channels, taps, () if recurrence is None else recurrence.matrix)
 
     @property
     def width(self) -> int:
         """The columns of the output layer's input."""
-        raise NotImplementedError
+        return self.output.weight.shape[1]
 
     def vectors(self) -> list[Tensor]:
         """Return the weights that are no matrices."""
@@ -77,14 +79,6 @@ class RecurrentWeights(PartWeights):
 class ShortConvWeights(RecurrentWeights):
     """LFM2's convolution of the product of two projections, times a third."""
 
-    def state(self) -> StateShape:
-        channels, taps = self.conv.shape
-        return StateShape(channels, taps)
-
-    @property
-    def width(self) -> int:
-        return len(self.conv)
-
     def mixed(self, rows: list[Tensor]) -> Tensor:
         gate, output_gate, value = rows[0].chunk(3, -1)
         return output_gate * self.convolved(gate * value)
@@ -99,14 +93,6 @@ class DeltaWeights(RecurrentWeights):
     head_norm: Norm
     shape: DeltaShape
 
-    def state(self) -> StateShape:
-        channels, taps = self.conv.shape
-        return StateShape(channels, taps, (self.shape.value_heads, self.shape.key_width, self.shape.value_width))
-
-    @property
-    def width(self) -> int:
-        return self.shape.value_heads * self.shape.value_width
-
     def groups(self) -> list[tuple[Linear, ...]]:
         half = len(self.inputs) // 2
         return [self.inputs[:half], self.inputs[half:], (self.output,)]
@@ -119,7 +105,7 @@ class DeltaWeights(RecurrentWeights):
         q, k, v, z, b, a = self.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
         x = F.silu(self.convolved(torch.cat([q, k, v], -1)))
         q, k, v, g, beta = (t[0] for t in delta_inputs(x[None], b[None], a[None], self.parameters(), self.shape))
-        S, outputs = q.new_zeros(self.state().matrix), []
+        S, outputs = q.new_zeros(self.shape.matrix), []
         for t in range(len(q)):
             S = S * g[t].exp()[:, None, None]
             change = beta[t][:, None] * (v[t] - torch.einsum("hde,hd->he", S, k[t]))
@@ -139,14 +125,6 @@ class MambaWeights(RecurrentWeights):
     norm_groups: int
     shape: MambaShape
 
-    def state(self) -> StateShape:
-        channels, taps = self.conv.shape
-        return StateShape(channels, taps, (self.shape.heads, self.shape.width, self.shape.state))
-
-    @property
-    def width(self) -> int:
-        return self.shape.inner
-
     def parameters(self) -> MambaParameters:
         return MambaParameters(self.conv, self.conv_bias, self.a_log, self.dt, self.skip)
 
@@ -154,7 +132,7 @@ class MambaWeights(RecurrentWeights):
         z, x, dt = self.shape.parts(rows[0])
         x = F.silu(self.convolved(x))
         v, b, c, g, skipped = (t[0] for t in mamba_inputs(x[None], dt[None], self.parameters(), self.shape))
-        S, outputs = v.new_zeros(self.state().matrix), []
+        S, outputs = v.new_zeros(self.shape.matrix), []
         for t in range(len(v)):
             S = S * g[t].exp()[:, None, None] + v[t][..., None] * b[t][:, None]
             outputs.append(torch.einsum("hpn,hn->hp", S, c[t]))
