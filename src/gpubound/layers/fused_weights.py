@@ -237,6 +237,13 @@ class Projecting(nn.Module):
         """Return the layers' outputs, a product each, where `Stacked` refuses."""
         return [run_linear(layer, x) for layer in self.projections()]
 
+    def products(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the layers' outputs, of one product where their weights can be neighbours in memory."""
+        joined = self.stacked.joined(self.projections())
+        if joined is None:
+            return self.one_by_one(x)
+        return multiply(x, joined).split([len(weight) for weight in joined.weights], -1)
+
     def as_one(self) -> bool:
         """Return whether the projections are one product; before the first call, whether they will be."""
         stacked: Stacked | None = self.__dict__.get("stacked")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..kernels.gated import gated
 from ..layers.fused_weights import run_linear
-from ..layers.linear_product import multiply
 from .gemma4 import any_norm, shared_attention
 from .hf_modules import HFMLP, mlp, tried_causal_lm
 from .reader import Reader
@@ -25,8 +24,7 @@ class SparseGateMLP(HFMLP):
     def mix(self, x: Tensor) -> Tensor:
         if self.activation_sparsity <= 0:
             return super().mix(x)
-        joined = self.stacked.joined(self.projections())
-        gate, up = self.one_by_one(x) if joined is None else multiply(x, joined).chunk(2, -1)
+        gate, up = self.products(x)
         return run_linear(self._modules["down_proj"], gated(self.activation, self._gaussian_topk(gate), up.contiguous()))
 
 

@@ -20,7 +20,6 @@ from ..kernels.gated import gated
 from ..layers.attention import Mask, Rope
 from ..layers.block import run_blocks
 from ..layers.fused_weights import Kernels, hooked, run_linear
-from ..layers.linear_product import multiply
 from .decoding import (
     AttentionWeights,
     DenseAndExpertWeights,
@@ -95,9 +94,7 @@ class SharedAttention(HFAttention):
     def heads_of(self, x: Tensor, turn: Rope, shared: Shared, cache: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, H, T, D), k and v (B, K, L, D)."""
         children: dict[str, Any] = self._modules
-        joined = self.stacked.joined(self.projections())
-        rows = self.one_by_one(x) if joined is None else multiply(x, joined).split([len(w) for w in joined.weights], -1)
-        q, *own = (t.unflatten(-1, (-1, self.head_dim)) for t in rows)
+        q, *own = (rows.unflatten(-1, (-1, self.head_dim)) for rows in self.products(x))
         q = children["q_norm"](q)
         if own:
             q, k = rope(q, children["k_norm"](own[0]), *turn)
@@ -336,16 +333,12 @@ class Gemma4Reader(SandwichReader):
         trunk = self.trunk
         if "per_layer_model_projection" not in trunk._modules:
             return None
-        table, norm, factor = (
-            trunk.embed_tokens_per_layer,
-            trunk.per_layer_projection_norm,
-            trunk.per_layer_model_projection_scale,
-        )
+        table, norm = trunk.embed_tokens_per_layer, trunk.per_layer_projection_norm
         return LayerInputs(
             weight_of(table),
             float(table.embed_scale.to(table.weight.dtype)),
             linear_of(trunk.per_layer_model_projection),
-            Norm(weight_of(norm), norm.eps / factor**2),  # of the product before its factor
+            Norm(weight_of(norm), norm.eps / trunk.per_layer_model_projection_scale**2),  # of the product before its factor
             float(trunk.per_layer_input_scale),
         )
 

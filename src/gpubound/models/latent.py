@@ -19,7 +19,7 @@ from ..kernels.rope import apart, together
 from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import MLP, must_be_called, normed_for
 from ..layers.fused_weights import Kernels, run_linear
-from ..layers.linear_product import format_of, multiply
+from ..layers.linear_product import format_of
 from .decoding import ExpertWeights, LatentAttentionWeights
 from .hf_modules import HFAttention, HFNorm, HFStack, attention, mlp, norm, stack
 from .mixtral import SparseReader, sparse_causal_lm
@@ -63,13 +63,7 @@ class HFLatentAttention(HFAttention):
     def turned(self, x: Tensor, turn: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, T, H, D), the normed latents (B, T, R) and the rotated keys that all heads share (B, T, 1, 2P)."""
         children: dict[str, Any] = self._modules
-        joined = self.stacked.joined(self.projections())
-        if joined is None:
-            low, latent = self.one_by_one(x)
-        else:
-            width = self.kv_lora_rank + self.qk_rope_head_dim
-            packed = multiply(x, joined)
-            low, latent = packed.split([packed.shape[-1] - width, width], -1)
+        low, latent = self.products(x)
         latent, key = latent.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         q = run_linear(children["q_b_proj"], children["q_a_layernorm"](low)) if self.PROJECTIONS[0] == "q_a_proj" else low
         q = q.unflatten(-1, (self.num_heads, -1))

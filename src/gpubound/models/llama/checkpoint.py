@@ -21,7 +21,7 @@ from ..quantized.fill import fill
 from ..registry import FAMILIES, Sizes
 from ..storing import Weights, read_model, unread_model, write_model
 from .decoder import BOTH_DIRECTIONS, PRESETS as PRESETS, Decoder, DecoderConfig
-from .masked import DREAM, LLADA, masked_config, masked_hf_config
+from .masked import DREAM, HF_NAMES, LLADA, masked_config, masked_hf_config, sizes_of
 
 FOREIGN = True
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", LLADA, DREAM)  # model_types that Decoder implements
@@ -172,20 +172,20 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     rope, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
     rope = scaling | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
-    positions, heads = fields.size("max_position_embeddings", largest=2**31), fields.size("num_attention_heads")
+    values = sizes_of(fields, HF_NAMES)
     window = about.get("sliding_window") if about.get("use_sliding_window", family == "mistral") else None
     if window is not None:
         fields.size("sliding_window", largest=2**31)
     for missing, wanted in (
         (f"no rope scaling {kind!r}", kind not in ("default", "llama3")),
         (f"no hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
-        ("no sliding window shorter than its positions", window is not None and window < positions),
+        ("no sliding window shorter than its positions", window is not None and window < values["positions"]),
         ("no bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
     ):
         if wanted:
             raise Beyond(f"{path}: the decoder has {missing}; use transformers with gb.place, which does.")
-    kv_heads = fields.size("num_key_value_heads", heads)
-    hidden, head_dim = fields.size("hidden_size"), fields.size("head_dim", 0) or None
+    hidden, heads, kv_heads = (values[name] for name in ("hidden", "heads", "kv_heads"))
+    head_dim = fields.size("head_dim", 0) or None
     if (heads % kv_heads) or (head_dim is None and hidden % heads) or (head_dim or hidden // heads) % 2:
         raise DataError(
             f"{path / 'config.json'}: got hidden_size {hidden}, num_attention_heads {heads}, num_key_value_heads {kv_heads}, "
@@ -193,20 +193,12 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
             "of an even width."
         )
     return DecoderConfig(
-        hidden=hidden,
-        intermediate=fields.size("intermediate_size"),
-        layers=fields.size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        vocabulary=fields.size("vocab_size"),
-        tied=fields.flag("tie_word_embeddings"),
+        **values,
         head_width=head_dim,
         rope_theta=fields.number("rope_theta", rope.get("rope_theta", about.get("rope_theta", 10000.0))),
         **(_llama3(fields, rope, path) if kind == "llama3" else {}),
-        eps=fields.number("rms_norm_eps", about.get("rms_norm_eps")),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        positions=positions,
     )
 
 
@@ -244,18 +236,9 @@ def hf_config(config: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "architectures": [f"{FAMILIES['hf_modules'][family]}ForCausalLM"],
         "model_type": family,
-        "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
+        **{name: getattr(config, field) for field, name in HF_NAMES.items()},
         "head_dim": config.head_dim,
-        "vocab_size": config.vocabulary,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": config.positions,
-        "rms_norm_eps": config.eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta} | scaling,
-        "rope_theta": config.rope_theta,
         "hidden_act": "silu",
         "attention_bias": False,
         "dtype": str(dtype).removeprefix("torch."),

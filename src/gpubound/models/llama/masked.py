@@ -8,7 +8,6 @@ nothing in eval mode, or has the one value that a Decoder computes; all others a
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,17 @@ NO_EFFECT = frozenset((
     # Dream
     "max_window_layers", "sliding_window",
 ))  # fmt: skip
-LLADA_READ = frozenset((
-    "d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "mlp_ratio", "vocab_size", "embedding_size",
-    "weight_tying", "rope_theta", "rms_norm_eps", "max_sequence_length", "include_qkv_bias",
-))  # fmt: skip
-DREAM_READ = frozenset((
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
-    "tie_word_embeddings", "rope_theta", "rms_norm_eps", "max_position_embeddings",
-))  # fmt: skip
+# Fields of a DecoderConfig, and their names in files: those of transformers, which are Dream's, and those of LLaDA.
+HF_NAMES = {
+    "hidden": "hidden_size", "intermediate": "intermediate_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size", "tied": "tie_word_embeddings", "rope_theta": "rope_theta",
+    "eps": "rms_norm_eps", "positions": "max_position_embeddings",
+}  # fmt: skip
+LLADA_NAMES = {
+    "hidden": "d_model", "intermediate": "mlp_hidden_size", "layers": "n_layers", "heads": "n_heads", "kv_heads": "n_kv_heads",
+    "vocabulary": "embedding_size", "tied": "weight_tying", "rope_theta": "rope_theta", "eps": "rms_norm_eps",
+    "positions": "max_sequence_length", "qkv_bias": "include_qkv_bias",
+}  # fmt: skip
 # Values that a Decoder computes; the first is written. None where a missing field means the same.
 LLADA_FIXED: dict[str, tuple[Any, ...]] = {
     "architectures": (["LLaDAModelLM"], None), "block_type": ("llama",), "activation_type": ("silu",),
@@ -51,12 +53,25 @@ DREAM_FIXED: dict[str, tuple[Any, ...]] = {
 def masked_config(about: dict[str, Any], path: Path) -> DecoderConfig:
     """Convert a config.json of LLaDA or Dream to a DecoderConfig."""
     file, llada = path / "config.json", about["model_type"] == LLADA
-    _check(about, file, LLADA_FIXED if llada else DREAM_FIXED, LLADA_READ if llada else DREAM_READ)
+    names, fixed = (LLADA_NAMES, LLADA_FIXED) if llada else (HF_NAMES, DREAM_FIXED)
+    _check(about, file, fixed, {*names.values(), *(("mlp_ratio", "vocab_size") if llada else ())})
     fields = ConfigFields(about, file)
     mask = about.get("mask_token_id")
     if mask is not None:
         fields.size("mask_token_id")
-    config = _llada(fields, path) if llada else _dream(fields, path)
+    if llada:
+        wide = min(fields.size("d_model") * fields.size("mlp_ratio", 4), LARGEST)
+        values = sizes_of(fields, names, intermediate=wide, vocabulary=fields.size("vocab_size"))
+        values["qkv_bias"] = fields.flag("include_qkv_bias")
+    else:
+        values = sizes_of(fields, names) | {"qkv_bias": True}
+    values["rope_theta"] = fields.number("rope_theta", about.get("rope_theta"))
+    try:
+        config = DecoderConfig(**values, causal=False, shifted=not llada)
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from error
+    if config.head_dim % 2:
+        raise DataError(f"{file}: got heads {config.head_dim} wide, wanted an even width; rotation works on pairs.")
     if mask is not None and mask >= config.vocabulary:
         raise DataError(f"{file}: mask_token_id: got {mask}, but the vocabulary has {config.vocabulary} tokens; correct one.")
     return config
@@ -72,53 +87,13 @@ def _check(about: Mapping[str, Any], file: Path, fixed: Mapping[str, tuple[Any, 
             raise DataError(f"{file}: {name}: got {value!r}, an option that the reader of {about['model_type']} does not know.")
 
 
-def _llada(fields: ConfigFields, path: Path) -> DecoderConfig:
-    hidden, heads = fields.size("d_model"), fields.size("n_heads")
-    return _config(
-        path,
-        hidden=hidden,
-        intermediate=fields.size("mlp_hidden_size", min(hidden * fields.size("mlp_ratio", 4), LARGEST)),
-        layers=fields.size("n_layers"),
-        heads=heads,
-        kv_heads=fields.size("n_kv_heads", heads),
-        vocabulary=fields.size("embedding_size", fields.size("vocab_size")),
-        tied=fields.flag("weight_tying"),
-        rope_theta=fields.number("rope_theta", fields.about.get("rope_theta")),
-        eps=fields.number("rms_norm_eps", fields.about.get("rms_norm_eps")),
-        qkv_bias=fields.flag("include_qkv_bias"),
-        positions=fields.size("max_sequence_length", largest=2**31),
-    )
-
-
-def _dream(fields: ConfigFields, path: Path) -> DecoderConfig:
-    heads = fields.size("num_attention_heads")
-    config = _config(
-        path,
-        hidden=fields.size("hidden_size"),
-        intermediate=fields.size("intermediate_size"),
-        layers=fields.size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=fields.size("num_key_value_heads", heads),
-        vocabulary=fields.size("vocab_size"),
-        tied=fields.flag("tie_word_embeddings"),
-        rope_theta=fields.number("rope_theta", fields.about.get("rope_theta")),
-        eps=fields.number("rms_norm_eps", fields.about.get("rms_norm_eps")),
-        qkv_bias=True,
-        positions=fields.size("max_position_embeddings", largest=2**31),
-    )
-    return replace(config, shifted=True)
-
-
-def _config(path: Path, **values: Any) -> DecoderConfig:
-    try:
-        config = DecoderConfig(**values, causal=False)
-    except ValueError as error:
-        raise DataError(f"{path / 'config.json'}: {error}") from error
-    if config.head_dim % 2:
-        raise DataError(
-            f"{path / 'config.json'}: got heads {config.head_dim} wide, wanted an even width; rotation works on pairs."
-        )
-    return config
+def sizes_of(fields: ConfigFields, names: Mapping[str, str], **defaults: int) -> dict[str, Any]:
+    """Return the sizes of a DecoderConfig, whether its head is tied, and eps."""
+    defaults["kv_heads"] = fields.size(names["heads"])
+    sizes = "hidden", "intermediate", "layers", "heads", "kv_heads", "vocabulary"
+    values: dict[str, Any] = {name: fields.size(names[name], defaults.get(name)) for name in sizes}
+    values["positions"], values["tied"] = fields.size(names["positions"], largest=2**31), fields.flag(names["tied"])
+    return values | {"eps": fields.number("rms_norm_eps", fields.about.get("rms_norm_eps"))}
 
 
 def masked_hf_config(config: DecoderConfig, dtype: str, mask_token: int | None) -> dict[str, Any]:
@@ -133,31 +108,7 @@ def masked_hf_config(config: DecoderConfig, dtype: str, mask_token: int | None) 
             raise ValueError(
                 f"save_hf: {field}: got {getattr(config, field)!r}, which no LLaDA or Dream has; save its state_dict instead."
             )
-    common: dict[str, Any] = {
-        "model_type": DREAM if config.shifted else LLADA,
-        "torch_dtype": dtype,
-        "mask_token_id": mask_token,
-    }
-    common |= {"vocab_size": config.vocabulary, "rope_theta": config.rope_theta, "rms_norm_eps": config.eps}
-    fixed = {name: values[0] for name, values in (DREAM_FIXED if config.shifted else LLADA_FIXED).items()}
-    if config.shifted:
-        return fixed | common | {
-            "hidden_size": config.hidden,
-            "intermediate_size": config.intermediate,
-            "num_hidden_layers": config.layers,
-            "num_attention_heads": config.heads,
-            "num_key_value_heads": config.kv_heads,
-            "tie_word_embeddings": config.tied,
-            "max_position_embeddings": config.positions,
-        }  # fmt: skip
-    return fixed | common | {
-        "embedding_size": config.vocabulary,
-        "d_model": config.hidden,
-        "mlp_hidden_size": config.intermediate,
-        "n_layers": config.layers,
-        "n_heads": config.heads,
-        "n_kv_heads": config.kv_heads,
-        "weight_tying": config.tied,
-        "include_qkv_bias": config.qkv_bias,
-        "max_sequence_length": config.positions,
-    }  # fmt: skip
+    names, fixed = (HF_NAMES, DREAM_FIXED) if config.shifted else (LLADA_NAMES, LLADA_FIXED)
+    about = {name: values[0] for name, values in fixed.items()} | {"vocab_size": config.vocabulary}
+    about |= {"model_type": DREAM if config.shifted else LLADA, "torch_dtype": dtype, "mask_token_id": mask_token}
+    return about | {name: getattr(config, field) for field, name in names.items()}
