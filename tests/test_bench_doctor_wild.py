@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.doctor_wild import __main__ as runner, alone, measure, outcome, peers
+from benchmarks.doctor_wild.measure import Measurement
 from benchmarks.doctor_wild.outcome import Outcome, sums, table
 from benchmarks.doctor_wild.peers import score_peer, waiting_functions
 from benchmarks.doctor_wild.score import Script, score, scripts
@@ -129,6 +131,19 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
 
 
+def test_scripts_start_on_other_cores_than_the_one_that_is_measured(folder, monkeypatch):
+    measured, others = runner.halves({0, 1, 2, 3})
+    assert len(measured) == 2 and {*measured, *others} == {0, 1, 2, 3}
+    began = []
+    monkeypatch.setattr(runner.os, "sched_setaffinity", lambda thread, cores: began.append(list(cores)))
+    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda thread: {0, 1, 2, 3})
+    monkeypatch.setattr(Measurement, "of", lambda how, script: Outcome(script.name, failed=how.lock.read_text()))
+    monkeypatch.setattr(runner, "keep", lambda options, outcomes: began.append([json.loads(each.failed) for each in outcomes]))
+    runner.main(runner.Options(folder))
+    runner.main(runner.Options(folder, processes=1))
+    assert began == [others, [measured], [0, 1, 2, 3], [[]]]
+
+
 def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
     verdict = judged(*looped()).as_dict() | {"step_ms": None, "findings": [finding("h2d", 7)], "harmless": []}
     ran = answering(monkeypatch, verdict, ANSWER | {"expected_ms": None, "proof": None})
@@ -188,24 +203,32 @@ def test_outcomes_of_several_runs_are_merged(tmp_path, monkeypatch):
     assert [(each.name, each.found, each.commit) for each in kept] == [("vae", ["95"], "1"), ("mnist", ["38"], "2")]
 
 
-def test_a_script_has_the_gpu_from_its_first_step_on(tmp_path, monkeypatch, capsys):
+def test_a_script_has_the_gpu_and_cores_from_its_first_step_on(tmp_path, monkeypatch, capsys):
     script = tmp_path / "main.py"
     script.write_text(
-        "import torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
-        "for step in range(1000):\n    opt.step()\nraise SystemExit('not stopped')\n"
+        "import os, pathlib, torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
+        "class Pids(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1000\n    def __getitem__(self, index): return os.getpid()\n"
+        "for pid in torch.utils.data.DataLoader(Pids(), num_workers=1):\n"
+        "    pathlib.Path('worker').write_text(str(pid.item()))\n    opt.step()\nraise SystemExit('not stopped')\n"
     )
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(alone.torch.cuda, "synchronize", lambda: None)
-    locks = []
-    monkeypatch.setattr(alone.os, "open", lambda file, flags: file)
-    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how: locks.append((file, how)))
+    did = []
+    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how: did.append(("lock", how)))
+    monkeypatch.setattr(alone.os, "sched_setaffinity", lambda thread, cores: did.append((thread, set(cores))))
+    (lock := tmp_path / "lock").write_text("[7]")
     notes = tmp_path / "notes"
-    alone.main([str(tmp_path / "lock"), str(notes), "plain", str(script)])
+    alone.main([str(lock), str(notes), "plain", str(script)])
     assert json.loads(capsys.readouterr().out)["plain_ms"] > 0
-    assert locks == [(str(tmp_path / "lock"), how) for how in (fcntl.LOCK_EX, fcntl.LOCK_UN)]
     assert json.loads(notes.read_text())["waited"] >= 0
+    taken, given = ("lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_UN)
+    assert did[0] == taken and did[-1] == given and did.count(taken) == did.count(given) == 1
+    for thread in (os.getpid(), int(Path("worker").read_text())):
+        assert [what for who, what in did if who == thread] == [{7}, os.sched_getaffinity(0)]
     monkeypatch.setattr(prove, "RUN", prove.RUN)
-    assert alone.main([str(tmp_path / "lock"), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
-    assert prove.RUN[1] == str(tmp_path / "lock") and len(locks) == 2, "its runs take turns, not the process that starts them"
+    assert alone.main([str(lock), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
+    assert prove.RUN[1] == str(lock) and did[-1] == given, "its runs take turns, not the process that starts them"
 
 
 def test_a_peer_is_scored_by_the_lines_or_functions_that_it_names():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from math import inf
@@ -63,9 +66,14 @@ def main(options: Options) -> None:
     if not wanted:
         raise SystemExit("no script was measured")
     outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory() as lock, ThreadPoolExecutor(1 if options.dry_run else options.processes) as pool:
+    processes = 1 if options.dry_run else options.processes
+    apart, others = halves(os.sched_getaffinity(0)) if processes > 1 else ([], os.sched_getaffinity(0))
+    # What a thread of the pool starts inherits its cores.
+    pool = ThreadPoolExecutor(processes, initializer=os.sched_setaffinity, initargs=(0, others))
+    with tempfile.TemporaryDirectory() as folder, pool:
+        (lock := Path(folder) / "gpu").write_text(json.dumps(apart), encoding="utf-8")
         how = Measurement(
-            options.folder.resolve(), Path(lock) / "gpu", options.keep and options.keep.resolve(), options.rounds,
+            options.folder.resolve(), lock, options.keep and options.keep.resolve(), options.rounds,
             options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye,
         )  # fmt: skip
         for done in as_completed([pool.submit(how.of, script) for script in wanted]):
@@ -75,6 +83,18 @@ def main(options: Options) -> None:
             keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
     measured = [outcomes[script.name] for script in wanted]
     print("\n".join(["", *table(measured), "", *sums(measured)] if options.eye == "doctor" else sums(measured)[:2]))
+
+
+def halves(cores: Collection[int]) -> tuple[list[int], list[int]]:
+    """Return cores for the script that is measured, and those on which others start. Threads of one core stay together."""
+
+    def core(number: int) -> str:
+        file = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        return file.read_text(encoding="utf-8") if file.exists() else ""
+
+    ordered = sorted(cores, key=lambda number: (core(number), number))
+    half = len(ordered) // 2
+    return ordered[:half], ordered[half:]
 
 
 def line_of(outcome: Outcome) -> str:

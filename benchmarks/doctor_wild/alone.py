@@ -1,10 +1,13 @@
-"""Measurements that have the GPU to themselves from their script's first step on, while other scripts start.
+"""Measurements that have the GPU and half of the cores to themselves from their script's first step on, while others start.
 
     python -m benchmarks.doctor_wild.alone LOCK NOTES plain | doctor | fix | run  [arguments]
 
 A script starts for several seconds (imports, data, CUDA) and is then measured in one. So a process takes the lock when its
 first step has ended, and gives it back when it is measured: while others are, it reads its tape, reports and exits. NOTES
 receives when the first step was, and how long the process waited for its turn.
+
+A loader's worker or a launching thread that shares its core with a process that starts takes longer: steps bound by the host
+differed by 20 to 50 % from run to run (H200). So LOCK names cores that only the process that has it runs on.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from multiprocessing import active_children
 from pathlib import Path
 
 import torch
@@ -28,6 +33,14 @@ from gpubound.watch.ops import replaced
 from .peers import steps_of
 
 PLAIN = 80  # steps: whole periods of loops that print every 10th and roll out every 16th
+
+
+def move(cores: Collection[int]) -> None:
+    """Let all threads of this process and of its loaders' workers run on these cores alone."""
+    for process in (os.getpid(), *(child.pid for child in active_children())):
+        for thread in Path(f"/proc/{process}/task").glob("*"):
+            with suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), cores)
 
 
 class Turn:
@@ -44,9 +57,12 @@ class Turn:
         self.file = os.open(self.lock, os.O_RDWR | os.O_CREAT)
         fcntl.lockf(self.file, fcntl.LOCK_EX)  # a record lock: a forked worker of a loader does not keep it
         self.notes.write_text(json.dumps({"first": first, "waited": time.time() - first}), encoding="utf-8")
+        self.starting = os.sched_getaffinity(0)
+        move(json.loads(Path(self.lock).read_text(encoding="utf-8")) or self.starting)
 
     def measured(self) -> None:
         if self.file is not None:
+            move(self.starting)
             fcntl.lockf(self.file, fcntl.LOCK_UN)
 
 
