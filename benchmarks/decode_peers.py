@@ -3,8 +3,8 @@
 A contender takes ids (B, T) and gives the NEW greedy tokens (B, NEW) on the host.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,34 @@ def _generate(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return found[:, ids.shape[1] :].cpu()
 
 
+def static_cache(config: Any) -> Any:
+    """A StaticCache in which every layer of attention has LENGTH places; its mask has the window.
+
+    A StaticCache gives a window's layer the places of the window, and counts tokens on the host to choose what a step does with
+    them, which a captured step cannot do.
+    """
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    cache = StaticCache(config=config, max_cache_len=LENGTH)
+    cache.layers = [StaticLayer(LENGTH) if getattr(layer, "is_sliding", False) else layer for layer in cache.layers]
+    return cache
+
+
+@contextmanager
+def experts_by(model: Any, way: str | None) -> Iterator[None]:
+    """Inside, transformers computes the experts of a model that has some by `way`; None: as outside."""
+    if way is None or not any(hasattr(module, "is_concatenated") for module in model.modules()):
+        yield
+        return
+    before = model.get_experts_implementation()
+    model.set_experts_implementation(way)
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
 @dataclass
 class CapturedForward:
     """The model's own forward over a StaticCache, a step captured by hand: what one writes without a library."""
@@ -89,12 +117,10 @@ class CapturedForward:
     rows: int
 
     def __post_init__(self) -> None:
-        from transformers import StaticCache
-
         from gpubound.models.registry import cache_word
 
         device = self.model.device
-        self.cache = StaticCache(config=self.model.config, max_cache_len=LENGTH)
+        self.cache = static_cache(self.model.config)
         self.cached = {cache_word(self.model.forward): self.cache}
         self.token = torch.zeros(self.rows, 1, dtype=torch.long, device=device)
         self.place = torch.zeros(1, dtype=torch.long, device=device)
@@ -131,7 +157,8 @@ class CapturedForward:
 
     @torch.no_grad()
     def _step(self) -> None:
-        logits = self._forward(self.token, self.place)
+        with experts_by(self.model, "batched_mm" if self.rows == 1 and self.token.is_cuda else None):  # as `generate` does
+            logits = self._forward(self.token, self.place)
         self.place.add_(1)
         self._take(logits)
 
@@ -143,7 +170,21 @@ class CapturedForward:
             use_cache=True,
             logits_to_keep=1,
             **self.cached,
+            **self._masks(places),
         ).logits
+
+    def _masks(self, places: Tensor) -> dict[str, Any]:
+        """Return masks for a model with windows and eager attention: to make its own, transformers 5.17 uploads a number."""
+        config = self.model.config
+        if config._attn_implementation != "eager" or not getattr(config, "sliding_window", None):
+            return {}
+        behind = places[:, None] - torch.arange(LENGTH, device=places.device)
+        masks = {}
+        for kind, window in (("full_attention", LENGTH), ("sliding_attention", config.sliding_window)):
+            hidden = (behind < 0) | (behind >= window)
+            mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=places.device)
+            masks[kind] = mask.masked_fill_(hidden, torch.finfo(mask.dtype).min).expand(self.rows, 1, -1, -1)
+        return {"attention_mask": masks}
 
     def _take(self, logits: Tensor) -> None:
         self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
