@@ -41,6 +41,20 @@ def held_out_loss(model: Any, rows: list[dict[str, list[int]]], device: str) -> 
     return total / tokens
 
 
+def give_our_rates(trainer: Any, warmup: int) -> None:
+    """Let a trainer take the rates of our schedule: its own is a step behind while it warms up, and 0 in the first."""
+    from torch.optim.lr_scheduler import LambdaLR
+
+    from gpubound.train.schedule import Schedule
+
+    def create(num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        rates = Schedule("linear", num_training_steps, warmup)
+        trainer.lr_scheduler = LambdaLR(optimizer or trainer.optimizer, lambda done: rates.factor(done + 1))
+        return trainer.lr_scheduler
+
+    trainer.create_scheduler = create
+
+
 def main(job: dict[str, Any]) -> None:
     from itertools import count
 
@@ -61,8 +75,7 @@ def main(job: dict[str, Any]) -> None:
     rows, held_out = ([json.loads(line) for line in Path(job[name]).read_text().splitlines()] for name in ("train", "held_out"))
     wanted: dict[str, Any] = {
         "output_dir": str(out), "seed": job["seed"], "num_train_epochs": job["epochs"], "learning_rate": job["lr"],
-        "per_device_train_batch_size": job["micro_batch"] // (2 if pairs else 1), "lr_scheduler_type": "linear",
-        "warmup_steps": job["warmup"], "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": on_gpu, "use_cpu": not on_gpu,
+        "per_device_train_batch_size": job["micro_batch"] // (2 if pairs else 1), "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": on_gpu, "use_cpu": not on_gpu,
         "gradient_checkpointing": False, "use_liger_kernel": job["liger"], "report_to": [], "save_strategy": "no",
         "logging_steps": 10, "disable_tqdm": True, "optim": "adamw_torch_fused" if on_gpu else "adamw_torch",
     }  # fmt: skip
@@ -105,6 +118,7 @@ def main(job: dict[str, Any]) -> None:
         model, args=args, train_dataset=data, eval_dataset=test if pairs else None, processing_class=tokenizer,
         peft_config=adapters, callbacks=[Clock()],
     )  # fmt: skip
+    give_our_rates(trainer, job["warmup"])
     with open(job["lock"] or os.devnull, "w") as lock:
         if job["lock"]:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,15 +2,19 @@
 
 import json
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.real_weights import compared, files, of_ours
-from benchmarks.real_weights_trl import held_out_loss, tokenized
+from benchmarks.real_weights import WARMUP, compared, files, of_ours
+from benchmarks.real_weights_trl import give_our_rates, held_out_loss, tokenized
 from gpubound.data import Corpus, train_tokenizer
 from gpubound.data.chat import NAMED, read_template
 from gpubound.data.tokenizer import Tokenizer
+from gpubound.train.schedule import Schedule
 
 
 def test_both_learn_the_same_tokens(tmp_path):
@@ -52,3 +56,40 @@ def test_records_become_the_figures_of_a_run(tmp_path):
     assert found == {"held_out": [2.0, 1.5], "accuracy": [], "loss": [3.0, 2.0, 1.0, 0.0], "epoch_s": 1.0, "steps": 4}
     runs = {"sft-ours-0": found, "sft-ours-1": {"held_out": [1.7]}, "sft-trl-0": {"held_out": [1.62]}, "sft-trl-liger-0": found}
     assert "differ by 0.0200, seeds by up to 0.2000" in compared("sft", runs) and compared("dpo", runs) == ""
+
+
+def test_both_have_the_same_rates():
+    trainer = SimpleNamespace(optimizer=torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-4))
+    give_our_rates(trainer, WARMUP)
+    schedule, rates = trainer.create_scheduler(num_training_steps=20), []
+    for _ in range(20):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx(Schedule("linear", 20, WARMUP).table(1e-4)[:20].tolist(), rel=1e-9)
+    assert trainer.lr_scheduler is schedule and rates[0] == pytest.approx(2e-5)
+
+
+@pytest.mark.slow
+def test_one_command_trains_judges_and_writes_the_results(tmp_path):
+    pytest.importorskip("trl")
+    transformers = pytest.importorskip("transformers")
+    inner = train_tokenizer(["In which module of Python's standard library is it?"], 270).inner
+    inner.add_special_tokens(["<|endoftext|>", *NAMED["chatml"]])
+    Tokenizer(inner, "<|im_end|>", read_template("chatml"), pad_token="<|endoftext|>").save(tmp_path / "base")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=inner.get_vocab_size())
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    results = tmp_path / "results.json"
+    wanted = ["--only", "sft", "--peers", "trl", "--seeds", "1", "--quick", "--limit", "600"]
+    command = [sys.executable, "-m", "benchmarks.real_weights", str(tmp_path / "base"), "--out", str(tmp_path / "runs")]
+    run = subprocess.run([*command, "--results", str(results), *wanted], check=True, capture_output=True, text=True)
+    found = json.loads(results.read_text())
+    assert found["judged"].keys() == {"before", "sft-ours-0", "sft-trl-0"}
+    ours, theirs = (found["runs"][f"sft-{who}-0"] for who in ("ours", "trl"))
+    assert ours["steps"] >= theirs["steps"] > 4
+    before, after = (found["judged"][name]["loss"] for name in ("before", "sft-ours-0"))
+    for one in (ours, theirs):
+        assert len(one["held_out"]) == 2 and one["held_out"][1] < one["held_out"][0] < before
+    assert after == pytest.approx(ours["held_out"][-1], abs=0.02)  # bf16 weights
+    assert "means differ by" in run.stdout
