@@ -51,8 +51,8 @@ class Workspace:
         self.peer: Any = None  # of placement/peers.py, where other devices have other slices of the same layers
         self.gemv_rows: int | None = None  # more rows are a tiled GEMM; None: there is none
         self.copy: Tensor | None = None  # of the stream in `dtype`, which a tiled GEMM reads
-        self.step_inputs: Tensor | None = None  # (layers, rows, width): the layers' own inputs in a step (layer_inputs.py)
-        self.prompt_inputs: Tensor | None = None  # (B, T, layers, width)
+        self.step_inputs: Any = None  # (layers, rows, width): the layers' own inputs in a step (layer_inputs.py)
+        self.prompt_inputs: Any = None  # (B, T, layers, width)
         self._buffers: dict[tuple, Tensor] = {}
 
     @property

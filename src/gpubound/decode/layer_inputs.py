@@ -32,20 +32,15 @@ class LayerInput(Part):
     def compute(self, x: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
         inputs, gate = self.workspace.step_inputs, self._gate[: len(x)]
-        assert inputs is not None
         self.gate.norm_product(x, None, gate, mode)
         return activate_rows(gate, self.weights.activation, self._gated[: len(x)], mode, inputs[self.number, : len(x)])
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
-        inputs = self.workspace.step_inputs
-        assert inputs is not None
-        return self._gate_by(self.read(x, mode), inputs[self.number, : len(x)])
+        return self._gate_by(self.read(x, mode), self.workspace.step_inputs[self.number, : len(x)])
 
     def prompt(self, x: Tensor) -> Tensor:
         """Return the part's output for the stream x (B, T, hidden)."""
-        inputs = self.workspace.prompt_inputs
-        assert inputs is not None
-        return self.linear(self.out, self._gate_by(x, inputs[:, :, self.number]))[0]
+        return self.linear(self.out, self._gate_by(x, self.workspace.prompt_inputs[:, :, self.number]))[0]
 
     def _gate_by(self, x: Tensor, inputs: Tensor) -> Tensor:
         return ACTIVATIONS[self.weights.activation](self.linear(self.gate, x)[0]) * inputs.to(x.dtype)
@@ -72,15 +67,14 @@ class InputProduct:
 
     def step(self, token: Tensor, x: Tensor, own_kernels: bool) -> None:
         """Compute those of a step's tokens (B,) with embeddings x (B, hidden), in fp32."""
-        w, inputs, product = self.weights, self.workspace.step_inputs, self._product[: len(x)]
-        assert inputs is not None
+        w, product = self.weights, self._product[: len(x)]
         if own_kernels:
             self.product.norm_product(x, None, product, 0)
         else:
             product.copy_(F.linear(x.to(self.workspace.dtype), self.product.matrices()[0]))
         parts = product.view(-1, w.width)
         parts = norm_rows(parts, w.norm, self._normed[: len(parts)])
-        inputs[:, : len(x)] = w.of(token, parts.view(len(x), -1)).transpose(0, 1)
+        self.workspace.step_inputs[:, : len(x)] = w.of(token, parts.view(len(x), -1)).transpose(0, 1)
 
     def of_prompt(self, ids: Tensor, x: Tensor) -> Tensor:
         """Return those (B, T, layers, width) of a prompt's tokens with embeddings x (B, T, hidden)."""

@@ -6,6 +6,8 @@ matrix is replaced by each step. A row at position 0 begins with zeros, whatever
 Legend: B rows, T tokens of a prompt, C channels, K taps of the convolution, P places of the ring.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,8 @@ class LayerState:
         """tokens: that a step takes, and steps take back"""
         self.taps = shape.taps
         self.ring = torch.zeros(rows, shape.taps - 1 + tokens, shape.channels, device=device, dtype=dtype)
-        self.matrix = torch.zeros(rows, *shape.matrix, device=device, dtype=torch.float32) if shape.matrix else None
+        matrix = torch.zeros(rows, *shape.matrix, device=device, dtype=torch.float32) if shape.matrix else None
+        self.matrix: Any = matrix  # None where the recurrence has none
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,15 +45,9 @@ class LayerState:
 
     def matrix_before(self, start: int, rows: int, targets: Tensor | None) -> Tensor:
         """Return the matrices (B, ...) of a prompt's rows before position `start`."""
-        assert self.matrix is not None
         if start == 0:
             return self.matrix.new_zeros(rows, *self.matrix.shape[1:])
         return self.matrix[slice(rows) if targets is None else targets[:, 0]]
-
-    def write_matrix(self, new: Tensor, targets: Tensor | None) -> None:
-        """Write the matrices (B, ...) after a prompt."""
-        assert self.matrix is not None
-        write_rows(self.matrix, new, targets)
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy the state of the rows `sources` to the rows `targets`."""

@@ -15,6 +15,7 @@ from ..kernels.delta_rule import chunked_delta_rule, delta_inputs, gated_norm
 from ..kernels.mamba import chunked_mamba, group_normed, mamba_inputs
 from ..models.recurrent import DeltaWeights, MambaWeights, RecurrentWeights, ShortConvWeights
 from .layer import Part, Workspace
+from .layer_state import write_rows
 
 
 class RecurrentLayer(Part):
@@ -104,7 +105,6 @@ class GatedDelta(RecurrentLayer):
 
     def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
         (x, gates), w, state = rows, self.weights, self.state
-        assert state.matrix is not None
         delta_step(x, gates, position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, out, mode)
 
     def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
@@ -116,7 +116,7 @@ class GatedDelta(RecurrentLayer):
         o, matrix = chunked_delta_rule(
             q, k, v, g, beta, state.matrix_before(start, len(q), cache.targets), x.dtype == torch.float32
         )
-        state.write_matrix(matrix, cache.targets)
+        write_rows(state.matrix, matrix, cache.targets)
         return gated_norm(o, z, w.head_norm).flatten(2).to(x.dtype)
 
 
@@ -130,7 +130,6 @@ class Mamba(RecurrentLayer):
 
     def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
         w, state, gated = self.weights, self.state, self._gated[: len(out)]
-        assert state.matrix is not None
         mamba_step(rows[0], position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, gated, mode)
         if w.head_norm is None:
             out.copy_(gated)
@@ -144,7 +143,7 @@ class Mamba(RecurrentLayer):
         v, b, c, g, skipped = mamba_inputs(x, dt, w.parameters(), w.shape)
         v, b, g = self.unpadded(start, v, b, g)
         y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets), x.dtype == torch.float32)
-        state.write_matrix(matrix, targets)
+        write_rows(state.matrix, matrix, targets)
         y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
         return (y if w.head_norm is None else group_normed(y, w.head_norm, w.norm_groups)).to(x.dtype)
 

@@ -36,7 +36,6 @@ from ..models.decoding import (
     ExpertWeights,
     LatentAttentionWeights,
     LayerInputWeights,
-    Linear,
     NoWeights,
     UngatedWeights,
     norm_tensors,
@@ -150,22 +149,14 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
-        groups: list[tuple[Linear, ...]] = []
-        for attention, mlp, *_ in live.layers:
-            groups += attention.groups()
-            groups += [(mlp.gate, mlp.up), (mlp.down,)] if isinstance(mlp, DenseWeights) else []
+        groups = [group for layer in live.layers for part in layer.parts for group in part.groups()]
         added = dict.fromkeys(filter(None, (form_of_layers(*group) for group in groups)))
         return calls + ([("norm_rows", form(norm))] if added else []) + [("add_adapters", one) for one in added]
-    for attention, mlp, *_ in live.layers if live.adapted else ():
-        *inputs, output = attention.groups()
-        calls += [(product, form(norm, 0.0, added=form_of_layers(*group))) for group in inputs]
+    for part in (part for layer in live.layers for part in layer.parts if live.adapted and part.groups()):
+        *inputs, output = part.groups()
+        first = (gate_up, activation) if isinstance(part, DenseWeights) else (product, 0.0)
+        calls += [(first[0], form(norm, first[1], added=form_of_layers(*group))) for group in inputs]
         calls.append((add, form_of_layers(*output)))
-        if isinstance(mlp, DenseWeights):
-            calls.append((gate_up, form(norm, activation, added=form_of_layers(mlp.gate, mlp.up))))
-            calls.append((add, form_of_layers(mlp.down)))
-        if isinstance(mlp, UngatedWeights):
-            calls.append((product, form(norm, 0.0, added=form_of_layers(mlp.up))))
-            calls.append((add, form_of_layers(mlp.down)))
     return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
 
 

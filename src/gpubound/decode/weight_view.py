@@ -22,7 +22,7 @@ from ..layers.fused_weights import Projecting, Stacked, describe, give_own_stora
 from ..layers.linear_product import format_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
-from ..models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear, norm_tensors
+from ..models.decoding import AttentionWeights, LayerWeights, Linear, norm_tensors
 from ..models.reader import Reader, linear_of, text_stack, weight_of
 from ..models.registry import reader_of, role_of
 from ..trace import notice
@@ -258,10 +258,8 @@ def _uneven(reader: Reader) -> str | None:
 def _unlike(layers: Sequence[LayerWeights]) -> str | None:
     """Return which layers that read one input differ in a way that no step multiplies together; None where all fit."""
     for number, (attention, mlp, *_) in enumerate(layers):
-        groups: list[tuple[str, Sequence[Linear]]] = []
-        groups += [(f"model.layers.{number}.self_attn", group) for group in attention.groups()]
-        if isinstance(mlp, DenseWeights):
-            groups.append((f"model.layers.{number}.mlp", (mlp.gate, mlp.up)))
+        parts = (f"model.layers.{number}.self_attn", attention), (f"model.layers.{number}.mlp", mlp)
+        groups: list[tuple[str, Sequence[Linear]]] = [(name, group) for name, part in parts for group in part.groups()]
         for name, group in groups:
             if len({layer.bias is None for layer in group}) > 1:
                 return f"{name}: only some of the layers that read its input have a bias"

@@ -48,16 +48,9 @@ def column_gate_up(
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48, 80), draw(g, 5, 80), draw_routes()[0], zeros(2, 3, 40), 1.5, 2.0))
 @torch.no_grad()
 def column_gate_up_reference(
-    x: Tensor,
-    norm: Norm,
-    gate_up: Tensor,
-    bias: Tensor,
-    ids: Tensor,
-    out: Tensor,
-    alpha: float,
-    limit: float,
+    x: Tensor, norm: Norm, gate_up: Tensor, bias: Tensor, ids: Tensor, out: Tensor, alpha: float, limit: float,
     dependent: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
         both = _times(gate_up, bias, ids[:, slot], normed)

@@ -102,7 +102,22 @@ def latent_queries(
     )
 
 
-@definition(lambda g, *shape: _queries_example(g, *shape))
+def _draw_cache(g: torch.Generator, heads: int, plain: int, value: int, rank: int, pairs: int) -> tuple:
+    """Draw three rows of ten places, their positions, and W_K and W_V."""
+    cache = LatentCache(draw(g, 3, 1, 10, rank + 2 * pairs))
+    return cache, ints(9, 0, 4), draw(g, heads * (plain + value), rank)
+
+
+def _queries_example(
+    g: torch.Generator, heads: int = 3, plain: int = 24, value: int = 16, rank: int = 32, pairs: int = 4, paired: bool = True
+) -> tuple:
+    cache, position, up = _draw_cache(g, heads, plain, value, rank, pairs)
+    q, latent = draw(g, 3, heads * (plain + 2 * pairs)).detach(), draw(g, 3, rank + 2 * pairs).detach()
+    norm, out = Norm(draw(g, rank), 1e-6), draw(g, 3, heads, rank + 2 * pairs)
+    return q, latent, position, norm, up, *draw_angles(g, 10, pairs), cache, out, paired
+
+
+@definition(_queries_example)
 @torch.no_grad()
 def latent_queries_reference(
     q: Tensor, latent: Tensor, position: Tensor, norm: Norm, up: Tensor, cos: Tensor, sin: Tensor, cache: LatentCache,
@@ -169,7 +184,15 @@ def latent_attention(
     return implementation(op, cache.latents, None, shape)(q, position, cache, up, scale, scratch, out, dependent)
 
 
-@definition(lambda g, *shape: _attention_example(g, *shape))
+def _attention_example(
+    g: torch.Generator, heads: int = 3, plain: int = 24, value: int = 16, rank: int = 32, pairs: int = 4
+) -> tuple:
+    cache, position, up = _draw_cache(g, heads, plain, value, rank, pairs)
+    scratch = LatentScratch(zeros(3, 4, heads, rank), zeros(3, 4, heads, 2))
+    return draw(g, 3, heads, rank + 2 * pairs), position, cache, up, 0.2, scratch, zeros(3, heads * value)
+
+
+@definition(_attention_example)
 @torch.no_grad()
 def latent_attention_reference(
     q: Tensor, position: Tensor, cache: LatentCache, up: Tensor, scale: float, scratch: LatentScratch, out: Tensor,
@@ -228,32 +251,3 @@ def _check_cache(op: str, cache: LatentCache, position: Tensor, up: Tensor, head
             f"{tuple(up.shape)}."
         )
     return H, up.shape[1]
-
-
-def _draw_cache(g: torch.Generator, heads: int, plain: int, value: int, rank: int, pairs: int) -> tuple:
-    """Draw three rows of ten places, their positions, and W_K and W_V."""
-    cache = LatentCache(draw(g, 3, 1, 10, rank + 2 * pairs))
-    return cache, ints(9, 0, 4), draw(g, heads * (plain + value), rank)
-
-
-def _queries_example(
-    g: torch.Generator,
-    heads: int = 3,
-    plain: int = 24,
-    value: int = 16,
-    rank: int = 32,
-    pairs: int = 4,
-    interleaved: bool = True,
-) -> tuple:
-    cache, position, up = _draw_cache(g, heads, plain, value, rank, pairs)
-    q, latent = draw(g, 3, heads * (plain + 2 * pairs)).detach(), draw(g, 3, rank + 2 * pairs).detach()
-    norm, out = Norm(draw(g, rank), 1e-6), draw(g, 3, heads, rank + 2 * pairs)
-    return q, latent, position, norm, up, *draw_angles(g, 10, pairs), cache, out, interleaved
-
-
-def _attention_example(
-    g: torch.Generator, heads: int = 3, plain: int = 24, value: int = 16, rank: int = 32, pairs: int = 4
-) -> tuple:
-    cache, position, up = _draw_cache(g, heads, plain, value, rank, pairs)
-    scratch = LatentScratch(zeros(3, 4, heads, rank), zeros(3, 4, heads, 2))
-    return draw(g, 3, heads, rank + 2 * pairs), position, cache, up, 0.2, scratch, zeros(3, heads * value)

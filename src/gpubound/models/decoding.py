@@ -69,6 +69,10 @@ class PartWeights:
     def linears(self) -> list[Linear]:
         return [value for value in vars(self).values() if isinstance(value, Linear)]
 
+    def groups(self) -> list[tuple[Linear, ...]]:
+        """Return the linear layers that are multiplied together. The last is the output; without one there are none."""
+        return []
+
     def mapped(self, change: Callable[[Any], Any]) -> Any:
         """Return the weights with `change` of each norm and linear layer."""
         parts = {name: value for name, value in vars(self).items() if isinstance(value, Norm | LayerNorm | Linear)}
@@ -106,7 +110,6 @@ class AttentionWeights(PartWeights):
         return None
 
     def groups(self) -> list[tuple[Linear, ...]]:
-        """Return the linear layers that are multiplied together. The last is the output."""
         return [tuple(self.inputs.values()), (self.o,)]
 
     @property
@@ -156,8 +159,7 @@ class AttentionWeights(PartWeights):
 
         cached: keys and values (T, K, D) by the layer's number, of earlier layers; those of this one are added
         """
-        h, T = plain_norm(x, self.norm), len(x)
-        gate, rows = self.apart(plain_linear(h, layer) for layer in self.inputs.values())
+        gate, rows = self.apart(plain_linear(plain_norm(x, self.norm), layer) for layer in self.inputs.values())
         q, *own = self.heads(rows, plain_norm)
         if self.table is not None:
             cos, sin = (table[:, None] for table in tables[self.table])
@@ -165,14 +167,7 @@ class AttentionWeights(PartWeights):
         if own:
             cached[number] = tuple(own if rounded is None else map(rounded, own))
         k, v = (t.to(x.device) for t in cached[number if self.source is None else self.source])
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        scores = capped_(torch.einsum("thd,shd->hts", q, k) * self.scale, self.cap)
-        age = torch.arange(T, device=x.device)[:, None] - torch.arange(T, device=x.device)
-        hidden = (age < 0) | (age >= (self.window or T))
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if self.sinks is not None:
-            scores = torch.cat([scores, self.sinks.float()[:, None, None].expand(-1, T, 1)], -1)
-        y = torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v).flatten(1)
+        y = plain_attention(q, k, v, self.scale, self.window, self.cap, self.sinks)
         return plain_norm(plain_linear(y if gate is None else y * gate.sigmoid(), self.o), self.post_norm)
 
 
@@ -216,13 +211,12 @@ class LatentAttentionWeights(PartWeights):
         return self.o.weight.shape[1] // self.query_heads
 
     def groups(self) -> list[tuple[Linear, ...]]:
-        """Return the linear layers that are multiplied together. The last is the output."""
         own: list[tuple[Linear, ...]] = [] if self.q_down is None else [(self.q,)]
         return [(self.q if self.q_down is None else self.q_down, self.latent), *own, (self.o,)]
 
     def define(self, x: Tensor, tables: list[tuple[Tensor, Tensor]], rounded: Rounding, cached: dict, number: int) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32, by keys and values."""
-        h, T, width, heads = plain_norm(x, self.norm), len(x), self.rotated, self.query_heads
+        h, width, heads = plain_norm(x, self.norm), self.rotated, self.query_heads
         low = h if self.q_down is None else plain_norm(plain_linear(h, self.q_down), self.q_norm)
         q = plain_linear(low, self.q).unflatten(-1, (heads, -1))
         latent, key = plain_linear(h, self.latent).split([len(self.latent_norm.weight), width], -1)
@@ -234,10 +228,7 @@ class LatentAttentionWeights(PartWeights):
         expanded = plain_linear(plain_norm(latent, self.latent_norm), self.up).unflatten(-1, (heads, -1))
         k, v = expanded.split([expanded.shape[-1] - self.value, self.value], -1)
         k, q = torch.cat([k, key.expand(-1, heads, -1)], -1), torch.cat([q[..., :-width], q_turned], -1)
-        scores = torch.einsum("thd,shd->hts", q, k) * self.scale
-        later = torch.ones(T, T, device=x.device, dtype=torch.bool).triu(1)
-        y = torch.einsum("hts,shd->thd", scores.masked_fill(later, float("-inf")).softmax(-1), v)
-        return plain_linear(y.flatten(1), self.o)
+        return plain_linear(plain_attention(q, k, v, self.scale), self.o)
 
 
 @dataclass(frozen=True)
@@ -249,6 +240,9 @@ class DenseWeights(PartWeights):
     activation: str = "silu"
     post_norm: Norm | None = None
     parallel: bool = False  # it reads the stream before attention's update
+
+    def groups(self) -> list[tuple[Linear, ...]]:
+        return [(self.gate, self.up), (self.down,)]
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32."""
@@ -265,6 +259,9 @@ class UngatedWeights(PartWeights):
     activation: str  # one of kernels.row_ops.ACTIVATED
     post_norm: Norm | None = None
     parallel: bool = False  # as of DenseWeights
+
+    def groups(self) -> list[tuple[Linear, ...]]:
+        return [(self.up,), (self.down,)]
 
     def define(self, x: Tensor, number: int, choices: Any) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32."""
@@ -460,6 +457,20 @@ class LayerWeights(NamedTuple):
     def mapped(self, change: Callable[[Any], Any]) -> "LayerWeights":
         """Return the layer with `change` of each norm and linear layer."""
         return self._replace(**{name: part.mapped(change) for name, part in zip(self._fields, self[:3]) if part is not None})
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
+    """Return the causal attention (T, H D) of q (T, H, D) to k and v (T, K, D) in plain fp32."""
+    T = len(q)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = capped_(torch.einsum("thd,shd->hts", q, k) * scale, cap)
+    age = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
+    scores = scores.masked_fill((age < 0) | (age >= (window or T)), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, T, 1)], -1)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v).flatten(1)
 
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:

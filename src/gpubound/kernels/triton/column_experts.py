@@ -92,16 +92,9 @@ def _add_slots_kernel(y_ptr, shares_ptr, x_ptr, columns, S: tl.constexpr, BLOCK:
 
 @torch.no_grad()
 def column_gate_up(
-    x: Tensor,
-    norm: Norm,
-    gate_up: Tensor,
-    bias: Tensor,
-    ids: Tensor,
-    out: Tensor,
-    alpha: float,
-    limit: float,
+    x: Tensor, norm: Norm, gate_up: Tensor, bias: Tensor, ids: Tensor, out: Tensor, alpha: float, limit: float,
     dependent: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     experts, hidden, columns = gate_up.shape
     _column_gate_up_kernel[(triton.cdiv(columns, GATE_UP_COLUMNS), ids.numel())](
         x, norm.weight, gate_up, bias, ids, out, norm.eps, alpha, limit, experts, ids.shape[1], hidden, columns, ROWS,

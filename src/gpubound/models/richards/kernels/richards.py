@@ -203,13 +203,8 @@ def richards_glu_backward(
 
 @definition(lambda g, cols=40, value=VALUE, gate=GATE: (draw(g, 16, cols), *_glu_example(g, cols, value, gate)))
 def richards_glu_backward_reference(
-    dh: Tensor,
-    packed: Tensor,
-    value_free: Tensor | None,
-    gate_free: Tensor | None,
-    value_curve: Curve,
-    gate_curve: Curve,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    dh: Tensor, packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     inputs = [None if t is None else _fp32(t.detach()).requires_grad_() for t in (packed, value_free, gate_free)]
     assert inputs[0] is not None
     with torch.enable_grad():

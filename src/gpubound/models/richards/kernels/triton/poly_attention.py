@@ -136,17 +136,9 @@ class _PolyAttention(torch.autograd.Function):
 
 
 def poly_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    coefficients: Tensor,
-    table: Tensor | None = None,
-    gates: Tensor | None = None,
-    degree: int = 3,
-    soft_clip: float = 0.0,
-    window: int = 0,
-    causal: bool = True,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, table: Tensor | None = None, gates: Tensor | None = None,
+    degree: int = 3, soft_clip: float = 0.0, window: int = 0, causal: bool = True,
+) -> Tensor:  # fmt: skip
     return _PolyAttention.apply(q, k, v, coefficients, table, gates, _Form(degree, soft_clip, window, causal))
 
 
@@ -231,19 +223,9 @@ MOST_SPLITS = 32  # programs that share a row's keys
 
 @torch.no_grad()
 def poly_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    position: Tensor,
-    coefficients: Tensor,
-    table: Tensor | None = None,
-    gates: Tensor | None = None,
-    degree: int = 3,
-    soft_clip: float = 0.0,
-    window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor, coefficients: Tensor,
+    table: Tensor | None = None, gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, D), (_, L, K, _) = q.shape, cache_k.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     y, clip = torch.empty(q.shape, device=q.device, dtype=q.dtype), soft_clip or 1.0
