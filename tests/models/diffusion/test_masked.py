@@ -174,7 +174,7 @@ def test_steps_never_wait_for_the_device():
     sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)
     with no_stall(), watch() as ledger:
         for _ in schedule.begins:
-            buffers.step()
+            buffers.step(True)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
     with watch() as ledger:
         sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)

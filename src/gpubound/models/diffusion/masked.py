@@ -20,6 +20,7 @@ Legend: B rows, T positions of a row, N positions of a block, V tokens of the vo
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -68,11 +69,9 @@ class Buffers:
         self.stops = torch.full((1,), -1, device=device, dtype=torch.int32)
         self.lane = torch.arange(block, device=device)
         self.place = torch.arange(length, device=device)
-        self.graphs: dict[str, Captured] = {}  # of `step` and `block_step`
+        self.graphs: dict[bool, Captured] = {}  # of `step`
 
-    def fill(
-        self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float, threshold: float | None
-    ) -> None:
+    def fill(self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float) -> None:
         """Write a request, by a few asynchronous copies."""
 
         def write(target: Tensor, values: list) -> None:
@@ -87,7 +86,7 @@ class Buffers:
         write(self.settings.row, [row for row in draws(prompts) for _ in range(self.block)])
         self.number.zero_()
         self.guidance.fill_(guidance)
-        self.sure.fill_(math.inf if threshold is None else math.log(threshold))
+        self.sure.fill_(math.inf if schedule.threshold is None else math.log(schedule.threshold))
         self.settings.temperature.fill_(choice.temperature)
         self.settings.seed.fill_(choice.seed)
 
@@ -103,16 +102,9 @@ class Buffers:
         return self.block + (0 if self.cache is None else self.cache.back)
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Run the model once, over all positions, and write the tokens with the highest probabilities."""
-        self._step(full=True)
-
-    @torch.no_grad()
-    def block_step(self) -> None:
-        """Do the same over the block's positions, with the cached keys and values of all others."""
-        self._step(full=False)
-
-    def _step(self, full: bool) -> None:
+    def step(self, full: bool) -> None:
+        """Run the model once, and write the tokens with the highest probabilities. full: over all positions, not the block's
+        with the cached keys and values of all others"""
         number = self.number.clamp(max=self.tokens - 1)  # a capture's warm-up steps go beyond the last
         at_BN = self.start + self.begins[number] + self.lane
         logits_BNV = self._logits(at_BN, full).float() + self.sampler.barred
@@ -183,10 +175,8 @@ class MaskedSampler:
         self.model, self.device = model, next(model.parameters()).device
         self.text = TextCodec.of(tokenizer, "MaskedSampler")
         self.vocab = head_of(model).weight.shape[0]
-        own_mask = (
-            getattr(model, "generation", {}).get(MASK_ID) if self.text is None or self.text.mask is None else self.text.mask
-        )
-        self.mask_token = _mask_token(own_mask if mask_token is None else mask_token, self.vocab)
+        known = mask_token, None if self.text is None else self.text.mask, getattr(model, "generation", {}).get(MASK_ID)
+        self.mask_token = _mask_token(next((token for token in known if token is not None), None), self.vocab)
         own = None if self.text is None else self.text.eos
         self.ends = tuple(ends) if ends is not None else () if own is None else (own,)
         if graph not in MODES:
@@ -289,13 +279,14 @@ class MaskedSampler:
             self._buffers[key] = Buffers(self, *key)
         return self._buffers[key]
 
-    def runner(self, buffers: Buffers, step: Callable[[], None]) -> Callable[[], Any]:
+    def runner(self, buffers: Buffers, full: bool) -> Callable[[], Any]:
         """Return a step of the buffers, or its CUDA graph, by the option `graph`."""
+        step = partial(buffers.step, full)
         if self.graph == "off" or (self.graph == "auto" and self.device.type != "cuda"):
             return step
-        if step.__name__ not in buffers.graphs:
-            buffers.graphs[step.__name__] = capture(step, state=[self.model, *buffers.tensors()])
-        return buffers.graphs[step.__name__]
+        if full not in buffers.graphs:
+            buffers.graphs[full] = capture(step, state=[self.model, *buffers.tensors()])
+        return buffers.graphs[full]
 
 
 class ActiveRequest:
@@ -324,9 +315,9 @@ class ActiveRequest:
         prompts = [sequence.prompt for sequence in self.sequences]
         with sampler.turn, mode(sampler.model, training=False):
             buffers = sampler.buffers(prompts, schedule, self.guidance > 0, self.cache)
-            buffers.fill(prompts, schedule, self.choice, self.guidance, schedule.threshold)
-            full, rows = sampler.runner(buffers, buffers.step), len(prompts) * (2 if buffers.guided else 1)
-            part = sampler.runner(buffers, buffers.block_step) if schedule.partial else full
+            buffers.fill(prompts, schedule, self.choice, self.guidance)
+            full, rows = sampler.runner(buffers, True), len(prompts) * (2 if buffers.guided else 1)
+            part = sampler.runner(buffers, False) if schedule.partial else full
             for begin, numbers in schedule.by_block():
                 for number in numbers:
                     refreshes = schedule.refreshes(number - numbers.start)
