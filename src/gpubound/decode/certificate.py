@@ -19,7 +19,7 @@ The fp32 reference also measures what rounded weights cost (`accuracy`), and fin
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -80,19 +80,14 @@ def record_routing(routers: Mapping[int, Any]) -> Iterator[RoutingTrace]:
     """Record the choices of a model's routers in one forward within the context."""
     trace = RoutingTrace()
 
-    def hook(number: int) -> Any:
-        def record(router: Any, inputs: Any, outputs: Any) -> None:
-            if isinstance(outputs, tuple) and len(outputs) == 3:  # in some releases a router gives logits alone
-                trace.add(number, outputs[2])
+    def record(number: int, router: Any, inputs: Any, outputs: Any) -> None:
+        if isinstance(outputs, tuple) and len(outputs) == 3:  # in some releases a router gives logits alone
+            trace.add(number, outputs[2])
 
-        return record
-
-    handles = [router.register_forward_hook(hook(number)) for number, router in routers.items()]
-    try:
+    with ExitStack() as hooks:
+        for number, router in routers.items():
+            hooks.enter_context(router.register_forward_hook(partial(record, number)))
         yield trace
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

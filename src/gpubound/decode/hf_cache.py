@@ -179,12 +179,8 @@ def first_not_finite(model: nn.Module, ids: Tensor) -> str:
         if bad and module in names:
             modules.append(names[module])
 
-    handle = register_module_forward_hook(look)
-    try:
-        with torch.no_grad(), without_autocast(ids.device):
-            model(input_ids=ids[None], use_cache=False)
-    finally:
-        handle.remove()
+    with register_module_forward_hook(look), torch.no_grad(), without_autocast(ids.device):
+        model(input_ids=ids[None], use_cache=False)
     return modules[0] if modules else "none of its modules in a pass without a cache"
 
 

@@ -125,7 +125,8 @@ def rollout_request(
         choice = Choice(seed=seed, **{name: values[number] for name, values in columns.items()})
         limit = min(len(prompt) + (most[number] or decoder.max_length), decoder.max_length)
         for sample in range(n):
-            own = sequence_seed(seed, number, sample)
+            digest = blake2b(f"{seed} {number} {sample}".encode(), digest_size=8).digest()
+            own = int.from_bytes(digest, "little") >> 1  # the sequence's seed
             text = TextStream(decoder.text, strings, stops)
             result = RolloutSequence(number, sample, own)
             waiting.append(Running(result, prompt, limit, replace(choice, seed=own), names[number], text))
@@ -140,9 +141,3 @@ def each(name: str, value: Any, count: int) -> list[Any]:
     if len(values) != count:
         raise ValueError(f"rollout: {name}: got {len(values)} for {count} prompts, wanted one for all or one for each.")
     return values
-
-
-def sequence_seed(seed: int, prompt: int, sample: int) -> int:
-    """Return the seed of a sequence, made of the rollout's, the prompt's index and the sample's."""
-    digest = blake2b(f"{seed} {prompt} {sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -127,14 +127,11 @@ def _check(student: Tensor, teacher: Tensor, labels: Tensor, scale: Tensor | Non
             f"divergence: scale must be a floating-point scalar tensor, got {scale.dtype} {tuple(scale.shape)}; make it on the "
             f"device, as in 1 / tokens."
         )
-    if gradient and not _own_rows(student):
+    dense = student.shape[1] == 1 or student.stride(1) == 1
+    if gradient and not (dense and (len(student) <= 1 or student.stride(0) >= student.shape[1])):
         raise ValueError(
             f"divergence: student must have dense rows that do not overlap, to be overwritten by the gradient, got the strides "
             f"{student.stride()}; pass student.contiguous()."
         )
     if gradient and student.requires_grad and torch.is_grad_enabled():
         raise ValueError("divergence: student requires a gradient, and this op overwrites it by one; call it under no_grad.")
-
-
-def _own_rows(t: Tensor) -> bool:
-    return (t.shape[1] == 1 or t.stride(1) == 1) and (len(t) <= 1 or t.stride(0) >= t.shape[1])

@@ -230,8 +230,10 @@ def unpack(packed: Packed) -> Tensor:
     elif kind.values == "e4m3":
         values = levels.to(torch.uint8).view(torch.float8_e4m3fn).float()
     else:
-        table = packed.extra if kind.values == "nf4" else constant_e2m1(levels.device)
-        assert table is not None, "of nf4"
+        table = packed.extra  # of nf4
+        if kind.values == "e2m1":
+            table = torch.tensor([*E2M1, *(-x for x in E2M1)], device=levels.device, dtype=torch.float32)
+        assert table is not None
         values = table[levels.long()]
     scale = packed.scale.view(torch.float8_e8m0fnu) if kind.values == "e2m1" else packed.scale
     values = _times(values, scale.float(), kind.group)
@@ -239,10 +241,6 @@ def unpack(packed: Packed) -> Tensor:
         assert packed.extra is not None
         values = (values.unflatten(1, (-1, kind.group)) - packed.extra[..., None]).flatten(1)
     return values[:, :columns].contiguous()
-
-
-def constant_e2m1(device: torch.device) -> Tensor:
-    return torch.tensor([*E2M1, *(-x for x in E2M1)], device=device, dtype=torch.float32)
 
 
 def _times(values: Tensor, scale: Tensor, group: int) -> Tensor:

@@ -148,17 +148,14 @@ def check_mail(
         require(op, "mail.addresses", mail.addresses, torch.int64, size_of, device, "`addresses_of` makes it")
     for box in mail.boxes:
         fits = box.dim() == 3 and box.dtype == torch.int64 and box.is_contiguous() and mail.sender < len(box)
-        if not fits or box.shape != mail.boxes[0].shape or box.shape[1] < size[0] or not _columns_fit(box, size, fills):
+        fits = fits and box.shape == mail.boxes[0].shape and box.shape[1] >= size[0] and box.shape[2] >= size[1]
+        if not fits or (fills and box.shape[2] > size[1]):
             raise ValueError(
                 f"{op}: mail.boxes must be contiguous torch.int64 (senders, rows, columns) of one size, with room for {size} "
                 f"words of sender {mail.sender}{' and no more columns' if fills else ''}, got {box.dtype} {tuple(box.shape)}."
             )
     if takes and (mail.own is None or mail.box.device != device or mail.box.shape[2] != size[1]):
         raise ValueError(f"{op}: mail.own must be the number of a box of {size[1]} columns on {device}, got {mail.own}.")
-
-
-def _columns_fit(box: Tensor, size: tuple[int, int], fills: bool) -> bool:
-    return box.shape[2] == size[1] if fills else box.shape[2] >= size[1]
 
 
 def example_mail(g: torch.Generator, boxes: int, senders: int, columns: int, own: int = 0, rows: int = 2) -> Mail:

@@ -5,7 +5,7 @@ sub-layer's result stays *pending* until the next norm, which adds and norms in 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -365,12 +365,10 @@ def visiting(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Non
     So the forward of a model that no device has memory for takes as long as its weights are copied.
     """
     others = [module for module in modules if next(module.parameters()).device.type != device.type]
-    handles = [handle for module in others for handle in _visit(module, device)]
-    try:
+    with ExitStack() as hooks:
+        for handle in (handle for module in others for handle in _visit(module, device)):
+            hooks.enter_context(handle)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _visit(module: nn.Module, device: torch.device) -> tuple[Any, Any]:

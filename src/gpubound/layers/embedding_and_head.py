@@ -168,11 +168,8 @@ def head_mismatch(
         outputs.append(known if cap is None else cap * torch.tanh(known.float() / cap).to(known.dtype))
         return known
 
-    hook = head.register_forward_hook(replace_logits)
-    try:
+    with head.register_forward_hook(replace_logits):
         got = logits()
-    finally:
-        hook.remove()
     if not inputs_read:
         return "its forward does not call its head"
     for what, a, b in (("the head's inputs", inputs_read[-1], hidden()), ("the logits", got, outputs[-1])):

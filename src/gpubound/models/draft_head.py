@@ -287,8 +287,7 @@ def hidden_states_of(model: nn.Module, inputs: dict[str, Any], layers: Sequence[
     blocks = reader(model).blocks
     with ExitStack() as hooks:
         for number in sorted({*layers}):
-            handle = blocks[number].register_forward_pre_hook(partial(keep, number), with_kwargs=True)
-            hooks.callback(handle.remove)
+            hooks.enter_context(blocks[number].register_forward_pre_hook(partial(keep, number), with_kwargs=True))
         last = hidden_of(model, inputs)
     return torch.cat([captured[number] for number in layers], -1), last
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import DataError
-from ...kernels.packed_weights import TABLE, Packed, pack_levels
+from ...kernels.packed_weights import TABLE, pack_levels
 from ...layers.quantized_base import KINDS, Frozen, InPacked
 from ..folder import CURE, Stored, opened
 
@@ -92,10 +92,6 @@ class Scheme:
         return self.stored[name].shape
 
 
-def as_coded(packed: Packed) -> Coded:
-    return Coded(KINDS[packed.kind], *InPacked.split(packed))
-
-
 def hold_levels(levels: Tensor, scale: Tensor, bits: int, zero: int, offset: Tensor | None = None) -> Weight:
     """Return (level - zero) · scale, or level · scale - offset where there are offsets, in the format that holds these numbers.
 
@@ -110,7 +106,7 @@ def hold_levels(levels: Tensor, scale: Tensor, bits: int, zero: int, offset: Ten
         if offset is None and TABLE[name].zero != zero:
             levels = levels + (TABLE[name].zero - zero)
         expanded = (scale.expand(rows, groups), None if offset is None else offset.expand(rows, groups))
-        return as_coded(pack_levels(levels, expanded[0], name, expanded[1]))
+        return Coded(KINDS[name], *InPacked.split(pack_levels(levels, expanded[0], name, expanded[1])))
     index = torch.arange(columns, device=levels.device) // -(-columns // groups)
     return Values(by_group(levels, scale, zero, offset, index), f"it has {size} columns a scale, no multiple of 16 or 32")
 
