@@ -5,10 +5,9 @@ Placing swaps norms and the loss; the loop over layers, attention, convolutions 
 
 from typing import Any
 
-from ..layers.attention import Angles
 from .hf_modules import norm, tried_causal_lm
 from .mixtral import SparseReader
-from .reader import FIXED, HFAngles, linear_of, rope_types
+from .reader import linear_of
 from .recurrent import RecurrentReader, ShortConvWeights, taps_of
 from .registry import Maker
 
@@ -17,7 +16,7 @@ SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": tried_causal_lm}
 
 class Lfm2Reader(RecurrentReader):
     NORMS = ("operator_norm", None, "ffn_norm", None)
-    FINAL, OUTPUT, MIXER = "embedding_norm", "out_proj", "conv"
+    FINAL, OUTPUT, MIXER, MLP = "embedding_norm", "out_proj", "conv", "feed_forward"
     HEAD_NORMS, GATED = ("q_layernorm", "k_layernorm"), ("w1", "w3", "w2")
     READS = frozenset((
         "norm_eps", "conv_bias", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim",
@@ -26,9 +25,6 @@ class Lfm2Reader(RecurrentReader):
 
     def activation(self) -> str:
         return "silu"  # no option of the config
-
-    def mlp_of(self, block: Any) -> Any:
-        return block.feed_forward
 
     def mixer(self, block: Any) -> ShortConvWeights:
         layer, (before, _) = block.conv, self.norms(block, self.NORMS[:2])
@@ -43,16 +39,11 @@ class Lfm2Reader(RecurrentReader):
 
 class Lfm2MoeReader(Lfm2Reader, SparseReader):
     READS = Lfm2Reader.READS | SparseReader.READS | {"num_dense_layers", "use_expert_bias"}
-    CORRECTION = "expert_bias"
+    CORRECTION, ROTARY = "expert_bias", "pos_emb"
 
     def refusal(self, max_length: int) -> str | None:
-        if changing := sorted(set(rope_types(self.trunk.pos_emb)) - set(FIXED)):
-            return f"its rotary angles ({changing[0]!r}) change with the length of what is read"
         why = super().refusal(max_length)
         return why or (None if self.config.use_expert_bias else "its router has sigmoid scores without a correction")
-
-    def angles(self) -> list[Angles]:
-        return [HFAngles(self.trunk.pos_emb)]
 
 
 DECODING: dict[str, Any] = {"Lfm2ForCausalLM": Lfm2Reader, "Lfm2MoeForCausalLM": Lfm2MoeReader}

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import nn
 
-from ..layers.attention import Angles
 from .decoding import NoWeights, UngatedWeights
 from .hf_modules import norm, tried_causal_lm
 from .mamba import MambaReader
-from .reader import UNGATED_NAMES, NoAngles, Reader, linear_of
+from .reader import UNGATED_NAMES, Reader, linear_of
 from .recurrent_modules import mamba
 from .registry import Maker
 
@@ -23,7 +22,7 @@ SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Mamba2Mixer": mamba, "ForCausalLM":
 
 class NemotronHReader(MambaReader):
     NORMS = ("norm", None, "norm", None)
-    EMBEDDING, FINAL, ATTENTION = "embeddings", "norm_f", "mixer"
+    EMBEDDING, FINAL, ATTENTION, ROTATES = "embeddings", "norm_f", "mixer", False
     READS = frozenset((
         "layers_block_type", "mlp_hidden_act", "use_mamba_kernels", "ssm_state_size", "mamba_num_heads", "mamba_head_dim",
         "mamba_hidden_act", "n_groups", "conv_kernel", "expand", "time_step_min", "time_step_max", "time_step_limit",
@@ -80,12 +79,6 @@ class NemotronHReader(MambaReader):
 
     def window(self, attention: Any) -> int:
         return 0
-
-    def angles(self) -> list[Angles]:
-        return [NoAngles(self.head_dim(None) // 2)]
-
-    def table(self, attention: Any) -> None:
-        return None
 
 
 DECODING: dict[str, Any] = {"ForCausalLM": NemotronHReader}

@@ -223,10 +223,12 @@ class Reader:
     READS: ClassVar[frozenset[str]] = frozenset()  # config fields that the family reads besides READ
     # Names in the stack: its blocks, embedding and last norm. Names in a block: attention, and its output projection.
     BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "layers", "embed_tokens", "norm", "self_attn", "o_proj"
+    MLP, ROTARY = "mlp", "rotary_emb"  # in a block, and in the stack
     HEAD_NORMS = "q_norm", "k_norm"  # in attention
     GATED = "gate_proj", "up_proj", "down_proj"  # in an MLP
     ANGLES: ClassVar[type[HFAngles]] = HFAngles
     INTERLEAVED = False  # whether pairs (2i, 2i + 1) are rotated, which the cache has in another order than the model
+    ROTATES = True  # whether any layer has rotary angles
     PARALLEL = False  # whether an MLP reads the stream before attention's update, in all blocks
     image_positions = True  # whether an image's tokens have positions like a text's
 
@@ -251,7 +253,7 @@ class Reader:
         return self.attention_of(self.blocks[0])
 
     def mlp_of(self, block: Any) -> Any:
-        return block.mlp
+        return block._modules.get(self.MLP)
 
     def projects(self, module: nn.Module) -> bool:
         """Return whether a module that is no nn.Linear is a projection that the reader reads."""
@@ -269,7 +271,7 @@ class Reader:
         """Return why the kernels cannot decode the model for texts of that length; None if they can."""
         if (learnt := self.positions()) is not None and max_length > len(learnt):
             return f"it has {len(learnt)} positions, and max_length is {max_length}"
-        for kind in rope_types(getattr(self.trunk, "rotary_emb", None)):
+        for kind in rope_types(getattr(self.trunk, self.ROTARY, None)):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:
                 beyond = f" beyond {longest} tokens, and max_length is {max_length}" if longest else ""
@@ -319,7 +321,9 @@ class Reader:
 
     def angles(self) -> list[Angles]:
         """Return the rotary angles of the model, which a layer's `table` indexes."""
-        rotary = self.trunk.rotary_emb
+        if not self.ROTATES:
+            return [NoAngles(self.head_dim(self.first_attention()) // 2)]
+        rotary = getattr(self.trunk, self.ROTARY)
         return [self.ANGLES(rotary, kind) for kind in angle_types(rotary)] or [self.ANGLES(rotary)]
 
     def layers(self) -> list[LayerWeights]:
@@ -375,9 +379,9 @@ class Reader:
         return getattr(attention, "sliding_window", default) or 0
 
     def table(self, attention: Any) -> int | None:
-        if not getattr(attention, "use_rope", True):
+        if not self.ROTATES or not getattr(attention, "use_rope", True):
             return None
-        kinds = angle_types(getattr(self.trunk, "rotary_emb", None))  # our own trunk has its angles elsewhere
+        kinds = angle_types(getattr(self.trunk, self.ROTARY, None))  # our own trunk has its angles elsewhere
         return kinds.index(layer_type(attention)) if kinds else 0
 
     def cap(self, attention: Any) -> float:
@@ -450,15 +454,10 @@ class LearntReader(UngatedReader):
     """Reader of models with learnt positions and no rotation. POSITIONS: their table's name. SKIPPED: rows before the first"""
 
     POSITIONS, SKIPPED = "wpe", 0
+    ROTATES = False
 
     def positions(self) -> Tensor:
         return weight_of(getattr(self.trunk, self.POSITIONS)).detach()[self.SKIPPED :]
-
-    def angles(self) -> list[Angles]:
-        return [NoAngles(self.head_dim(self.attention_of(self.blocks[0])) // 2)]
-
-    def table(self, attention: Any) -> None:
-        return None
 
 
 def weight_of(module: Any) -> Tensor:
