@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.decode_product import Norm
 from ..layers.attention import Mask, Rope
 from ..layers.block import normed_for
 from .decoding import Shape
@@ -67,10 +66,6 @@ class MultipliedReader(Reader):
     def shape(self) -> Shape:
         embedded = self.trunk.embedding_multiplier / self.factor
         return replace(super().shape(), embedded=embedded, logit_scale=1 / self.config.logits_scaling)
-
-    def norm(self, module: Any) -> Norm:
-        of_stream = super().norm(module)
-        return of_stream._replace(eps=of_stream.eps / self.factor**2)
 
 
 DECODING = {"ForCausalLM": MultipliedReader}

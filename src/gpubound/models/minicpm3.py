@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernels.decode_product import Norm
 from ..layers.attention import Mask, Rope
 from .decoding import LatentAttentionWeights, Shape
 from .granite import ScaledCausalLM, scaled_step
@@ -41,12 +40,7 @@ class MiniCPM3Reader(LatentReader):
         return self.blocks[0].residual_scale
 
     def shape(self) -> Shape:
-        shape = super().shape()
-        return replace(shape, embedded=shape.embedded / self.factor, logit_scale=1 / self.config.logits_scaling)
-
-    def norm(self, module: Any) -> Norm:
-        of_stream = super().norm(module)
-        return of_stream._replace(eps=of_stream.eps / self.factor**2)
+        return replace(super().shape(), logit_scale=1 / self.config.logits_scaling)
 
     def attention(self, block: Any) -> LatentAttentionWeights:  # type: ignore[override]
         weights = super().attention(block)

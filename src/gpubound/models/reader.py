@@ -238,6 +238,11 @@ class Reader:
         self.copies = ArrangedCopies()
 
     @property
+    def factor(self) -> float:
+        """The factor of what each part adds to the stream, by which a step divides the stream instead."""
+        return 1.0
+
+    @property
     def blocks(self) -> Any:
         return getattr(self.trunk, self.BLOCKS)
 
@@ -298,10 +303,11 @@ class Reader:
     def shape(self) -> Shape:
         c = self.config
         scale = getattr(self.embedding, "embed_scale", None)  # rounded to the weights' dtype when used
+        embedded = 1.0 if scale is None else float(scale.to(self.embedding.weight.dtype))
         return Shape(
             hidden=c.hidden_size,
             vocab=self.model.lm_head.weight.shape[0],
-            embedded=1.0 if scale is None else float(scale.to(self.embedding.weight.dtype)),
+            embedded=embedded / self.factor,
             logit_cap=getattr(c, "final_logit_softcapping", None) or 0.0,
         )
 
@@ -332,7 +338,7 @@ class Reader:
     def norm(self, module: Any) -> Any:
         """Return the weights of a norm, a Norm or a LayerNorm."""
         eps = module.eps if hasattr(module, "eps") else module.variance_epsilon  # Hugging Face has both names
-        return Norm(weight_of(module), float(eps), self.OFFSET)
+        return Norm(weight_of(module), float(eps) / self.factor**2, self.OFFSET)
 
     def final_norm(self) -> Any:
         return self.norm(getattr(self.trunk, self.FINAL))
