@@ -1,44 +1,25 @@
 """Models with sparse layers, placed: attention, norms and the loss are ours, experts transformers' own."""
 
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Dots1Config,
-    Glm4MoeConfig,
-    GptOssConfig,
-    MiniMaxM2Config,
-    MixtralConfig,
-    OlmoeConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-    SolarOpenConfig,
-)
 
-from ..place.models import VOCABULARY, assert_close, batch, place, rows, training_run, twin
+from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
 
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.2,
-}  # fmt: skip
 KINDS = {
-    "mixtral": (MixtralConfig, {}),
-    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-    "olmoe": (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": (Qwen2MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-    "glm4_moe": (Glm4MoeConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-    "dots1": (Dots1Config, {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}),
-    "solar_open": (SolarOpenConfig, {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-    "gpt_oss": (GptOssConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "minimax_m2": (MiniMaxM2Config, {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "solar_open": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention": "eager"},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_attention_is_ours_and_the_rest_stays(kind):
-    config, own = KINDS[kind]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**SIZES | own))
+    model = tiny(kind, **KINDS[kind])
     want = training_run(twin(model), batch())
     placement = place(model, strict=True)
     assert_close(training_run(model, batch()), want)
@@ -52,9 +33,7 @@ def test_attention_is_ours_and_the_rest_stays(kind):
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("by", ["config", "argument"])
 def test_a_loss_with_the_routers_stays(kind, by):
-    config, own = KINDS[kind]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**SIZES | own, router_aux_loss_coef=0.5))
+    model = tiny(kind, **KINDS[kind], router_aux_loss_coef=0.5)
     plain = training_run(twin(model), batch())["loss"]
     if by == "config":
         model.config.output_router_logits = True
@@ -71,8 +50,6 @@ def test_a_loss_with_the_routers_stays(kind, by):
 
 
 def test_clamped_queries_keep_their_attention():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, clip_qkv=0.05))
-    placement = place(model)
+    placement = place(tiny("olmoe", **KINDS["olmoe"], clip_qkv=0.05))
     found = rows(placement)["model.layers.0.self_attn"]
     assert found.kernel == "torch" and "clip_qkv=0.05" in found.why

@@ -3,17 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    FalconConfig,
-    GPTBigCodeConfig,
-    GPTJConfig,
-    GPTNeoConfig,
-    GPTNeoXConfig,
-    HyperCLOVAXConfig,
-    OPTConfig,
-    StableLmConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpubound.errors import PlaceError
 from gpubound.place import candidates
@@ -29,23 +19,22 @@ NO_DROPOUT = dict.fromkeys(
     ("resid_dropout", "resid_pdrop", "embed_dropout", "embd_pdrop", "attention_dropout", "attn_pdrop"), 0.0
 )
 CONFIGS = {
-    "stablelm": (StableLmConfig, {"hidden_dropout": 0.0}),
-    "gpt_neox": (GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "opt": (OPTConfig, {"ffn_dim": 40, "dropout": 0.0}),
-    "falcon": (FalconConfig, {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "gpt_neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]], "window_size": 5, **NO_DROPOUT}),
-    "gptj": (GPTJConfig, {"rotary_dim": 4}),
-    "gpt_bigcode": (GPTBigCodeConfig, {"multi_query": False, **NO_DROPOUT}),
-    "hyperclovax": (HyperCLOVAXConfig, {"logits_scaling": 4.0}),
+    "stablelm": {"hidden_dropout": 0.0},
+    "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "opt": {"ffn_dim": 40, "dropout": 0.0},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5, **NO_DROPOUT},
+    "gptj": {"rotary_dim": 4},
+    "gpt_bigcode": {"multi_query": False, **NO_DROPOUT},
+    "hyperclovax": {"logits_scaling": 4.0},
 }
 SWAPPED = {"hyperclovax": 9, "gptj": 4}  # of the others 6
 NORMS_ALONE = ("hyperclovax",)  # its logits are scaled
 
 
 def made(kind, dtype=torch.float32, **options):
-    config, own = CONFIGS[kind]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**SIZES | own | options))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | CONFIGS[kind] | options))
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
