@@ -75,7 +75,8 @@ def main(job: dict[str, Any]) -> None:
     rows, held_out = ([json.loads(line) for line in Path(job[name]).read_text().splitlines()] for name in ("train", "held_out"))
     wanted: dict[str, Any] = {
         "output_dir": str(out), "seed": job["seed"], "num_train_epochs": job["epochs"], "learning_rate": job["lr"],
-        "per_device_train_batch_size": job["micro_batch"] // (2 if pairs else 1), "weight_decay": 0.0, "max_grad_norm": 1.0, "bf16": on_gpu, "use_cpu": not on_gpu,
+        "per_device_train_batch_size": job["micro_batch"] // (2 if pairs else 1), "weight_decay": 0.0, "max_grad_norm": 1.0,
+        "bf16": on_gpu, "use_cpu": not on_gpu,
         "gradient_checkpointing": False, "use_liger_kernel": job["liger"], "report_to": [], "save_strategy": "no",
         "logging_steps": 10, "disable_tqdm": True, "optim": "adamw_torch_fused" if on_gpu else "adamw_torch",
     }  # fmt: skip
