@@ -41,15 +41,20 @@ def error_of(run, truth):
 # the gradients of q and k are what remains of terms that nearly cancel, 1.1e-2 and 4e-3 in norm where v has 4e-2 in "llama
 # biased", and the model's own error and the placed one are two draws of the same noise. On an H200 a k_proj.bias had 4.82e-2
 # beside 2.52e-2, a q_proj.weight 1.32e-1 beside 8.05e-2, on a CPU a k_proj.bias 8.9e-2 beside 4.1e-2. So for one tensor
-# only what no rounding explains is refused: a missing term, a wrong factor.
+# only what no rounding explains is refused: a missing term, a wrong factor. One below a thousandth of the largest, as those of
+# DeepSeek-V3's q are, may be off by a quarter of itself: flash attention subtracts the rounded output's product with its
+# gradient from terms of the same size, where transformers' attention subtracts a sum of the terms (on a CPU 0.22 beside 0.034).
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_16_bit_error_is_no_larger_than_before(kind):
     options = OPTIONS.get(kind, {})
     # Of four layers Gemma 3's own error is 5.0e-2 and scatters as much: too much for the bounds below. So has a token whose
     # experts rounding changes: DeepSeek-V3's own error is 4.0e-2 with one and 4.6e-3 without, so all experts are chosen.
-    # Norms of 6 values, as of Gemma 4's inputs of a layer, scatter from 4e-2 to 1.1e-1; of 64 values all is 2.2e-2.
+    # Norms of 6 values, as of Gemma 4's inputs of a layer, scatter from 4e-2 to 1.1e-1; of 64 values all is 2.2e-2. Latents
+    # of 20 values scatter as much: a bias of theirs was refused at 2.6e-2, where 128 values have 1.1e-2.
     sizes = SIZES | ({"num_hidden_layers": len(options["layer_types"])} if "layer_types" in options else {})
-    sizes |= {"num_experts_per_tok": 4, "topk_group": 2} if kind == "deepseek_v3" else {}
+    sizes |= {"num_experts_per_tok": 4} if kind.startswith("deepseek") else {}
+    sizes |= {"topk_group": 2} if kind == "deepseek_v3" else {}
+    sizes |= {name: 128 for name in ("kv_lora_rank", "q_lora_rank") if options.get(name)}
     sizes |= {"hidden_size_per_layer_input": 64} if kind == "gemma4" else {}
     model = tiny(kind, torch.bfloat16, **sizes).cuda()
     truth, own = training_run(twin(model).float(), on_gpu()), training_run(twin(model), on_gpu())
@@ -58,8 +63,11 @@ def test_16_bit_error_is_no_larger_than_before(kind):
         got = training_run(model, on_gpu())
     (error, errors), (before, befores) = error_of(got, truth), error_of(own, truth)
     assert error <= 1.25 * before + 2e-3, f"all gradients: {error:.2e}, before {before:.2e}"
-    for name in truth:
-        assert errors[name] <= 2.5 * befores[name] + 1e-2, f"{name}: {errors[name]:.2e}, before {befores[name]:.2e}"
+    largest = max(t.norm().item() for name, t in truth.items() if name != "loss")
+    for name, t in truth.items():
+        part = t.norm().item() / (verify.smallest(torch.bfloat16) * largest)  # of what its error is relative to
+        bound = 2.5 * befores[name] + (1e-2 if name == "loss" or part > 0.125 else max(1e-2, 0.25 * part))
+        assert errors[name] <= bound, f"{name}: {errors[name]:.2e}, before {befores[name]:.2e}"
     assert placement.summary.startswith("GPU ready: ") and placement.fallbacks == 0
     assert all(row.device.startswith("cuda") for row in placement.rows)
 

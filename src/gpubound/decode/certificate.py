@@ -31,10 +31,9 @@ from ..errors import GenerateError
 from ..kernels.decode_product import capped_
 from ..layers.quantized_base import Base
 from ..models import Decoder
-from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
+from ..models.decoding import AT_ONCE, LayerWeights, Linear, Rounding, plain_linear, plain_norm
 from ..models.llama.checkpoint import changed_below
 from ..models.registry import switch
-from .host_view import HostView, StreamedModel
 from .quantized import PackedLinear
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward, random_ids
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from .generate import FastDecoder
     from .transformer import FusedRunner
 
-WIDE = 1 << 26  # numbers of the head's weight that are in fp32 at a time
 PIECE = 512  # tokens that `accuracy` reads at a time, as separate texts
 
 
@@ -117,6 +115,7 @@ def reference_stages(
     for layer in model.layers:  # not by enumerate, which keeps the last one, in fp32, while the next one is made
         number = next(numbers)
         device = layer.attention.linears()[-1].weight.device
+        device = home if device.type == "cpu" else device  # a model in host memory is read part by part
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]
@@ -135,13 +134,26 @@ def reference_stages(
     rounded_model = isinstance(model, RoundedModel)
     weight, bias, _ = (model.body.live if rounded_model else model).head
     parts = model.head_parts() if rounded_model else weight.split(_rows_at_once(weight.shape[1]))
-    logits = torch.cat([plain_linear(x, Linear(part.to(home))) for part in parts], -1)
+    logits = torch.cat([plain_linear(x, Linear(part)) for part in parts], -1)
     logits = logits if bias is None else logits + bias.float()
     yield "lm_head", capped_(logits * shape.logit_scale, shape.logit_cap)
 
 
 def _rows_at_once(columns: int) -> int:
-    return max(1, WIDE // columns)
+    return max(1, AT_ONCE // columns)
+
+
+class ExactPart:
+    """A part of a layer with the values that its rounded weights represent, which are in fp32 while it is computed."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part.weights, name)
+
+    def define(self, *arguments: Any) -> Tensor:
+        return self._part.exact().define(*arguments)
 
 
 class RoundedModel:
@@ -155,8 +167,8 @@ class RoundedModel:
     @property
     def layers(self) -> Iterator[LayerWeights]:
         for layer, live in zip(self.body.layers, self.body.live.layers):
-            extra = None if layer.extra is None else layer.extra.exact()
-            yield live._replace(attention=layer.attention.exact(), mlp=layer.mlp.exact(), extra=extra)
+            extra = None if layer.extra is None else ExactPart(layer.extra)
+            yield live._replace(attention=ExactPart(layer.attention), mlp=ExactPart(layer.mlp), extra=extra)
 
     def head_parts(self) -> Iterator[Tensor]:
         """Yield the head's weight in parts: all of it may be the largest matrix by far."""
@@ -172,11 +184,6 @@ class RoundedModel:
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return self.body.live.tables(length)
-
-
-def _definition(body: Any) -> Any:
-    """Return the unchanged model, to be computed in fp32."""
-    return StreamedModel(body.live) if isinstance(body.live, HostView) else body.live
 
 
 def first_not_finite(model: Any, ids: Tensor) -> str:
@@ -237,7 +244,7 @@ def accuracy(body: Any, ids: Sequence[int] | Tensor) -> Accuracy:
 
 def _compare(body: Any, exact: Any, ids: Tensor) -> Tensor:
     """Return (T - 1, 4): divergence, same best, and both losses of every next token."""
-    original = reference_logits(_definition(body), ids[:-1]).log_softmax(-1)
+    original = reference_logits(body.live, ids[:-1]).log_softmax(-1)
     rounded = reference_logits(exact, ids[:-1], rounded=body.cache.rounded).log_softmax(-1)
     divergence = (original.exp() * (original - rounded)).sum(-1)
     losses = [-x.gather(-1, ids[1:, None])[:, 0] for x in (rounded, original)]
@@ -312,7 +319,7 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
         exactly()
     own = getattr(output, "logits", output)[0].float().to(ids.device)
     exact = body.exact()
-    model_truth = reference_logits(_definition(body), ids, choices)
+    model_truth = reference_logits(body.live, ids, choices)
     own_missed = choices.missed  # before rounded weights and a rounded cache add theirs
     unrounded = model_truth if exact is body.live else reference_logits(exact, ids, choices)
     truth = unrounded if body.cache.kind is None else reference_logits(exact, ids, choices, body.cache.rounded)

@@ -5,7 +5,6 @@ format rounds them part by part, and keeps the packed numbers alone. So a model 
 decoded in 4 bits. As of any other model, weights that change are found at the next request, and all is packed again.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,19 +69,3 @@ class HostView:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.device)
-
-
-class StreamedModel:
-    """The model of a HostView for the definition in fp32: each layer is copied to the device when its turn comes."""
-
-    def __init__(self, view: HostView) -> None:
-        self._view, self.shape, self.embed, self.norm, self.head = view, view.shape, view.embed, view.norm, view.head
-        self.tables, self.positions, self.layer_inputs = view.tables, view.positions, view.layer_inputs
-
-    @property
-    def layers(self) -> Iterator[LayerWeights]:
-        for layer in self._view.layers:
-            yield layer.mapped(self._on_device)
-
-    def _on_device(self, value: Any) -> Any:
-        return value if isinstance(value, Tensor) else value._replace(weight=value.weight.to(self._view.device))

@@ -22,6 +22,8 @@ from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
 from ..layers.linear_product import format_of
 from ..layers.quantized_base import dequantised
 
+AT_ONCE = 1 << 26  # numbers of a weight that are copied from host memory, or unpacked, at a time
+
 FULL, WINDOWED = "full_attention", "sliding_attention"  # types of layers
 Rounding = Callable[[Tensor], Tensor] | None  # of keys (T, K, D) with RoPE, and of values
 AnyNorm = Norm | LayerNorm | None
@@ -474,9 +476,11 @@ def plain_attention(
 
 
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
-    coded = format_of(layer.weight).coded
-    weight = dequantised([layer.weight], torch.float32) if coded else layer.weight.float()
-    y = F.linear(x, weight, None if layer.bias is None else layer.bias.float())
+    """Return the product in fp32. A weight in host memory is copied to x's device by parts."""
+    weight = dequantised([layer.weight], torch.float32) if format_of(layer.weight).coded else layer.weight
+    parts = [weight] if weight.device == x.device else weight.split(max(1, AT_ONCE // weight.shape[1]))
+    y = torch.cat([F.linear(x, part.to(x.device).float()) for part in parts], -1)
+    y = y if layer.bias is None else y + layer.bias.float()
     for low in layer.adapters:
         y = y + low.scale * F.linear(F.linear(x, low.a.float()), low.b.float())
     return y

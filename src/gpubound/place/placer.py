@@ -25,9 +25,7 @@ from ..lora import layers as lora_layers  # noqa: F401  registers the reader of 
 from ..trace import fallback
 from . import candidates
 from .candidates import MARK, Candidate, Fused, release
-from .verify import Agreement, Exercise, attempt, check_example, coarsest, inference_weight, verify
-
-CACHED = 1 << 28  # bytes without a tensor that the allocator may keep from one swapped module to the next: 8B kept 8.4 GiB
+from .verify import CACHED, Agreement, Exercise, attempt, check_example, coarsest, inference_weight, verify
 
 
 @dataclass(frozen=True)

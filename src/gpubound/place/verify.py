@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from .. import device as facts
 from ..errors import FallbackError, GpuboundError
 from ..kernels.dispatch import SIXTEEN_BITS
 from ..layers import LMLoss
@@ -49,6 +50,7 @@ GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1,
 FLOOR = 1e-3  # of the largest gradient: one that is zero in exact arithmetic is rounding alone
 PART = 1 << 24  # elements of two tensors whose difference exists at a time
 GROUP = 1 << 29  # bytes of a whole model's gradients that exist at a time
+CACHED = 1 << 26  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
 
 Named = dict[str, Tensor]
 """Outputs and gradients of a run by name, without the gradients that are None"""
@@ -324,6 +326,7 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], trai
         if leaves and isinstance(total, Tensor):
             groups = _groups(leaves)
             for number, group in enumerate(groups, 1):
+                facts.release_cached(total.device, CACHED)
                 tensors = [leaves[name] for name in group]
                 gradients = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=number < len(groups))
                 samples = [take_sampled(t) if g is None else sample(g) for t, g in zip(tensors, gradients)]
