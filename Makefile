@@ -3,7 +3,7 @@
 #   make test     the suite on the CPU                  make test-slow    its tests of more than half a second
 #   make check    lint, format, types, wording
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
-#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | families | checkpoint | memory
+#   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | families | checkpoint | memory | rl
 #   make messages rewrites tests/messages.json, the exact texts that tests compare with, from what the library prints
 #   make wheel    builds the archives and runs the wheel in an empty environment
 #   make plans    compiles every kernel for every GPU since Ampere, and holds it against their limits

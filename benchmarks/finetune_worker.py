@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from gpubound.train.objectives.preference import Preference
 
 from .lora_worker import ALPHA, RANK, add
 from .packed_rows import lengths
+from .real_weights_trl import without_hashes
 from .serving import Job, answer, job_given, settle
-from .shapes import SHAPES
+from .shapes import shape_of
 from .train_worker import llama
 
 EXAMPLES, PAIRS = 2000, 1000
@@ -41,7 +41,7 @@ Steps = Callable[[int], tuple[float, int]]
 
 def words(shape: str, sizes: np.ndarray, seed: int) -> list[str]:
     """Return texts of so many words."""
-    drawn = np.random.default_rng(seed).integers(PAD + 1, SHAPES[shape].vocab, int(sizes.sum()))
+    drawn = np.random.default_rng(seed).integers(PAD + 1, shape_of(shape).vocab, int(sizes.sum()))
     return [" ".join(f"w{word}" for word in text) for text in np.split(drawn, np.cumsum(sizes)[:-1])]
 
 
@@ -58,7 +58,7 @@ def tokenizer(job: Job) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<end>": END, "<pad>": PAD} | {f"w{i}": i for i in range(PAD + 1, SHAPES[job.shape].vocab)}
+    vocabulary = {"<end>": END, "<pad>": PAD} | {f"w{i}": i for i in range(PAD + 1, shape_of(job.shape).vocab)}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
@@ -98,13 +98,11 @@ def ours(job: Job, pairs: bool = False) -> Steps:
 def trl(job: Job, pairs: bool = False, packing: bool = True, liger: bool = True, placed: bool = False) -> Steps:
     """A trainer of TRL, which runs `train()` in a thread and is held between two steps where nothing is timed."""
     os.environ["HF_HUB_OFFLINE"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
-    import datasets.fingerprint
+    import datasets
     import trl
     from transformers import TrainerCallback
 
-    # Its hashes of functions cannot be made everywhere (dill and pyarrow of other versions), and nothing here is cached.
-    number = count()
-    datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: f"{next(number):016x}")
+    without_hashes()
     model = llama(job, dtype(job))
     if placed:
         gb.place(model, job.device)

@@ -54,7 +54,7 @@ def _measured(line: Line) -> str:
 
 def beside(line: Line) -> str:
     """How a peer did: the ratio to it, or its count."""
-    theirs = f"{line.peer:,.0f}" if line.unit in COUNTS else line.share(line.ratio)
+    theirs = figure(line.peer, line.unit).split()[0] if line.unit in COUNTS else line.share(line.ratio)
     theirs = figure(line.peer, line.unit) if line.peer_name in MEMORY else theirs
     return f"{line.peer_name} {theirs}{' SHORT' if line.short else ''}"
 
@@ -63,7 +63,11 @@ def figure(value: float, unit: str) -> str:
     """
     >>> figure(3912.4, "GB/s")
     '3,912 GB/s'
+    >>> figure(0.0271, "nats")
+    '0.0271 nats'
     """
+    if unit == "nats":
+        return f"{value:.3g} nats"
     digits = 0 if unit in COUNTS or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f} {unit}"
 

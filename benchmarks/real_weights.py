@@ -92,6 +92,18 @@ class Session:
                 process.wait()
 
 
+def begun(base: str, out: Path) -> Session:
+    """Return a session with an empty folder, whose processes need no network and find this source."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ.setdefault("OMP_NUM_THREADS", "4")  # a dozen processes share the host
+    os.environ["PYTHONPATH"] = os.pathsep.join([f"{os.getcwd()}/src", os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    import torch
+
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    return Session(base, out, "cuda" if torch.cuda.is_available() else "cpu")
+
+
 def files(run: str, out: Path) -> tuple[Path, Path]:
     """(rows to train on, held-out rows) of a run."""
     kind = "pairs" if run == "dpo" else "chats"
@@ -130,48 +142,51 @@ def of_theirs(out: Path, name: str) -> dict[str, Any]:
     return found | {"epoch_s": median(found["seconds"][1:] or found["seconds"])}
 
 
-def finished(session: Session, name: str, process: subprocess.Popen, limit: float) -> dict[str, Any] | None:
-    """Return what a run measured; None, and its last lines, if it failed or is not over in time."""
+def ended(session: Session, name: str, process: subprocess.Popen, limit: float) -> bool:
+    """Return whether a run ended well; print its last lines if it failed or is not over in time, and its fallbacks."""
     try:
-        code = process.wait(timeout=max(1.0, limit - (time.perf_counter() - session.began)))
+        code: Any = process.wait(timeout=max(1.0, limit - (time.perf_counter() - session.began)))
     except subprocess.TimeoutExpired:
         code = "none in time"
         process.kill()
     lines = (session.out / f"{name}.log").read_text().strip().splitlines()
     if code:
         print(f"{name}: exit code {code}:", *lines[-6:], sep="\n    ", flush=True)
-        return None
+        return False
     for line in lines:
-        if "fallback" in line or "of the positions" in line:
+        if ("fallback" in line and "no fallback" not in line) or "of the positions" in line:
             print(f"    {name}: {line[:300]}", flush=True)
+    return True
+
+
+def finished(session: Session, name: str, process: subprocess.Popen, limit: float) -> dict[str, Any] | None:
+    """Return what a run measured; None if it failed."""
+    if not ended(session, name, process, limit):
+        return None
     return of_ours(session.out, name) if "-ours-" in name else of_theirs(session.out, name)
 
 
 def judged(folder: str, chats: list, device: str) -> tuple[float, float]:
     """(loss of held-out answers and the ends of their turns, share of exact greedy answers), by transformers."""
+    from .real_weights_trl import greedy, held_out_loss, tokenized
+
+    model, tokenizer = loaded(folder, device)
+    rows = [tokenized(tokenizer, chat) for chat in chats]
+    end = next(token for token in reversed(rows[0]["input_ids"]) if tokenizer.decode([token]).strip())
+    prompts = [row["input_ids"][: row["completion_mask"].index(1)] for row in rows]
+    answers = greedy(model, tokenizer, prompts, end, 12, device)
+    hits = sum(text.strip() == chat[1]["content"] for text, chat in zip(answers, chats, strict=True))
+    return held_out_loss(model, rows, device), hits / len(chats)
+
+
+def loaded(folder: str, device: str) -> tuple[Any, Any]:
+    """Return the model and the tokenizer of a folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .real_weights_trl import held_out_loss, tokenized
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    rows = [tokenized(tokenizer, chat) for chat in chats]
-    end, hits = next(token for token in reversed(rows[0]["input_ids"]) if tokenizer.decode([token]).strip()), 0
-    with torch.no_grad():
-        for at in range(0, len(rows), 64):
-            part = rows[at : at + 64]
-            prompts = [row["input_ids"][: row["completion_mask"].index(1)] for row in part]
-            longest = max(map(len, prompts))
-            left = torch.tensor([[end] * (longest - len(p)) + p for p in prompts], device=device)
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-            options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
-            answers = model.generate(left, attention_mask=mask, **options)[:, longest:].tolist()
-            for answer, chat in zip(answers, chats[at : at + 64], strict=True):
-                text = tokenizer.decode(answer[: answer.index(end)] if end in answer else answer, skip_special_tokens=True)
-                hits += text.strip() == chat[1]["content"]
-    return held_out_loss(model, rows, device), hits / len(chats)
+    return model, AutoTokenizer.from_pretrained(folder)
 
 
 def main(argv: list[str]) -> int:
@@ -187,14 +202,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     runs = options.only.split(",")
     peers = [peer for peer in options.peers.split(",") if peer in PEERS]
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ.setdefault("OMP_NUM_THREADS", "4")  # a dozen processes share the host
-    os.environ["PYTHONPATH"] = os.pathsep.join([f"{os.getcwd()}/src", os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    import torch
-
-    session = Session(options.base, options.out, "cuda" if torch.cuda.is_available() else "cpu")
-    shutil.rmtree(options.out, ignore_errors=True)
-    options.out.mkdir(parents=True)
+    session = begun(options.base, options.out)
     write_examples(options.out, options.quick)
     if options.quick:
         for settings in SETTINGS.values():

@@ -41,32 +41,56 @@ def held_out_loss(model: Any, rows: list[dict[str, list[int]]], device: str) -> 
     return total / tokens
 
 
-def give_our_rates(trainer: Any, warmup: int) -> None:
+def give_our_rates(trainer: Any, warmup: float, shape: str = "linear") -> None:
     """Let a trainer take the rates of our schedule: its own is a step behind while it warms up, and 0 in the first."""
     from torch.optim.lr_scheduler import LambdaLR
 
     from gpubound.train.schedule import Schedule
 
     def create(num_training_steps: int, optimizer: Any = None) -> LambdaLR:
-        rates = Schedule("linear", num_training_steps, warmup)
+        rates = Schedule(shape, num_training_steps, warmup)
         trainer.lr_scheduler = LambdaLR(optimizer or trainer.optimizer, lambda done: rates.factor(done + 1))
         return trainer.lr_scheduler
 
     trainer.create_scheduler = create
 
 
-def main(job: dict[str, Any]) -> None:
+def greedy(model: Any, tokenizer: Any, prompts: list[list[int]], end: int, new: int, device: str) -> list[str]:
+    """The greedy answers of up to `new` tokens, without their ends, 64 prompts at a time."""
+    import torch
+
+    texts = []
+    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
+    for at in range(0, len(prompts), 64):
+        part = prompts[at : at + 64]
+        longest = max(map(len, part))
+        left = torch.tensor([[end] * (longest - len(p)) + p for p in part], device=device)
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part], device=device)
+        with torch.no_grad():
+            answers = model.generate(left, attention_mask=mask, **options)[:, longest:].tolist()
+        cut = [answer[: answer.index(end)] if end in answer else answer for answer in answers]
+        texts += tokenizer.batch_decode(cut, skip_special_tokens=True)
+    return texts
+
+
+def without_hashes() -> None:
+    """Make datasets' hashes of functions, which cannot be made everywhere, numbers: nothing here is cached."""
     from itertools import count
 
     import datasets.fingerprint
+
+    number = count()
+    datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: f"{next(number):016x}")
+
+
+def main(job: dict[str, Any]) -> None:
     import torch
     import trl
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    number = count()  # hashes of functions cannot be made everywhere, and nothing here is cached
-    datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: f"{next(number):016x}")
+    without_hashes()
     on_gpu, pairs, out = job["device"] == "cuda", job["run"] == "dpo", Path(job["out"])
     tokenizer = AutoTokenizer.from_pretrained(job["base"])
     if tokenizer.pad_token is None:

@@ -27,7 +27,7 @@ from gpubound.files import make_folder, writing
 FOLDER = Path(__file__).parent / "results"
 MORE_IS_BETTER = {"GB/s", "TFLOP/s", "tok/s", "steps/s", "%"}
 LESS_IS_BETTER = {"us", "ms", "s", "GiB", "% off"}
-COUNTS = {"syncs", "launches"}
+COUNTS = {"syncs", "launches", "nats"}  # what may be 0: nats are a difference of log-probabilities
 UNITS = MORE_IS_BETTER | LESS_IS_BETTER | COUNTS
 MEMORY = ("allocated", "predicted", "the limit", "a later step", "the weights and 1.5 GiB")  # beside what is reserved: no peers
 FLOOR = "frozen forward + dX"  # what an adapter's work is beside: a peer that is never behind, so multiples of it are told

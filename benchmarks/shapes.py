@@ -23,7 +23,7 @@ class Shape:
     @property
     def matrix_params(self) -> int:
         """Weights that enter a matrix product for every token: linear layers and output head, not the embedding's lookup."""
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
     def train_flops_per_token(self, seq: int) -> int:
@@ -60,8 +60,26 @@ SHAPES = {
 SPARSE = {"moe": SparseShape(2048, 768, 24, 16, 4, 32768, False, experts=64, chosen=8)}
 
 
+@dataclass(frozen=True)
+class Qwen3Shape(Shape):
+    """Norms the queries and keys of each head, which may be wider than its part of the hidden size."""
+
+    head: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.head
+
+
+QWEN3 = {
+    "0.6b": Qwen3Shape(1024, 3072, 28, 16, 8, 151936, True, head=128),
+    "1.7b": Qwen3Shape(2048, 6144, 28, 16, 8, 151936, True, head=128),
+    "tiny-qwen3": Qwen3Shape(64, 128, 2, 4, 2, 256, True, head=32),
+}
+
+
 def shape_of(name: str) -> Shape:
-    return SPARSE[name] if name in SPARSE else SHAPES[name]
+    return (SHAPES | SPARSE | QWEN3)[name]
 
 
 def llama_config(shape: Shape, positions: int):
@@ -69,6 +87,13 @@ def llama_config(shape: Shape, positions: int):
     from transformers import LlamaConfig
 
     return LlamaConfig(intermediate_size=shape.intermediate, rope_theta=500000.0, **_common(shape, positions))
+
+
+def qwen3_config(shape: Qwen3Shape, positions: int):
+    """The Hugging Face configuration of `shape`."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(intermediate_size=shape.intermediate, rope_theta=1e6, **_common(shape, positions))
 
 
 def qwen3_moe_config(shape: SparseShape, positions: int):

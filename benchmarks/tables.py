@@ -47,6 +47,8 @@ NAMES = {
     "cpu": "plain torch on this machine's CPU",
     "sdpa-cudnn": "SDPA of cuDNN (a softmax)",
     "next token": "the next token's step of the same model",
+    "trl": "TRL",
+    "trl-continuous": "TRL, continuous batching",
 }
 LIMITS = (
     "copy rate",
@@ -56,7 +58,10 @@ LIMITS = (
     "collected",
     "products alone",
 )  # shares of these are percentages
-OURSELVES = ("bf16", "ours-bf16", "uncaptured", "accumulate 1", "normal step", "ours-lora")
+OURSELVES = (
+    "bf16", "ours-bf16", "uncaptured", "accumulate 1", "normal step", "ours-lora", "training alone", "not exact", "one sample",
+    "equal lengths", "the longest rows",
+)  # fmt: skip
 BUDGET = "budget"
 ACCUMULATORS = " + fp32 accumulators"
 UNITS = {
@@ -67,6 +72,7 @@ UNITS = {
     "TFLOP/s": "Arithmetic rate",
     "GiB": "Peak memory",
     "syncs": "Host syncs",
+    "nats": "Mean difference of log-probabilities",
     "launches": "Launches",
     "%": "GPU busy",
     "passed": "Tests",
@@ -79,6 +85,7 @@ TITLES = {
     "trainer": "Hugging Face Trainer",
     "packed": "Packed rows",
     "finetune": "Fine-tuning",
+    "rl": "Reinforcement learning",
     "place": "Placed models, forward and backward",
     "memory": "Memory by phase and by option",
     "graph": "Captured forward passes",
@@ -106,7 +113,7 @@ How to read the tables:
 - **The column of the frozen forward + dX** holds multiples of it: 1.2 x is 20 % longer than the frozen model alone takes for a
   forward and the gradient to its input. Nearer to 1 is better.
 - **A budget's column** holds what the project allows itself, not what a peer does.
-- **Counts** (host syncs) are counts, ours and theirs. They have no ratio.
+- **Counts** (host syncs), and differences of log-probabilities, are ours and theirs. They have no ratio.
 - **Columns of memory by phase** (allocated, predicted, a limit) hold GiB. Ours is what torch's allocator reserved.
 - **Bold** marks a figure that misses its gate. A gate is the least that the project accepts; `make gates` lists
   those that fall short or were never measured.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.real_weights`: TRL gets the rows that ours has, and a run's records become its figures."""
+"""`python -m benchmarks.real_weights`, and `real_weights_rl`: TRL gets the rows that ours has, and records become figures."""
 
 import json
 import re
@@ -9,12 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import real_weights_rl
 from benchmarks.real_weights import WARMUP, compared, files, of_ours
-from benchmarks.real_weights_trl import give_our_rates, held_out_loss, tokenized
+from benchmarks.real_weights_trl import give_our_rates, greedy, held_out_loss, tokenized
 from gpubound.data import Corpus, train_tokenizer
 from gpubound.data.chat import NAMED, read_template
 from gpubound.data.tokenizer import Tokenizer
 from gpubound.train.schedule import Schedule
+
+
+def chat_tokenizer() -> Tokenizer:
+    inner = train_tokenizer(["in which module of the standard library is it?"], 270).inner
+    inner.add_special_tokens(["<|endoftext|>", *NAMED["chatml"]])
+    unmarked = re.sub("{%- (end)?generation -%}", "", read_template("chatml"))  # as SmolLM2's own template is
+    return Tokenizer(inner, "<|endoftext|>", unmarked)
 
 
 def test_both_learn_the_same_tokens(tmp_path):
@@ -25,10 +33,7 @@ def test_both_learn_the_same_tokens(tmp_path):
         for n in range(5)
     ]
     held_out.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    inner = train_tokenizer(["in which module of the standard library is it?"], 270).inner
-    inner.add_special_tokens(["<|endoftext|>", *NAMED["chatml"]])
-    unmarked = re.sub("{%- (end)?generation -%}", "", read_template("chatml"))  # as SmolLM2's own template is
-    tokenizer = Tokenizer(inner, "<|endoftext|>", unmarked)
+    tokenizer = chat_tokenizer()
     tokenizer.save(tmp_path / "tokenizer")
     theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "tokenizer"))
     rows = [tokenized(theirs, chat) for chat in chats]
@@ -93,3 +98,49 @@ def test_one_command_trains_judges_and_writes_the_results(tmp_path):
         assert len(one["held_out"]) == 2 and one["held_out"][1] < one["held_out"][0] < before
     assert after == pytest.approx(ours["held_out"][-1], abs=0.02)  # bf16 weights
     assert "means differ by" in run.stdout
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder of a tiny random model, whose tokenizer writes chats."""
+    transformers, folder = pytest.importorskip("transformers"), tmp_path_factory.mktemp("base")
+    tokenizer = chat_tokenizer()
+    end = tokenizer.inner.token_to_id("<|im_end|>")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special = {"vocab_size": tokenizer.inner.get_vocab_size(), "eos_token_id": end, "bos_token_id": None, "pad_token_id": None}
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **special)).save_pretrained(folder)
+    Tokenizer(tokenizer.inner, "<|im_end|>", tokenizer.chat_template).save(folder)
+    return str(folder)
+
+
+def test_greedy_answers_are_those_of_each_prompt_alone(base):
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    prompts = [[5, 6, 7], [8], [9, 10]]
+
+    def alone(prompt: list[int]) -> list[int]:
+        ids = list(prompt)
+        for _ in range(4):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    with torch.no_grad():
+        wanted = [alone(prompt) for prompt in prompts]
+    end = wanted[1][2]  # cuts this answer, and others that hold it
+    cut = [answer[: answer.index(end)] if end in answer else answer for answer in wanted]
+    assert greedy(model, tokenizer, prompts, end, 4, "cpu") == [tokenizer.decode(ids, skip_special_tokens=True) for ids in cut]
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_beside_trl(base, tmp_path, capfd):
+    pytest.importorskip("trl")
+    options = ["--quick", "--steps", "2", "--seeds", "1", "--limit", "400", "--out", f"{tmp_path}/runs"]
+    assert real_weights_rl.main([base, *options, "--results", f"{tmp_path}/found.json"]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["runs"]) == {"ours-0", "trl-0"} and set(found["judged"]) == {"before", "ours-0", "trl-0"}
+    for run in found["runs"].values():
+        assert len(run["reward"]) == len(run["seconds"]) == 2 and list(run["held_out"]) == ["0", "1", "2"]
+    assert {run["held_out"]["0"] for run in found["runs"].values()} == {found["judged"]["before"]["all"]}
+    assert "ours  step    2" in capfd.readouterr().out
