@@ -107,8 +107,9 @@ def trl(job: dict[str, Any]) -> None:
         gradient_accumulation_steps=answers // micro, num_generations=settings["samples"], temperature=1.0, top_k=0, beta=0.0,
         max_completion_length=settings["max_new_tokens"], loss_type=settings["variant"], epsilon=0.2, epsilon_high=0.28,
         scale_rewards="group", reward_weights=[weight for _, weight in rewards], learning_rate=float(settings["lr"]),
-        max_grad_norm=1.0, adam_beta2=0.99, weight_decay=0.0, bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", logging_steps=1, disable_tqdm=True, optim="adamw_torch_fused" if on_gpu else "adamw_torch",
+        max_grad_norm=1.0, adam_beta2=0.99, weight_decay=0.0, bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False,
+        report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+        optim="adamw_torch_fused" if on_gpu else "adamw_torch",
     )  # fmt: skip
 
     def of_texts(reward: Any) -> Any:  # chats have messages as completions here
