@@ -119,7 +119,7 @@ def trl(job: dict[str, Any]) -> None:
         scored.__name__ = getattr(reward, "__name__", type(reward).__name__)
         return scored
 
-    found: dict[str, Any] = {"seconds": [], "held_out": {}}
+    found: dict[str, Any] = {"reward": [], "seconds": [], "held_out": {}}
     best, at = [float("-inf")], [0.0]
 
     def evaluate(policy: torch.nn.Module, step: int) -> None:
@@ -132,6 +132,7 @@ def trl(job: dict[str, Any]) -> None:
         policy.train()
         values = [reward(completions=texts, answer=[row["answer"] for row in held_out]) for reward, _ in rewards]
         found["held_out"][str(step)] = fmean(values[0])
+        (folder / f"{name}.json").write_text(json.dumps(found))  # a run that is cut short keeps what it had
         reward = sum(weight * fmean(own) for own, (_, weight) in zip(values, rewards, strict=True))
         if step and reward > best[0]:
             best[0] = reward
@@ -141,6 +142,9 @@ def trl(job: dict[str, Any]) -> None:
     class Evaluation(TrainerCallback):
         def on_train_begin(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
             evaluate(model, 0)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+            found["reward"] += [logs["reward"]] if "reward" in logs else []
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             at[0] = time.perf_counter()
@@ -158,7 +162,6 @@ def trl(job: dict[str, Any]) -> None:
     )  # fmt: skip
     give_our_rates(trainer, settings["warmup"], "constant")
     trainer.train()
-    found["reward"] = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     (folder / f"{name}.json").write_text(json.dumps(found))
 
 
@@ -181,10 +184,13 @@ def measured(session: Session, settings: dict[str, Any], options: argparse.Names
     found: dict[str, dict[str, Any]] = {}
 
     def collect(name: str, process: subprocess.Popen) -> None:
-        if not ended(session, name, process, options.limit):
+        own, whole = name.startswith("ours"), ended(session, name, process, options.limit)
+        if not (session.out / (f"{name}/steps.jsonl" if own else f"{name}.json")).exists():
             return
-        own = name.startswith("ours")
-        found[name] = of = of_ours(session.out, name) if own else json.loads((session.out / f"{name}.json").read_text())
+        of = of_ours(session.out, name) if own else json.loads((session.out / f"{name}.json").read_text())
+        if not of["reward"]:
+            return
+        found[name] = of | {"whole": whole}
         solved = " ".join(f"{step}: {share:.1%}" for step, share in of["held_out"].items())
         alone = "alone" if name == "ours-0" else "beside others"
         seconds = f"{median(of['seconds']):.2f} s a step, {alone}"
@@ -198,11 +204,11 @@ def measured(session: Session, settings: dict[str, Any], options: argparse.Names
     print(f"\nsolved of the held-out sums, mean over seeds (least to most)   {device_name()}")
     for who in ("ours", "trl"):
         curves = [of["held_out"] for name, of in found.items() if name.startswith(who)]
-        for step in curves[0] if curves else ():
+        for step in min(curves, key=len) if curves else ():
             shares = [curve[step] for curve in curves]
             print(f"{who:5} step {step:>4}: {fmean(shares):6.1%} ({min(shares):.1%} to {max(shares):.1%})")
     rows, judgements = read(session.out / "eval.jsonl"), dict[str, dict[str, float]]()
-    for name in ("before", *(name for name in ("ours-0", "trl-0") if name in found)):
+    for name in ("before", *(name for name in ("ours-0", "trl-0") if (session.out / f"{name}-hf").exists())):
         folder = session.base if name == "before" else f"{session.out}/{name}-hf"
         judgements[name] = judged(folder, rows, settings["max_new_tokens"], session.device)
         print(f"{name}, by transformers: {', '.join(f'{part} {share:.1%}' for part, share in judgements[name].items())}")
@@ -232,7 +238,7 @@ def main(argv: list[str]) -> int:
     if options.results:
         options.results.write_text(json.dumps(table, indent=1) + "\n")
     expected = options.seeds * (2 if options.peers == "trl" else 1)
-    return 0 if len(table["runs"]) == expected else 1
+    return 0 if sum(run["whole"] for run in table["runs"].values()) == expected else 1
 
 
 if __name__ == "__main__":

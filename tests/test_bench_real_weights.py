@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import real_weights_rl
-from benchmarks.real_weights import WARMUP, compared, files, of_ours
+from benchmarks.real_weights import WARMUP, Session, compared, files, of_ours
 from benchmarks.real_weights_trl import give_our_rates, greedy, held_out_loss, tokenized
 from gpubound.data import Corpus, train_tokenizer
 from gpubound.data.chat import NAMED, read_template
@@ -144,3 +144,30 @@ def test_reinforcement_learning_beside_trl(base, tmp_path, capfd):
         assert len(run["reward"]) == len(run["seconds"]) == 2 and list(run["held_out"]) == ["0", "1", "2"]
     assert {run["held_out"]["0"] for run in found["runs"].values()} == {found["judged"]["before"]["all"]}
     assert "ours  step    2" in capfd.readouterr().out
+
+
+def test_a_run_that_is_late_is_told_with_what_it_had(tmp_path, capsys, monkeypatch):
+    """Its curve ends early, and the means of all end there."""
+    kept = {"reward": [0.1, 0.4], "seconds": [1.0, 1.0], "held_out": {"0": 0.25, "25": 0.5, "50": 0.75}}
+
+    def start(session, settings, seed, name):
+        whole = name == "trl-0"
+        if whole or seed == 1:
+            found = kept if whole else kept | {"held_out": {"0": 0.25, "25": 0.25}}
+            (tmp_path / f"{name}.json").write_text(json.dumps(found))
+        return SimpleNamespace(wait=lambda timeout: 0 if whole else 1)
+
+    monkeypatch.setattr(real_weights_rl, "ours", lambda session, settings, seed: start(session, settings, seed, f"ours-{seed}"))
+    monkeypatch.setattr(
+        real_weights_rl, "theirs", lambda session, settings, seed: start(session, settings, seed, f"trl-{seed}")
+    )
+    monkeypatch.setattr(real_weights_rl, "judged", lambda *_: {"all": 0.25})
+    for name in ("ours-0", "ours-1", "trl-0", "trl-1"):
+        (tmp_path / f"{name}.log").write_text("out of memory\n")
+    (tmp_path / "eval.jsonl").touch()
+    options = SimpleNamespace(seeds=2, peers="trl", limit=1.0)
+    table = real_weights_rl.measured(Session("base", tmp_path, "cpu"), {"max_new_tokens": 4}, options)
+    assert {name: run["whole"] for name, run in table["runs"].items()} == {"trl-0": True, "trl-1": False}
+    out = capsys.readouterr().out
+    assert "ours-0: exit code 1:\n    out of memory" in out and "trl   step   25:  37.5% (25.0% to 50.0%)" in out
+    assert "trl   step   50" not in out and "ours  step" not in out
