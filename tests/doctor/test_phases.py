@@ -7,12 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import _len_torch_function_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from gpubound.doctor.record.located import LocatedPhase, MarkingLedger, WatchedPhase, unchanged
+from gpubound.doctor.record.located import LocatedPhase, MarkingLedger, SurveyPhase, WatchedPhase, unchanged
+from gpubound.doctor.record.period import Period
 from gpubound.doctor.record.phases import Phase, Phases, RecordedPhase
 from gpubound.doctor.record.script import StopScript
 from gpubound.doctor.record.tape import MARK
 from gpubound.watch.pretend import simgpu
+from gpubound.watch.sensors import Hook
 
 
 class Noted(Phase):
@@ -75,6 +80,27 @@ def test_the_located_phase_counts_its_own_steps_alone():
     (row,) = [row for row in located.ledger.rows if row.kind == "sync"]
     assert row.count == located.ledger.steps == 2
     assert row.place.site.code == "x.sum().item()"
+
+
+def of_a_step() -> dict:
+    """Return torch's functions that a sensor may replace, and what Python and torch call of their own accord."""
+    cuda = (torch.cuda, torch.cuda.Event, torch.cuda.Stream)
+    owners = (torch, torch.Tensor, torch.nn.Module, torch.autograd, _BaseDataLoaderIter, *cuda)
+    functions = {(owner, name): id(value) for owner in owners for name, value in vars(owner).items()}
+    modes = (_len_torch_dispatch_stack(), _len_torch_function_stack(), Hook.listeners)
+    return functions | {"callbacks": tuple(gc.callbacks), "modes": modes, "switch": sys.getswitchinterval()}
+
+
+def test_nothing_of_the_survey_is_left_in_the_steps_that_are_timed():
+    x, seen = torch.ones(4, device=simgpu()), {}
+    order = [Phase(1), Noted("plain", 1, []), SurveyPhase(1, Period()), Noted("timed", 1, [])]
+    with Phases(order, keep_going=True) as phases:
+        while not phases.finished:
+            x.sum().item()
+            seen[order[phases._now].name] = of_a_step()
+            phases.ended()
+    plain, surveyed, timed = (seen[name].items() for name in ("plain", "surveyed", "timed"))
+    assert plain <= timed and not plain <= surveyed
 
 
 def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
