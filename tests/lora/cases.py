@@ -1,9 +1,8 @@
 """What several tests of adapters are made of."""
 
 import copy
-from functools import cache
+from functools import cache, partial
 
-import pytest
 import torch
 from torch import nn
 
@@ -11,6 +10,7 @@ import gpubound as gb
 from gpubound.kernels.tensor_state import record_of
 from gpubound.lora import layers
 
+from .. import messages
 from ..place.models import place, tiny
 
 
@@ -55,7 +55,4 @@ def folded(model):
     return plain
 
 
-def refusal(call):
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
+refusal = partial(messages.refusal, ValueError)

@@ -1,5 +1,7 @@
 """The flat layout: every parameter once, neighbours stay neighbours, decayed ones first, strides and values kept."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -92,10 +94,7 @@ def test_padding_is_zero_and_round_masters():
     assert model.weight.eq(1.5).all()
 
 
-def message(call) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
+message = partial(messages.refusal, ValueError)
 
 
 def test_errors():

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -13,11 +14,7 @@ from tests import messages
 
 from .conftest import draw, named, small, summed
 
-
-def message(call) -> str:
-    with pytest.raises(ValueError) as error:
-        call()
-    return str(error.value)
+message = partial(messages.refusal, ValueError)
 
 
 @pytest.mark.parametrize(
