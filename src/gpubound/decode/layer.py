@@ -25,7 +25,7 @@ from ..kernels.gated import gated
 from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..layers.attention import attend
 from ..layers.linear_product import fused_linear
-from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, Linear, Shape, UngatedWeights
+from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, LayerInputWeights, Linear, Shape, UngatedWeights
 from .kv_cache import Cache
 from .lora import AdapterRouter
 
@@ -316,7 +316,7 @@ class DenseMLP(Part):
 class UngatedMLP(Part):
     """Norm, up, activation, down."""
 
-    def __init__(self, weights: UngatedWeights, number: int, form: Any, workspace: Workspace) -> None:
+    def __init__(self, weights: UngatedWeights | LayerInputWeights, number: int, form: Any, workspace: Workspace) -> None:
         super().__init__(weights, number, form, workspace)
         self.up = self.product(form.stacked(weights.up), weights.up)
         self.down = self.last = self.product(form.stacked(weights.down), weights.down)
@@ -329,14 +329,19 @@ class UngatedMLP(Part):
         """Return the input of the last product in a step."""
         up, (h, norm) = self._up[: len(x)], self.operand(x, mode)
         self.up.norm_product(h, norm, up, mode)
-        return activate_rows(up, self.weights.activation, self._activated[: len(x)], mode)
+        return activate_rows(up, self.weights.activation, self._activated[: len(x)], mode, self.inputs(len(x)))
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
-        return self._activate(self.read(x, mode))
+        return self._activate(self.read(x, mode), self.inputs(len(x)))
 
-    def _activate(self, h: Tensor) -> Tensor:
+    def inputs(self, rows: int) -> Tensor | None:
+        """Return what a step's activations are multiplied by; None: nothing."""
+        return None
+
+    def _activate(self, h: Tensor, by: Tensor | None = None) -> Tensor:
         """Return the input of the last product for normed h."""
-        return ACTIVATED[self.weights.activation](self.linear(self.up, h)[0])
+        y = ACTIVATED[self.weights.activation](self.linear(self.up, h)[0])
+        return y if by is None else y * by.to(y.dtype)
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""

@@ -4,52 +4,32 @@ give for all layers at once.
 Legend: B rows, T tokens of a prompt.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import activate_rows, norm_rows
-from ..kernels.decode_product import ACTIVATIONS
+from ..kernels import norm_rows
 from ..layers.linear_product import format_of
-from ..models.decoding import LayerInputs, LayerInputWeights
-from .layer import Part, Workspace, normed
+from ..models.decoding import LayerInputs
+from .layer import UngatedMLP, Workspace, normed
 from .quantized import PackedLinear
 from .weights import DenseLinear, LiveFormat
 
 
-class LayerInput(Part):
+class LayerInput(UngatedMLP):
     """Gate, its activation times the layer's input, output."""
 
-    def __init__(self, weights: LayerInputWeights, number: int, form: Any, workspace: Workspace) -> None:
-        super().__init__(weights, number, form, workspace)
-        self.gate = self.product(form.stacked(weights.gate), weights.gate)
-        self.out = self.last = self.product(form.stacked(weights.out), weights.out)
-        width = len(weights.gate.weight)
-        self._gate = workspace.buffer("layer gate", workspace.rows, width)
-        self._gated = workspace.buffer("layer gated", workspace.rows, width, dtype=workspace.dtype)
-
-    def compute(self, x: Tensor, mode: int) -> Tensor:
-        """Return the input of the last product in a step."""
-        inputs, gate = self.workspace.step_inputs, self._gate[: len(x)]
-        self.gate.norm_product(x, None, gate, mode)
-        return activate_rows(gate, self.weights.activation, self._gated[: len(x)], mode, inputs[self.number, : len(x)])
-
-    def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
-        return self._gate_by(self.read(x, mode), self.workspace.step_inputs[self.number, : len(x)])
+    def inputs(self, rows: int) -> Tensor:
+        return self.workspace.step_inputs[self.number, :rows]
 
     def prompt(self, x: Tensor) -> Tensor:
         """Return the part's output for the stream x (B, T, hidden)."""
-        return self.linear(self.out, self._gate_by(x, self.workspace.prompt_inputs[:, :, self.number]))[0]
-
-    def _gate_by(self, x: Tensor, inputs: Tensor) -> Tensor:
-        return ACTIVATIONS[self.weights.activation](self.linear(self.gate, x)[0]) * inputs.to(x.dtype)
+        return self.linear(self.down, self._activate(x, self.workspace.prompt_inputs[:, :, self.number]))[0]
 
     def ops(self) -> list[tuple[str, str, str]]:
         return [
-            ("layer input's gate", f"{self.gate.prefix}norm_product", ""),
+            ("layer input's gate", f"{self.up.prefix}norm_product", ""),
             ("activation, times the input", "activate_rows", ""),
-            ("layer input's output", f"{self.out.prefix}add_product", ""),
+            ("layer input's output", f"{self.down.prefix}add_product", ""),
         ]
 
 

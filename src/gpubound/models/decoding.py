@@ -402,8 +402,8 @@ class ColumnExpertWeights(PartWeights):
 class LayerInputWeights(PartWeights):
     """Weights of a layer's part with a separate input: a vector of each token, times the gate of the stream."""
 
-    gate: Linear
-    out: Linear
+    up: Linear  # the gate
+    down: Linear
     activation: str
     post_norm: Norm
     norm: ClassVar[None] = None
@@ -411,8 +411,8 @@ class LayerInputWeights(PartWeights):
 
     def define(self, x: Tensor, inputs: Tensor) -> Tensor:
         """Return the update of x (T, hidden) in plain fp32, for inputs (T, width)."""
-        gated = ACTIVATIONS[self.activation](plain_linear(x, self.gate)) * inputs
-        return plain_norm(plain_linear(gated, self.out), self.post_norm)
+        gated = ACTIVATIONS[self.activation](plain_linear(x, self.up)) * inputs
+        return plain_norm(plain_linear(gated, self.down), self.post_norm)
 
 
 class LayerInputs(NamedTuple):
