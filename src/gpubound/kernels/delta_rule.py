@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .chunk_scan import in_chunks, scan_chunks
-from .decode_product import WRITTEN, Norm
+from .decode_product import WRITTEN, Norm, rms_normed
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
 from .short_conv import check_recurrence, ring_convolution
@@ -146,9 +146,7 @@ def delta_inputs(mixed: Tensor, b: Tensor, a: Tensor, parameters: DeltaParameter
 
 def gated_norm(o: Tensor, z: Tensor, norm: Norm) -> Tensor:
     """Return the normed o (..., H, E) times silu(z), of z (..., H E), in the dtype of o."""
-    z = z.to(o.dtype).unflatten(-1, o.shape[-2:])
-    o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.eps)
-    return o * (norm.weight.to(o.dtype) + norm.offset) * F.silu(z)
+    return rms_normed(o, norm) * F.silu(z.to(o.dtype).unflatten(-1, o.shape[-2:]))
 
 
 def chunked_delta_rule(

@@ -69,9 +69,9 @@ class Mail(NamedTuple):
             box[self.sender, : len(y), column : column + y.shape[1]] = words.to(box.device)
 
 
-def new_state(device: torch.device, polls: int = POLLS) -> Tensor:
+def new_state(device: torch.device) -> Tensor:
     """int32 (2,): the epoch, which is the same on all devices; and how often a word is asked for, 0 once one has not come."""
-    return torch.tensor([1, polls], dtype=torch.int32, device="cpu").to(device)  # of a new box, stamps are 0
+    return torch.tensor([1, POLLS], dtype=torch.int32, device="cpu").to(device)  # of a new box, stamps are 0
 
 
 def addresses_of(boxes: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.column_experts import clamped_unit
-from ..kernels.decode_product import ACTIVATIONS, Norm, capped_
+from ..kernels.decode_product import ACTIVATIONS, Norm, capped_, rms_normed
 from ..kernels.expert_choice import ExpertRouting, selection, shares_of
 from ..kernels.rope import apart, rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
@@ -487,11 +487,7 @@ def plain_linear(x: Tensor, layer: Linear) -> Tensor:
 
 
 def plain_norm(x: Tensor, norm: AnyNorm) -> Tensor:
-    if norm is None:
-        return x
-    if isinstance(norm, LayerNorm):
-        return layer_normed(x, norm)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.float() + norm.offset)
+    return layer_normed(x, norm) if isinstance(norm, LayerNorm) else rms_normed(x, norm)
 
 
 def norm_tensors(norm: Norm | LayerNorm) -> list[Tensor]:
