@@ -28,7 +28,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 FAMILIES = {
-    "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "sliding_window": 9},  # which it ignores
     "Mistral": {"sliding_window": 9},  # shorter than the texts
     "Qwen2": {},  # biases on q, k and v
     "Qwen3": {"num_attention_heads": 6},  # normed heads, wider than hidden in all
@@ -42,7 +42,8 @@ SPARSE = {
                  "moe_intermediate_size": 24, "norm_topk_prob": True},
     "Olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "Qwen2Moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-                 "shared_expert_intermediate_size": 40},
+                 "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 9,
+                 "layer_types": ["sliding_attention", "full_attention"]},
     "Glm4Moe": {"num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
                 "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     "Dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,

@@ -136,3 +136,10 @@ def test_a_step_waits_for_nothing(kind, sim):
         fast.body.refill(ids, lengths, lengths[:, None] - 20)
         fast.body.move(lengths[:1] - 20, lengths[:1] - 19, 20)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
+
+
+def test_convolutions_of_another_activation(device):
+    """Those of the delta rule have the MLPs'. The error has the reasons of both paths."""
+    model = cases.build("Qwen3_5", device=device, hidden_act="gelu")
+    with pytest.raises(ValueError, match=r"a recurrent state .* since its convolutions have another activation than silu"):
+        gb.decoder(model, 2, 32, verify=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import Lfm2Config, Lfm2ForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, MixtralConfig, Qwen2MoeConfig
 
 import gpubound as gb
 from gpubound import trace
@@ -38,6 +38,7 @@ KINDS = [
     "olmo2",
     "phi3",
     "mixtral",
+    "qwen2_moe",
     "deepseek_v3",
 ]
 
@@ -48,12 +49,18 @@ def make(kind):
         model = Decoder(PRESETS["tiny"])
         model.initialise(0.1)
         return model
-    if kind == "mixtral":
-        config = MixtralConfig(
-            hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            num_local_experts=4, vocab_size=89, initializer_range=0.2, sliding_window=6,
-        )  # fmt: skip
-        return MixtralForCausalLM(config)
+    if kind in ("mixtral", "qwen2_moe"):
+        config, own = (
+            (MixtralConfig, {"num_local_experts": 4, "sliding_window": 6}) if kind == "mixtral" else (Qwen2MoeConfig, QWEN)
+        )
+        sizes = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 89,
+        }
+        return AutoModelForCausalLM.from_config(config(intermediate_size=24, initializer_range=0.2, **sizes, **own))
     if kind == "gemma4":  # its scores have no factor: large weights would enlarge what rounding leaves
         return tiny(kind, sliding_window=6, initializer_range=0.05)
     return tiny("qwen3", **QWEN) if kind == "qwen3 windows" else tiny(kind, **WINDOWS.get(kind, {}))

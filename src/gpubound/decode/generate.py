@@ -419,7 +419,12 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.devi
     else:
         from .hf_forward import StaticCacheRunner  # imports transformers
 
-        runner = StaticCacheRunner(as_transformers(model) if isinstance(model, Decoder) else model, config, view, model)
+        try:
+            runner = StaticCacheRunner(as_transformers(model) if isinstance(model, Decoder) else model, config, view, model)
+        except ValueError as error:
+            if not fused or reader_of(model) is None:
+                raise
+            raise ValueError(f"{error} The fused kernels do not take it, since {view}.") from error
     if fused:
         fallback("decoder: the fused kernels", view)
     return runner

@@ -30,7 +30,7 @@ from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
 from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.packed_attention import Segments
 from .packed_rows import SEGMENTS, WINDOWED, restarts
-from .reader import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, halves, rope_types
+from .reader import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, config_window, halves, layer_window, rope_types
 from .registry import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
 # Keywords of attention that do not change SDPA's result. Any other argument goes to the original forward.
@@ -164,8 +164,7 @@ class HFAttention(Delegating, Attention):
 
     def window(self) -> int | None:
         """Return the number of tokens that a token attends to, which masks of packed rows must limit; None: all."""
-        own = vars(self)
-        return own["sliding_window"] if "sliding_window" in own else getattr(self.config, "sliding_window", None)
+        return layer_window(self)
 
     def turns(self) -> bool:
         """Return False for a layer without positions, which SmolLM3 has."""
@@ -287,11 +286,9 @@ class HFStack(Delegating):
 
     def window(self) -> int | None:
         """Return the length up to which all layers have one causal mask, by the current config; None for any length."""
-        window = getattr(self.config, "sliding_window", None)
-        if window is None or WINDOWED in (getattr(self.config, "layer_types", None) or (WINDOWED,)):
-            return window
-        windows = any("sliding_window" in vars(layer.self_attn) for layer in self.layers._modules.values())
-        return None if windows else window  # Mistral's and Phi-3's layers have it whatever their types
+        if hasattr(type(self.config), "layer_types"):
+            return self.config.sliding_window if WINDOWED in self.config.layer_types else None
+        return config_window(self.config)
 
     def masked(self, make: Callable, x: Tensor, attention_mask: Tensor | None) -> Any:
         """Return the mask by a function of transformers, for rows of one example."""

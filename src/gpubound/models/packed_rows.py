@@ -16,6 +16,7 @@ from torch import Tensor
 from ..layers.attention import attend
 from ..layers.packed_attention import Segments
 from .decoding import FULL as FULL, WINDOWED as WINDOWED
+from .reader import config_window, layer_window
 
 FIELDS = frozenset(("segment_ids", "cu_seqlens"))  # of a batch of packed rows, besides position_ids
 SEGMENTS = "segments"  # keyword of attention
@@ -71,11 +72,10 @@ def _masks(trunk: Any, config: Any, segments: Segments, implementation: str) -> 
         dtype = trunk.get_input_embeddings().weight.dtype
         return segments.mask(window) if implementation == "sdpa" else segments.bias(dtype, window)
 
-    window = getattr(config, "sliding_window", None)
     if WINDOWED in (getattr(config, "layer_types", None) or ()):
-        return {FULL: mask(None), WINDOWED: mask(window)}
+        return {FULL: mask(None), WINDOWED: mask(config.sliding_window)}
     windows = {vars(module)["sliding_window"] for module in trunk.modules() if "sliding_window" in vars(module)}
-    return mask(windows.pop() if len(windows) == 1 else window)
+    return mask(windows.pop() if len(windows) == 1 else config_window(config))
 
 
 def read_segments() -> None:
@@ -102,7 +102,8 @@ def _reading_segments(sdpa: Any) -> Any:
                 raise ValueError(f"packed rows: {type(module).__name__} has {name}, which SDPA does not; {UNPACKED}.")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return attend(query, key, value, segments, scale, dropout, causal, kwargs.get("sliding_window")), None
+        window = kwargs["sliding_window"] if "sliding_window" in kwargs else layer_window(module)  # Qwen2-MoE's mask has it
+        return attend(query, key, value, segments, scale, dropout, causal, window), None
 
     setattr(attention, SEGMENTS, True)
     return attention

@@ -41,6 +41,11 @@ class DeltaReader(RecurrentReader):
     ))  # fmt: skip
     image_positions = False
 
+    def refusal(self, max_length: int) -> str | None:
+        if (why := super().refusal(max_length)) or self.activation() == "silu":
+            return why
+        return "its convolutions have another activation than silu"
+
     def attention(self, block: Any) -> Any:
         weights = super().attention(block)
         return replace(weights, gated=True) if isinstance(weights, AttentionWeights) else weights

@@ -104,6 +104,20 @@ def layer_type(attention: Any) -> str:
     return attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type
 
 
+def config_window(config: Any) -> int | None:
+    """Return the window that a config gives all layers, as Mistral's and Phi-3's do whatever their types; None: it gives none.
+
+    Families without windows ignore a sliding_window, which a converted checkpoint may have. Others have the types of layers.
+    """
+    kind = type(config)
+    return config.sliding_window if hasattr(kind, "sliding_window") and not hasattr(kind, "layer_types") else None
+
+
+def layer_window(attention: Any) -> int | None:
+    """Return the window of a layer; None: it sees all. Qwen2-MoE's layers have the attribute where they have a window."""
+    return getattr(attention, "sliding_window", config_window(getattr(attention, "config", None))) or None
+
+
 class HFAngles:
     """cos and sin of positions in fp32, computed by a transformers rotary module, with its frequencies and scaling."""
 
@@ -380,9 +394,7 @@ class Reader:
         return parts_of(attention.qkv_proj, [count * attention.head_dim for count in heads])
 
     def window(self, attention: Any) -> int:
-        """Return the window of a layer: an attribute of the layer for Qwen, of its config for Mistral; 0 for none."""
-        default = getattr(getattr(attention, "config", None), "sliding_window", None)
-        return getattr(attention, "sliding_window", default) or 0
+        return layer_window(attention) or 0
 
     def table(self, attention: Any) -> int | None:
         if not self.ROTATES or not getattr(attention, "use_rope", True):
