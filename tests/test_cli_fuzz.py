@@ -54,3 +54,9 @@ def test_no_arguments_end_in_a_traceback(command, capsys, monkeypatch, tmp_path)
 def test_a_word_that_is_no_command(word, capsys):
     code, said = call([word], capsys)
     assert code == (0 if word == "--help" else 2) and (code == 0 or said.startswith("gpubound: "))
+
+
+def test_a_list_given_twice(capsys):
+    """argparse would keep the second alone, and lose data."""
+    code, said = call(["train", "--data", "a", "--model", "10m", "--data", "b"], capsys)
+    assert code == 2 and "--data is given twice" in said and "after one --data" in said

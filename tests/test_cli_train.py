@@ -138,7 +138,7 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("step: 10", "config: 'step' is unknown; did you mean 'steps'?"),
         ("lr: fast", "recipe: lr must be a number, got 'fast'."),
         ("steps: true", "recipe: steps must be a whole number, got True."),
-        ("data: [1, 2]", "recipe: data must be a path or a list of them, got (1, 2)."),
+        ("data: [1, 2]", "recipe: data must be a text, such as a path, or a list of them, got (1, 2)."),
         ("phases: 3", "recipe: phases must be a list, each with keys and values such as 'steps: 2000', got 3."),
         ("phases: [{name: a, stps: 3}]", "recipe: phase a: 'stps' is unknown; did you mean 'steps'?"),
         ("phases: [{name: a, lr: fast}]", "recipe: phase a: lr must be a number, got 'fast'."),

@@ -98,6 +98,10 @@ def test_tools_and_calls_reach_the_template(tokenizer, tmp_path):
     text, parts = learnt(with_tools, tmp_path, row, count=1)
     assert parts == ['{"name": "add", "arguments": {"a": 1}}<|end|>', SAYS]
     assert text.startswith('<|system|>{"name": "add"}<|end|><|user|>one?')
+    for number, part in enumerate((row | {"tools": None}, {"messages": [ASK, TELL], "tools": row["tools"]})):
+        (tmp_path / str(number)).mkdir()  # the tokenizer's own template writes neither
+        with pytest.raises(DataError, match="it does not write the tool 'add'"):
+            learnt(tokenizer, tmp_path / str(number), part)
 
 
 @pytest.mark.parametrize(

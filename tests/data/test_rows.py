@@ -116,7 +116,7 @@ def test_rows_against_an_oracle(pack, overlong, count, seq, most):
     assert sorted(found) == list(expected(corpus.offsets(), mask, seq, pack, overlong))
     assert (plan.tokens, plan.labels) == (sum(length for _, length in found), valid)
     if pack != "documents":
-        dropped = plan.too_long + plan.unlearnable
+        dropped = plan.dropped
         assert (plan.examples, plan.examples + dropped) == (len(found), 2 * count)
         offsets = corpus.offsets()
         owners = np.searchsorted(offsets, [at for at, _ in found], side="right")
@@ -148,6 +148,8 @@ def test_pairs_stay_together_and_share_their_fate():
     found = {(*batch["input_ids"][:, 0].tolist(), *batch["example"].tolist()) for batch in epoch_of(cut)}
     assert found == {(0, 3, 0, 0), (34, 40, 3, 3)}
     assert pack_corpus(corpus, "pairs", 8, "truncate").truncated == 1
+    with pytest.raises(ValueError, match="0 rows of 2 tokens, wanted at least micro_batch = 2; take longer rows"):
+        corpus.batches(2, 2, "cpu", pack="pairs", overlong="drop")
 
 
 def test_packing_wastes_little():

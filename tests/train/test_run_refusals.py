@@ -48,7 +48,7 @@ def test_not_even_one_row_fits():
         ({"data": ("",)}, "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
         ({"tokenizer": "a\0b"}, r"recipe: tokenizer must be UTF-8 text, not empty, without control characters, got 'a\x00b'."),
         ({"out": "\udcff"}, r"recipe: out must be UTF-8 text, not empty, without control characters, got '\udcff'."),
-        ({"data": "books"}, "recipe: data must be a path or a list of them, got 'books'."),
+        ({"data": "books"}, "recipe: data must be a text, such as a path, or a list of them, got 'books'."),
         (
             {"precision": "bf16-pure", "optimizer": "muon"},
             "recipe: precision bf16-pure rounds at random in AdamW alone, got optimizer muon; take precision bf16.",

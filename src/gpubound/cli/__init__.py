@@ -24,7 +24,7 @@ from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import BudgetError, GpuboundError, MeasureError
 from ..formatting import hint
@@ -195,8 +195,15 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
 
     prog = f"gpubound {command}"
     names = {f"--{field.name.rstrip('_').replace('_', '-')}" for field in fields(kind)}  # type: ignore[arg-type]  # from_ is --from
+    lists = {f"--{name.replace('_', '-')}" for name, of in get_type_hints(kind).items() if get_origin(of) in (tuple, list)}
+    given: set[str] = set()
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
+        if name in lists & given:
+            raise ValueError(
+                f"{name} is given twice, and the second would replace the first; give all values after one {name}."
+            )
+        given.add(name)
         if name.startswith("--") and name not in names | {"--help"} and f"--{name.removeprefix('--no-')}" not in names:
             near = hint(name, names, "")
             raise ValueError(f"there is no option {name}{f'; {near}' if '?' in near else '.'} See {prog} --help.")

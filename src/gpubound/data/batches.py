@@ -100,8 +100,9 @@ def batches(
     if packing.batches(micro_batch) == 0:
         least = f"micro_batch = {micro_batch}"
         least = least if packing.batches_a_step == 1 else f"{least} times accumulate = {accumulate}"
+        length = "longer" if packing.dropped else "shorter"
         raise ValueError(
-            f"batches: the corpus makes {packing.rows} rows of {seq} tokens, wanted at least {least}; take shorter rows, "
+            f"batches: the corpus makes {packing.rows} rows of {seq} tokens, wanted at least {least}; take {length} rows, "
             f"smaller batches or more text{'' if pack == 'stream' else f' ({packing})'}."
         )
     if pack != "stream":

@@ -101,6 +101,17 @@ def write_chat(render, messages, train_on, given):
     return text, spans[-1:] if train_on == "last" else spans
 
 
+def check_tools(chat, text):
+    """Refuse a template that leaves tools or calls out: the model would learn to say nothing where it calls one."""
+    calls = [call["function"] for message in chat["messages"] for call in message.get("tool_calls", ())]
+    for tool in [*calls, *(tool.get("function", tool) for tool in chat["tools"] or ())]:
+        if isinstance(tool, dict) and str(tool.get("name", "")) not in text:
+            raise TemplateError(
+                f"it does not write the tool {tool['name']!r}; take a template with tools and their calls, as models for tools "
+                "have, or leave them out of the rows"
+            )
+
+
 def span_of(render, messages, i, text):
     """Return the span of message `i` in `text`, the whole chat."""
     asked = render(messages[:i], prompt=True)[0]
@@ -163,6 +174,7 @@ def answer(template, names, chat, size):
         if "train_on" in chat:
             rendered = partial(render, template, names, tools=chat["tools"])
             text, spans = write_chat(rendered, chat["messages"], chat["train_on"], chat["given"])
+            check_tools(chat, text)
         else:
             text, spans = render(template, names, **chat)
     except MemoryError:

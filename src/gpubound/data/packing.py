@@ -51,7 +51,7 @@ class Packing:
     labels: int = 0  # positions whose label counts
     truncated: int = 0  # examples
     too_long: int = 0  # examples that were dropped for their length
-    unlearnable: int = 0  # examples that were dropped because no label of theirs counts
+    unlearnable: int = 0  # examples that were dropped because none of their labels counts
     parts: tuple["Packing", ...] = ()
     batches_a_step: int = 1  # consecutive batches of an epoch that have one length
 
@@ -74,6 +74,11 @@ class Packing:
         return part.rows // (micro_batch * self.batches_a_step)
 
     @property
+    def dropped(self) -> int:
+        """The number of examples in no row: a longer row might hold them, or the label that was cut off."""
+        return self.too_long + self.unlearnable
+
+    @property
     def efficiency(self) -> float:
         """Fraction of the positions that hold a token."""
         return self.tokens / max(1, self.positions)
@@ -91,7 +96,7 @@ class Packing:
         for count, fate in (
             (self.truncated, "longer than a row and truncated"),
             (self.too_long, "longer than a row and dropped"),
-            (self.unlearnable, "dropped, as no label of theirs counts"),
+            (self.unlearnable, "dropped without a label that counts"),
         ):
             if count:
                 facts.append(f"{counted(count, one)} {fate}")

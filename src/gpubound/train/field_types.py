@@ -15,7 +15,7 @@ TYPES: dict[Any, tuple[Any, str]] = {
     bool: (bool, "true or false"),
     bool | str: ((bool, str), "true, false or a text"),
     dict[str, Any]: (dict, "keys and values"),
-    tuple[str, ...]: (tuple, "a path or a list of them"),
+    tuple[str, ...]: (tuple, "a text, such as a path, or a list of them"),
     tuple[float, float]: (tuple, "two numbers"),
     tuple[float, ...]: (tuple, "a number or a list of them"),
     str | tuple[str, ...]: ((str, tuple), "a text or a list of them"),

@@ -143,7 +143,7 @@ class Stage:
             raise DataError(
                 f"{where}data: the training documents have {self.training.tokens:,} tokens, {packing.rows:,} rows of seq "
                 f"{recipe.seq:,}{facts}, wanted at least micro_batch = {recipe.micro_batch:,}{step} rows; give more text, a "
-                f"shorter --seq or a smaller --micro-batch."
+                f"{'longer' if packing.dropped else 'shorter'} --seq or a smaller --micro-batch."
             )
         for eval_set in self.eval_sets:
             eval_set.check(where)
