@@ -147,13 +147,20 @@ def test_training_gives_their_losses_and_weights(packing, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
-def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
-    theirs, seen = load(folder), []
-    args = trl.DPOConfig(output_dir=str(tmp_path), max_steps=20, beta=0.2, loss_type=loss, **SETTINGS)
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "hinge", "kto"])
+def test_preferences_give_their_losses_and_weights(loss, folder, tmp_path):
+    """20 steps on the trainer's batches. KTOTrainer's are single pairs: it takes its mean over other prompts' answers else."""
+    theirs, seen, data = load(folder), [], texts("prompt", "chosen", "rejected")
+    settings = {"output_dir": str(tmp_path), "max_steps": 20, "beta": 0.2, "loss_type": loss, **SETTINGS}
+    if loss == "kto":
+        settings |= {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
+        data = Dataset.from_list(
+            [{"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"} for row in data
+             for key in ("chosen", "rejected")]
+        )  # fmt: skip
+    config, make = (trl.KTOConfig, trl.KTOTrainer) if loss == "kto" else (trl.DPOConfig, trl.DPOTrainer)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    data = texts("prompt", "chosen", "rejected")
-    trainer = trl.DPOTrainer(theirs, args=args, train_dataset=data, processing_class=tokenizer)
+    trainer = make(theirs, args=config(**settings), train_dataset=data, processing_class=tokenizer)
     compute = trainer.compute_loss
 
     def recorded(model, inputs, *more, **options):
@@ -163,14 +170,8 @@ def test_dpo_gives_their_losses_and_weights(loss, folder, tmp_path):
     trainer.compute_loss = recorded
     wanted = losses(trainer)
     ours, base = load(folder), load(folder)
-    reference = Preference()
-    step = gb.TrainStep(
-        ours,
-        Preference(beta=0.2, loss=loss),
-        gb.AdamW(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999)),
-        precision="fp32",
-        graph="off",
-    )
+    reference, adamw = Preference(), gb.AdamW(lr=1e-3, weight_decay=0.0, betas=(0.9, 0.999))
+    step = gb.TrainStep(ours, Preference(beta=0.2, loss=loss), adamw, precision="fp32", graph="off")
     for batch, want in zip(seen, wanted, strict=True):
         rows = len(batch["input_ids"])
         order = torch.arange(rows).view(2, rows // 2).t().flatten()  # theirs: all chosen answers, then all rejected ones

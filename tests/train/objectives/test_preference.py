@@ -34,7 +34,7 @@ def by_formula(model: nn.Module, given: dict, loss: str, beta: float, smoothing:
     ratios = [total - ref for total, ref in zip(sums, given["reference"].double())]
     if loss == "ipo":
         ratios = [ratio / length for ratio, length in zip(ratios, lengths)]
-    z_chosen, z_rejected = (torch.stack(ratios[i::2]).detach().mean().clamp(min=0) for i in (0, 1))
+    z = torch.stack(ratios).detach().mean().clamp(min=0)
     total = torch.zeros((), dtype=torch.float64)
     for chosen, rejected in zip(ratios[0::2], ratios[1::2]):
         h = beta * (chosen - rejected)
@@ -45,8 +45,8 @@ def by_formula(model: nn.Module, given: dict, loss: str, beta: float, smoothing:
         elif loss == "ipo":
             total = total + (chosen - rejected - 0.5 / beta) ** 2
         else:
-            total = total + 0.5 * (1 - 1 / (1 + torch.exp(-beta * (chosen - z_rejected))))
-            total = total + 0.5 * (1 - 1 / (1 + torch.exp(-beta * (z_chosen - rejected))))
+            total = total + 0.5 * (1 - 1 / (1 + torch.exp(-beta * (chosen - z))))
+            total = total + 0.5 * (1 - 1 / (1 + torch.exp(-beta * (z - rejected))))
     return total
 
 

@@ -8,8 +8,8 @@ r = log π − log π₀ of each answer, the loss of a pair by `loss` is
     sigmoid   −log σ(h) · (1 − ε) − log σ(−h) · ε        h = β (r_chosen − r_rejected), ε = label_smoothing
     hinge     max(0, 1 − h)                              (SLiC)
     ipo       (r_chosen − r_rejected − 1 / (2 β))²       with means over an answer's tokens instead of sums
-    kto       (1 − σ(β (r_chosen − z_rejected)) + 1 − σ(β (z_chosen − r_rejected))) / 2
-                                                         z: the mean of r over the micro-batch, at least 0, a constant
+    kto       (1 − σ(β (r_chosen − z)) + 1 − σ(β (z − r_rejected))) / 2
+                                                         z: the mean of r over the micro-batch's answers, at least 0, a constant
 
 The reference is the model without its adapters where adapters train, else `reference` of the batch: log π₀ of each row.
 
@@ -47,9 +47,8 @@ def ipo_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, co
 
 
 def kto_loss(chosen: Tensor, rejected: Tensor, beta: float, smoothing: float, counts: Tensor) -> Tensor:
-    means = ((ratio.detach() * counts).sum() / counts.sum().clamp_min(1) for ratio in (chosen, rejected))
-    z_chosen, z_rejected = (mean.clamp_min(0) for mean in means)
-    return 1 - (torch.sigmoid(beta * (chosen - z_rejected)) + torch.sigmoid(beta * (z_chosen - rejected))) / 2
+    z = (((chosen + rejected).detach() * counts).sum() / (2 * counts.sum()).clamp_min(1)).clamp_min(0)
+    return 1 - (torch.sigmoid(beta * (chosen - z)) + torch.sigmoid(beta * (z - rejected))) / 2
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor, float, float, Tensor], Tensor]] = {
