@@ -2,15 +2,18 @@
 
 import random
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import gpubound as gb
+from gpubound.data import train_tokenizer
+from gpubound.data.tokenizer import Tokenizer as OurTokenizer
 from gpubound.rl.trl import rollout_func
 from gpubound.train.objectives.divergence import DistillationLoss
 from gpubound.train.objectives.policy import Policy
@@ -59,6 +62,41 @@ def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+CHAT = [
+    {"role": role, "content": text}
+    for number in "123"
+    for role, text in (("user", f"what is {number}?"), ("assistant", f"it is {number}"))
+]
+OF_PARTS = ("idefics", "llava", "smolvlm")  # images and texts
+SHIPPED = [f for f in sorted(Path(trl.__file__).parent.glob("chat_templates/*.jinja")) if not f.name.startswith(OF_PARTS)]
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_rows_of_the_families_templates_hold_their_prompts(file, tmp_path):
+    """The package has the models' own templates, and some with marks around the answers, which transformers reads."""
+    inner = train_tokenizer(["what is it? it is 1"], 270).inner
+    inner.add_special_tokens(["</s>", "<s>", "<|im_start|>", "<|im_end|>"])
+    tokenizer = OurTokenizer(inner, "</s>", file.read_text(), bos_token="<s>")
+    chats = [CHAT[:2], CHAT[:4], CHAT]
+    corpus = gb.Corpus.build(chats, tokenizer, tmp_path / "corpus", progress=False)
+    (batch,) = corpus.batches(corpus.tokens, 1, "cpu", pack="examples", fields=("input_ids", "labels", "segment_ids"))
+    ids, labels, segments = (values[0] for values in batch.values())
+    for number in range(3):
+        inside = segments == number
+        example, learnt = tokenizer.decode(ids[inside]), labels[inside]
+        (chat,) = (chat for chat in chats if example.count("it is") == len(chat) // 2)
+        chats.remove(chat)
+        assert tokenizer.render(chat).startswith(example) and example.count("what is") == len(chat) // 2
+        learnt = tokenizer.decode(learnt[learnt >= 0])
+        assert [f"it is {n}" in learnt for n in "123"] == [n < len(chat) // 2 for n in range(3)] and "what" not in learnt
+    if "{% generation" in file.read_text() or "{%- generation" in file.read_text():
+        tokenizer.save(tmp_path / "tokenizer")
+        theirs = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+        want = theirs.apply_chat_template(CHAT, return_assistant_tokens_mask=True, return_dict=True)
+        ((ids, mask),) = tokenizer.encode_chats([CHAT])
+        assert ids == want["input_ids"] and mask.tolist() == want["assistant_masks"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["SFT", "DPO"])
 def test_a_placed_model_trains_as_the_model_itself(method, folder, tmp_path):
@@ -83,7 +121,9 @@ TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{"packing": True, "max_length": 24}, {"assistant_only_loss": True}], ids=lambda s: next(iter(s))
+    "settings",
+    [{"packing": True}, {"assistant_only_loss": True}, {"packing": True, "assistant_only_loss": True}],
+    ids="-".join,
 )
 def test_a_placed_model_trains_on_packed_rows_and_on_answers_alone(settings, folder, tmp_path):
     """Packed examples are one row whose positions restart, and the placed model keeps them apart as transformers does."""
@@ -97,7 +137,7 @@ def test_a_placed_model_trains_on_packed_rows_and_on_answers_alone(settings, fol
         tokenizer.chat_template = TEMPLATE
         if placed:
             assert gb.place(model, "cpu").verified
-        args = trl.SFTConfig(output_dir=str(tmp_path), max_steps=4, **SETTINGS, **settings)
+        args = trl.SFTConfig(output_dir=str(tmp_path), max_steps=4, max_length=24, **SETTINGS, **settings)
         trainer = trl.SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
         compute = trainer.compute_loss
 
@@ -107,10 +147,12 @@ def test_a_placed_model_trains_on_packed_rows_and_on_answers_alone(settings, fol
 
         trainer.compute_loss = recorded
         runs.append(losses(trainer))
-        if "packing" in settings:
-            assert all((batch["position_ids"] == 0).sum() > 4 and "attention_mask" not in batch for batch in seen)
-        else:
-            assert all(0 < (batch["labels"] != -100).sum() < batch["attention_mask"].sum() - 12 for batch in seen)
+        for batch in seen:
+            if "packing" in settings:
+                assert (batch["position_ids"] == 0).sum() > 4 and "attention_mask" not in batch
+            if "assistant_only_loss" in settings:
+                tokens = batch["attention_mask"].sum() if "attention_mask" in batch else batch["input_ids"].numel()
+                assert 0 < (batch["labels"] != -100).sum() < tokens - 12
     assert len(runs[0]) == 4 and runs[1] == pytest.approx(runs[0], rel=1e-4)
 
 
