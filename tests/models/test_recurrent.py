@@ -19,7 +19,7 @@ def test_the_loss_and_gradients_of_transformers(kind):
     inputs = batch()
     long = {name: t.repeat(1, 8)[:, :90] for name, t in inputs.items()}
     mask = torch.ones_like(long["input_ids"])
-    mask[1, 70:] = 0
+    mask[0, :5] = mask[1, 70:] = 0
     padded = long | {"attention_mask": mask, "labels": long["labels"].masked_fill(mask == 0, -100)}
     for given in (long, padded):
         assert_close(training_run(model, given), training_run(other, given), 5e-5)

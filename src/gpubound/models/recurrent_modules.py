@@ -26,18 +26,20 @@ def is_fresh(cache: Any, number: int) -> bool:
     return not (any(begun.values()) if isinstance(begun, dict) else begun)
 
 
+def unpadded(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return x (B, T, ...) with zeros where the mask (B, T) has padding."""
+    return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
+
+
 class HFRecurrence(Delegating, nn.Module):
     layer_idx: int
 
     def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any):
         if why := self.unable(cache_params, attention_mask, kwargs):
             return self.delegate(why, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
-        x = hidden_states
-        if attention_mask is not None:  # padding
-            x = (x * attention_mask[:, :, None]).to(x.dtype)
-        return self.mixed(x)
+        return self.mixed(unpadded(hidden_states, attention_mask), attention_mask)
 
-    def mixed(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         raise NotImplementedError
 
     def unable(self, cache: Any, mask: Tensor | None, kwargs: dict[str, Any]) -> str | None:
@@ -66,7 +68,7 @@ class HFGatedDelta(HFRecurrence):
     INPUTS: tuple[str, ...]
     delta: DeltaShape
 
-    def mixed(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         own: Any = self._modules
         half, rows = len(self.INPUTS) // 2, [own[name](x) for name in self.INPUTS]
         q, k, v, z, b, a = self.delta.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
@@ -82,13 +84,14 @@ class HFMamba(HFRecurrence):
     mamba: MambaShape
     norm_groups: int
 
-    def mixed(self, x: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         own: Any = self._modules
         weights: Any = self._parameters
         z, mixed, dt = self.mamba.parts(own["in_proj"](x))
         conv = own["conv1d"]
         parameters = MambaParameters(conv.weight[:, 0], conv.bias, weights["A_log"], weights["dt_bias"], weights["D"])
-        v, b, c, g, skipped = mamba_inputs(self.convolved(mixed), dt, parameters, self.mamba)
+        mixed = unpadded(self.convolved(mixed), mask)  # whose bias reaches padding, too
+        v, b, c, g, skipped = mamba_inputs(mixed, dt, parameters, self.mamba)
         y, _ = chunked_mamba(v, b, c, g, precise=x.dtype == torch.float32)
         y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
         norm = Norm(own["norm"].weight, own["norm"].variance_epsilon, 0.0)
