@@ -25,6 +25,7 @@ FUSED = (
     "ernie4_5",
     "exaone4",
     "falcon",
+    "falcon_h1",
     "gemma",
     "gemma2",
     "gemma3",

@@ -137,6 +137,12 @@ DELTA = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 12, "rope_parameters": HALF,
 }  # fmt: skip
+FALCON = {
+    "num_hidden_layers": 3, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8,
+    "mamba_chunk_size": 8, "mlp_multipliers": [0.7, 1.6], "key_multiplier": 0.6, "attention_in_multiplier": 1.4,
+    "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7, "embedding_multiplier": 3.0,
+    "ssm_multipliers": [0.6, 1.5, 0.8, 1.2, 0.7], "lm_head_multiplier": 0.5, "rms_norm_eps": 1e-2,
+}  # fmt: skip
 RECURRENT = {
     "NemotronH": {
         "layer_types": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "mlp"],
@@ -146,6 +152,8 @@ RECURRENT = {
         "num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
         "mamba_d_state": 8, "mamba_chunk_size": 8,
     },
+    "FalconH1": FALCON,
+    "FalconH1 normed": FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "Qwen3_5": DELTA,
     "Qwen3Next": DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
                           "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "norm_topk_prob": True},
@@ -170,7 +178,8 @@ def build(kind: str, dtype: torch.dtype = torch.float32, device="cpu", **options
         family = kind.partition(" ")[0]
         typed = "Gemma3", "Gemma4", "Gemma4Unified", "Qwen3_5"
         name = f"{family}TextConfig" if family in typed else f"{family}Config"
-        chosen = SIZES | (FAMILIES | SPARSE | OTHERS | SAME | RECURRENT)[family] | options
+        known = FAMILIES | SPARSE | OTHERS | SAME | RECURRENT
+        chosen = SIZES | known[kind if kind in known else family] | options
         if "hidden_size_per_layer_input" in chosen:  # each word has them
             chosen["vocab_size_per_layer_input"] = chosen["vocab_size"]
         config = getattr(transformers, name)(**{key: value for key, value in chosen.items() if value is not ...})

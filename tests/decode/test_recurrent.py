@@ -109,7 +109,7 @@ def test_scores_are_those_of_the_model(kind, device):
     assert fast.score(ids)[0] == pytest.approx(want.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", DENSE)
+@pytest.mark.parametrize("kind", [*DENSE, "FalconH1", "FalconH1 normed"])
 def test_on_a_cpus_own_path(kind, monkeypatch):
     monkeypatch.undo()
     fast = gb.decoder(cases.build(kind), 3, cases.ROOM)

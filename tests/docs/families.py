@@ -27,6 +27,7 @@ NAMES = {
     "ernie4_5": "ERNIE 4.5",
     "exaone4": "EXAONE 4",
     "falcon": "Falcon",
+    "falcon_h1": "Falcon-H1",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3": "Gemma 3",
@@ -155,7 +156,7 @@ def quantised_folders(kind: str, swaps) -> str:
     if kind == "gpt_neox":  # its q, k and v are rows of one weight, by head
         return "kept, decoded by its own forward"
     coded = kind in CODED or (swaps.keys() & {"MLP", "TextMLP"} and family_of(kind) not in SPARSE)
-    return "kept, decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
+    return "decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
 
 
 def wrapper_row(kind: str) -> list[str]:

@@ -22,7 +22,7 @@ def recurrence(x, b, c, g, S):
 
 def layer(row, parameters, shape):
     """(T, H P) of a row's product (T, columns), in fp64, written anew."""
-    H, P, G, N, least = shape
+    H, P, G, N, least, gate, rate, scale = shape
     conv, bias, a_log, dt_bias, skip = (None if t is None else t.double() for t in parameters)
     z, row, dt = row.double().tensor_split([H * P, H * P + shape.channels], -1)
     padded = F.pad(row.t(), (conv.shape[1] - 1, 0))
@@ -31,10 +31,10 @@ def layer(row, parameters, shape):
     outputs = []
     for h in range(H):
         group = h * G // H
-        x, step = u[:, h * P : (h + 1) * P], F.softplus(dt[:, h] + dt_bias[h]).clamp(min=least)[:, None]
+        x, step = u[:, h * P : (h + 1) * P], F.softplus(rate * dt[:, h] + dt_bias[h]).clamp(min=least)[:, None]
         b, c = (u[:, H * P + (at * G + group) * N :][:, :N] for at in range(2))
         y, _ = recurrence(step * x, b, c, -a_log[h].exp() * step[:, 0], x.new_zeros(P, N))
-        outputs.append((y + skip[h] * x) * F.silu(z[:, h * P : (h + 1) * P]))
+        outputs.append(scale * (y + skip[h] * x) * F.silu(gate * z[:, h * P : (h + 1) * P]))
     return torch.cat(outputs, -1)
 
 
@@ -43,11 +43,11 @@ def layer(row, parameters, shape):
 @pytest.mark.parametrize("widths", [(8, 16), (24, 8)])
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("least", [0.0, 0.5])
-def test_steps_are_the_recurrence(device, heads, widths, taps, bias, least):
+@pytest.mark.parametrize("factors", [(), (0.5, 0.7, 1.3, 1.1)])
+def test_steps_are_the_recurrence(device, heads, widths, taps, bias, factors):
     """Two rows that begin with what others have left, NaN."""
     (H, G), (P, N), length = heads, widths, 5
-    shape = MambaShape(H, P, G, N, least)
+    shape = MambaShape(H, P, G, N, *factors)
     x = draw(device, torch.float32, 2, length, shape.columns)
     parameters = MambaParameters(
         draw(device, torch.float32, shape.channels, taps, seed=3),

@@ -109,9 +109,10 @@ def reference_stages(
     x = model.embed[ids.to(home)].float() * shape.embedded
     if model.positions is not None:
         x = x + model.positions[: len(ids)].float()
+    before = x
     yield "model.embed_tokens", x
     inputs = None if model.layer_inputs is None else model.layer_inputs.define(ids.to(home), x)
-    numbers = itertools.count()
+    numbers, joined = itertools.count(), False
     for layer in model.layers:  # not by enumerate, which keeps the last one, in fp32, while the next one is made
         number = next(numbers)
         device = layer.attention.linears()[-1].weight.device
@@ -119,7 +120,8 @@ def reference_stages(
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]
-        before, x = x, x + layer.attention.define(x, tables[device], rounded, kept, number)
+        update = layer.attention.define(before if joined else x, tables[device], rounded, kept, number)
+        before, x, joined = x, x + update, layer.attention.joined
         yield f"model.layers.{number}.self_attn", x
         x = x + layer.mlp.define(before if layer.mlp.parallel else x, number, choices)
         yield f"model.layers.{number}.mlp", x

@@ -100,10 +100,11 @@ class CpuStep:
         x = body.embedded(token)
         if body.positions is not None:
             x = x + body.positions[index]
+        before, joined = x, False
         own_inputs = None if body.inputs is None else body.inputs.of_prompt(token, x)
         for number, (weights, recurrent, inputs, o, up, down, extra) in enumerate(self.layers):
             attention, mlp = weights.attention, weights.mlp
-            h = _normed(x, attention.norm)
+            h = _normed(before if joined else x, attention.norm)
             if recurrent is not None:
                 mixed = recurrent.mix([torch.cat([*linear(h)], -1).float() for linear in inputs], position, 0)
             else:
@@ -126,7 +127,7 @@ class CpuStep:
                     mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale).flatten(1)
                 mixed = mixed if gates is None else mixed * gates.sigmoid()
             y = o(mixed)[0]
-            before, x = x, x + _normed(y, attention.post_norm)
+            before, x, joined = x, x + _normed(y, attention.post_norm), attention.joined
             if up is not None and down is not None:
                 first = up(_normed(before if mlp.parallel else x, mlp.norm))
                 if isinstance(mlp, DenseWeights):
@@ -152,7 +153,7 @@ def _normed(x: Tensor, norm: AnyNorm) -> Tensor:
     if isinstance(norm, LayerNorm):
         weight = norm.weight + norm.offset if norm.offset else norm.weight
         return F.layer_norm(x, x.shape[-1:], weight, norm.bias, norm.eps)
-    if norm.offset:
+    if norm.offset or norm.weight.dtype != x.dtype:
         return F.rms_norm(x.float(), x.shape[-1:], norm.weight.float() + norm.offset, norm.eps).to(x.dtype)
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.eps)
 

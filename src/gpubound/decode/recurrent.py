@@ -69,7 +69,7 @@ class RecurrentLayer(Part):
         """Return the causal convolution of a prompt's inputs x (B, T, C), which go to the state."""
         cache, w = self.workspace.cache, self.weights
         padded = self.state.extend(x, start, cache.targets, cache.ends)
-        return F.conv1d(padded.transpose(1, 2), w.conv[:, None], w.conv_bias, groups=len(w.conv)).transpose(1, 2)
+        return F.conv1d(padded.transpose(1, 2), w.conv[:, None].to(x.dtype), w.conv_bias, groups=len(w.conv)).transpose(1, 2)
 
     def unpadded(self, start: int, *rows: Tensor) -> Sequence[Tensor]:
         """Return rows (B, T, H, ...) of a prompt's tokens from `start` on, with zeros for padding, which may be NaN."""
@@ -129,11 +129,10 @@ class Mamba(RecurrentLayer):
         self._gated = workspace.buffer("mamba", workspace.rows, weights.shape.inner)
 
     def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
-        w, state, gated = self.weights, self.state, self._gated[: len(out)]
+        w, state = self.weights, self.state
+        gated = out if w.head_norm is None else self._gated[: len(out)]
         mamba_step(rows[0], position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, gated, mode)
-        if w.head_norm is None:
-            out.copy_(gated)
-        else:
+        if w.head_norm is not None:
             grouped_norm_rows(gated, w.head_norm, w.norm_groups, out, mode)
 
     def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
@@ -144,7 +143,7 @@ class Mamba(RecurrentLayer):
         v, b, g = self.unpadded(start, v, b, g)
         y, matrix = chunked_mamba(v, b, c, g, state.matrix_before(start, len(v), targets), x.dtype == torch.float32)
         write_rows(state.matrix, matrix, targets)
-        y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
+        y = w.shape.gated((y + skipped).flatten(2), z)
         return (y if w.head_norm is None else group_normed(y, w.head_norm, w.norm_groups)).to(x.dtype)
 
     def ops(self) -> list[tuple[str, str, str]]:

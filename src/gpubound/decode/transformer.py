@@ -210,32 +210,27 @@ class LayerGroup:
 
     def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
+        together: list[Any] = []  # parts that read the same stream, with their inputs of the last product
         with entered(self.device):
             for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
                 if self.hidden_states is not None:
                     self.hidden_states.keep(number, x)
+                together.append((attention, (attention.compute if own_kernels else attention.gemm_compute)(x, position, mode)))
+                if attention.weights.joined:
+                    continue
                 if mlp.weights.parallel:
-                    self._parallel_step(attention, mlp, x, position, mode, own_kernels)
-                elif own_kernels:
-                    attention.step(x, position, mode)
-                    mlp.step(x, mode)
-                else:
-                    attention.gemm_step(x, position, mode)
-                    mlp.gemm_step(x, mode)
+                    together.append((mlp, (mlp.compute if own_kernels else mlp.gemm_compute)(x, mode)))
+                for part, y in together:  # all have computed before any adds
+                    if own_kernels:
+                        part.add_output(part.last, y, x, mode)
+                        part.finish(x, mode)
+                    else:
+                        part.gemm_add(y, x, mode)
+                together.clear()
+                if not mlp.weights.parallel:
+                    (mlp.step if own_kernels else mlp.gemm_step)(x, mode)
                 if extra is not None:
                     (extra.step if own_kernels else extra.gemm_step)(x, mode)
-
-    def _parallel_step(self, attention: Any, mlp: Any, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
-        """Run a block whose parts read the same stream: both compute before either adds."""
-        if own_kernels:
-            mixed, h = attention.compute(x, position, mode), mlp.compute(x, mode)
-            for part, y in ((attention, mixed), (mlp, h)):
-                part.add_output(part.last, y, x, mode)
-                part.finish(x, mode)
-        else:
-            mixed, h = attention.gemm_compute(x, position, mode), mlp.gemm_compute(x, mode)
-            attention.gemm_add(mixed, x, mode)
-            mlp.gemm_add(h, x, mode)
 
     def prompt(self, x: Tensor, pending: Tensor | None, start: int) -> tuple[Tensor, Tensor | None]:
         """Return the stream (B, T, hidden) of positions from `start` on, and the output to add to it, if there is one."""
@@ -244,9 +239,13 @@ class LayerGroup:
         # (placement/pipeline.py).
         x, end = x.to(self.device), start + x.shape[1]
         pending = None if pending is None else pending.to(self.device)
+        before, joined = x, False
         with entered(self.device):
             for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
                 h, x = add_and_norm(x, pending, attention.weights.norm)
+                if joined:
+                    h = normed(before, attention.weights.norm)
+                before, joined = x, attention.weights.joined
                 if self.hidden_states is not None:
                     self.hidden_states.keep_prompt(number, x)
                 pending = normed(attention.prompt(h, start, end), attention.weights.post_norm)

@@ -3,6 +3,7 @@
     S = exp(-exp(A) dt) S + dt x Bᵀ,  y = S C + D x,   dt = softplus(its product + its bias), at least a limit
 
 `mamba_step` is a decoding step of a layer: the causal convolution of x, B and C with SiLU, the recurrence, and y times silu(z).
+Falcon-H1 multiplies z, the product of dt, and the result by factors.
 `grouped_norm_rows` is the RMSNorm over each group of heads that follows.
 
 Legend: B rows, H heads, P width of a head, G groups, which share B and C, N width of a state, C channels of the convolution
@@ -30,6 +31,9 @@ class MambaShape(NamedTuple):
     groups: int
     state: int
     least: float = 0.0  # dt is no smaller
+    gate: float = 1.0  # factor of z
+    rate: float = 1.0  # factor of dt's product
+    scale: float = 1.0  # factor of the gated output
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -52,6 +56,12 @@ class MambaShape(NamedTuple):
         """Return z (..., H P), the inputs of the convolution (..., C), and dt (..., H)."""
         return x.split([self.inner, self.channels, self.heads], -1)
 
+    def gated(self, y: Tensor, z: Tensor) -> Tensor:
+        """Return y (..., H P) times the gate z, in the dtype of y."""
+        z = z.to(y.dtype)
+        y = y * F.silu(z if self.gate == 1 else z * self.gate)
+        return y if self.scale == 1 else y * self.scale
+
 
 class MambaParameters(NamedTuple):
     """Weights of a layer besides its projections."""
@@ -73,7 +83,7 @@ def mamba_step(
     position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
     ring      (B, places, C), of at least K places: the inputs at position p are at place p % places
     state     (B, H, P, N) fp32
-    out       (B, H P) fp32
+    out       (B, H P) in any dtype
     """
     op, rows, (H, P, G, *_) = "mamba_step", len(ring), shape
     conv, bias, *vectors = parameters
@@ -84,14 +94,14 @@ def mamba_step(
         require(op, "parameters.conv_bias", bias, None, (shape.channels,), x.device, "it has one number for each channel")
     for name, t in zip(("a_log", "dt", "skip"), vectors):
         require(op, f"parameters.{name}", t, None, (H,), x.device, "it has one number for each head")
-    require(op, "out", out, torch.float32, (rows, H * P), x.device, WRITTEN)
+    require(op, "out", out, None, (rows, H * P), x.device, WRITTEN)
     kernel = implementation(op, conv, None, (*shape[:4], conv.shape[1], bias is not None))
     return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
 
 def _example(g: torch.Generator, H: int = 4, P: int = 8, G: int = 2, N: int = 16, taps: int = 4, bias: bool = True) -> tuple:
     """Two rows, one at its first position."""
-    shape = MambaShape(H, P, G, N, 0.5)
+    shape = MambaShape(H, P, G, N, 0.5, 0.7, 1.3, 1.1)
     vectors = (draw(g, H).detach() for _ in range(3))
     parameters = MambaParameters(draw(g, shape.channels, taps), draw(g, shape.channels) if bias else None, *vectors)
     return (
@@ -113,7 +123,7 @@ def mamba_step_reference(
     S = torch.where(position.view(-1, 1, 1, 1) > 0, state, 0.0) * g.exp()[..., None, None] + v[..., None] * b[..., None, :]
     y = torch.einsum("bhpn,bhn->bhp", S, c) + skipped
     state.copy_(torch.where(known, S, state))
-    out.copy_(torch.where(known[..., 0, 0], y.flatten(1) * F.silu(z), torch.nan))
+    out.copy_(torch.where(known[..., 0, 0], shape.gated(y.flatten(1), z), torch.nan))
     return out, ring, state
 
 
@@ -122,12 +132,13 @@ def mamba_inputs(mixed: Tensor, dt: Tensor, parameters: MambaParameters, shape: 
 
     mixed: the convolved x, B and C (B, T, C); dt: (B, T, H)
     """
-    H, P, G, N, least = shape
+    H, P, G, N, least, _, rate, _ = shape
     compute_dtype = torch.promote_types(mixed.dtype, torch.float32)
     x, b, c = mixed.to(compute_dtype).split([H * P, G * N, G * N], -1)
     x = x.unflatten(-1, (H, P))
     b, c = (t.unflatten(-1, (G, N)).repeat_interleave(H // G, -2) for t in (b, c))
-    dt = F.softplus(dt.to(compute_dtype) + parameters.dt.to(compute_dtype)).clamp(min=least)
+    dt = dt.to(compute_dtype) if rate == 1 else dt.to(compute_dtype) * rate
+    dt = F.softplus(dt + parameters.dt.to(compute_dtype)).clamp(min=least)
     skipped = parameters.skip.to(compute_dtype)[:, None] * x
     return [dt[..., None] * x, b, c, -parameters.a_log.to(compute_dtype).exp() * dt, skipped]
 

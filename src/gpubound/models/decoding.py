@@ -61,6 +61,8 @@ class StateShape(NamedTuple):
 class PartWeights:
     """Base class of the weights of a layer's parts. Norms and biases may be None."""
 
+    joined = False  # whether the next layer's attention reads the stream before the update of this one, which has no MLP
+
     def norms(self) -> list[Tensor]:
         return [t for value in vars(self).values() if isinstance(value, Norm | LayerNorm) for t in norm_tensors(value)]
 

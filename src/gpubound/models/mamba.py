@@ -6,11 +6,10 @@ Placing swaps norms, MLPs, layers of Mamba-2 and the loss; attention and the loo
 from dataclasses import replace
 from typing import Any
 
-from ..kernels.decode_product import Norm
 from .hf_modules import mlp, norm, tried_causal_lm
-from .reader import linear_of, weight_of
+from .reader import linear_of
 from .recurrent import MambaWeights, RecurrentReader, taps_of
-from .recurrent_modules import mamba, mamba_shape, norm_groups
+from .recurrent_modules import head_norm, mamba, mamba_shape, norm_groups
 from .registry import Maker, Swap
 
 
@@ -36,7 +35,7 @@ class MambaReader(RecurrentReader):
         return "its Mamba layers have another activation than silu"
 
     def mlp_of(self, block: Any) -> Any:
-        return block.feed_forward
+        return block._modules.get("feed_forward")
 
     def mixer(self, block: Any) -> MambaWeights:
         layer, (before, _) = self.attention_of(block), self.norms(block, self.NORMS[:2])
@@ -49,7 +48,7 @@ class MambaReader(RecurrentReader):
             a_log=layer._parameters["A_log"],
             dt=layer._parameters["dt_bias"],
             skip=layer._parameters["D"],
-            head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),
+            head_norm=head_norm(layer),
             norm_groups=norm_groups(layer),
             shape=mamba_shape(layer),
         )

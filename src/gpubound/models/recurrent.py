@@ -124,6 +124,7 @@ class MambaWeights(RecurrentWeights):
     head_norm: Norm | None
     norm_groups: int
     shape: MambaShape
+    joined: bool = False
 
     def parameters(self) -> MambaParameters:
         return MambaParameters(self.conv, self.conv_bias, self.a_log, self.dt, self.skip)
@@ -136,7 +137,7 @@ class MambaWeights(RecurrentWeights):
         for t in range(len(v)):
             S = S * g[t].exp()[:, None, None] + v[t][..., None] * b[t][:, None]
             outputs.append(torch.einsum("hpn,hn->hp", S, c[t]))
-        y = (torch.stack(outputs) + skipped).flatten(1) * F.silu(z)
+        y = self.shape.gated((torch.stack(outputs) + skipped).flatten(1), z)
         return y if self.head_norm is None else group_normed(y, self.head_norm, self.norm_groups)
 
 

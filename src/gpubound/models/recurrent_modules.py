@@ -84,18 +84,20 @@ class HFMamba(HFRecurrence):
     mamba: MambaShape
     norm_groups: int
 
+    def projected(self, x: Tensor) -> Tensor:
+        return self._modules["in_proj"](x)  # type: ignore[misc]
+
     def mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         own: Any = self._modules
         weights: Any = self._parameters
-        z, mixed, dt = self.mamba.parts(own["in_proj"](x))
+        z, mixed, dt = self.mamba.parts(self.projected(x))
         conv = own["conv1d"]
         parameters = MambaParameters(conv.weight[:, 0], conv.bias, weights["A_log"], weights["dt_bias"], weights["D"])
         mixed = unpadded(self.convolved(mixed), mask)  # whose bias reaches padding, too
         v, b, c, g, skipped = mamba_inputs(mixed, dt, parameters, self.mamba)
         y, _ = chunked_mamba(v, b, c, g, precise=x.dtype == torch.float32)
-        y = (y + skipped).flatten(2) * F.silu(z.to(y.dtype))
-        norm = Norm(own["norm"].weight, own["norm"].variance_epsilon, 0.0)
-        return own["out_proj"](group_normed(y, norm, self.norm_groups).to(x.dtype))
+        y, norm = self.mamba.gated((y + skipped).flatten(2), z), head_norm(self)
+        return own["out_proj"]((y if norm is None else group_normed(y, norm, self.norm_groups)).to(x.dtype))
 
 
 def gated_delta(module: Any, stack: Any, inputs: tuple[str, ...], grouped: bool = False) -> Swap:
@@ -114,15 +116,23 @@ def mamba_shape(layer: Any) -> MambaShape:
 
 def norm_groups(layer: Any) -> int:
     """Return the groups of a layer's norm. In some releases of transformers Bamba's has none."""
-    return layer.intermediate_size // getattr(layer.norm, "group_size", layer.intermediate_size)
+    groups = layer.intermediate_size // getattr(layer.norm, "group_size", layer.intermediate_size)
+    return getattr(layer.norm, "n_groups", groups)
 
 
-def mamba(module: Any, stack: Any) -> Swap:
+def head_norm(layer: Any) -> Norm | None:
+    """Return the norm of a layer's heads after their gate, or None."""
+    norm = layer._modules["norm"]
+    return None if isinstance(norm, nn.Identity) else Norm(norm._parameters["weight"], float(norm.variance_epsilon), 0.0)
+
+
+def mamba(module: Any, stack: Any, part: type[HFMamba] = HFMamba) -> Swap:
     """Return the Swap of a layer of Mamba-2."""
     shape = mamba_shape(module)
     calls = (("chunk_scan", (False, shape.state, shape.width, CHUNK, False)),)
     refusal = "" if module.activation == "silu" else f"its activation is {module.activation!r}"
     refusal = refusal or ("" if module.time_step_limit[1] == float("inf") else "it limits its time steps")
+    refusal = refusal or ("its norm comes before the gate" if getattr(module.norm, "norm_before_gate", False) else "")
     case = random_case(module, (BATCH, TOKENS, module.hidden_size))
     attributes = {"mamba": shape, "norm_groups": norm_groups(module), "delegated": Counter()}
-    return Swap(HFMamba, calls, attributes, (case,), refusal)
+    return Swap(part, calls, attributes, (case,), refusal)

@@ -229,6 +229,7 @@ FAMILIES = {
     "stablelm": {"stablelm": "StableLm", "nemotron": "Nemotron"},
     "gpt": {"gpt_neox": "GPTNeoX", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode", "gpt_neo": "GPTNeo", "gptj": "GPTJ"},
     "falcon": {"falcon": "Falcon"},
+    "falcon_h1": {"falcon_h1": "FalconH1"},
     "opt": {"opt": "OPT"},
     "ungated": {"arcee": "Arcee", "jais2": "Jais2"},
     "gpt_oss": {"gpt_oss": "GptOss"},

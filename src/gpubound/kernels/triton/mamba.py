@@ -17,9 +17,10 @@ from ._ring import _convolved
 
 
 @triton.jit
-def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_ptr, a_ptr, dt_ptr, skip_ptr, least, out_ptr,
-                       H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr, PLACES: tl.constexpr,
-                       TAPS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_ptr, a_ptr, dt_ptr, skip_ptr, out_ptr,
+                       least, gate, rate, scale, H: tl.constexpr, P: tl.constexpr, G: tl.constexpr, N: tl.constexpr,
+                       PLACES: tl.constexpr, TAPS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, h = tl.program_id(0), tl.program_id(1)
     SHARE: tl.constexpr = H // G
@@ -28,7 +29,7 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     group = h // SHARE
     p, n = tl.arange(0, BP), tl.arange(0, BN)
     in_head, in_state = p < P, n < N
-    rate = -tl.exp(tl.load(a_ptr + h).to(tl.float32))
+    decay = -tl.exp(tl.load(a_ptr + h).to(tl.float32))
     shift = tl.load(dt_ptr + h).to(tl.float32)
     skip = tl.load(skip_ptr + h).to(tl.float32)
     _wait(DEPENDENT)
@@ -48,15 +49,15 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
                    first, C, PLACES, TAPS, BN)  # fmt: skip
     c = _convolved(inputs + INNER + (G + group) * N + n, ring_ptr, conv_ptr, bias_ptr, INNER + (G + group) * N + n, in_state,
                    position, first, C, PLACES, TAPS, BN)  # fmt: skip
-    dt = tl.load(inputs + C + h) + shift
+    dt = tl.load(inputs + C + h) * rate + shift
     dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
     dt = tl.where(dt < least, least, dt)  # a NaN stays
-    S = S * tl.exp(rate * dt) + (dt * x)[:, None] * b[None]
+    S = S * tl.exp(decay * dt) + (dt * x)[:, None] * b[None]
     y = tl.sum(S * c[None], 1) + skip * x
     tl.store(tile, S, mask=both & (tl.zeros([BP, BN], tl.int32) + position >= 0))
-    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0)
-    y = tl.where(tl.zeros([BP], tl.int32) + position >= 0, y * z / (1.0 + tl.exp(-z)), float("nan"))
-    tl.store(out_ptr + row.to(tl.int64) * INNER + h * P + p, y, mask=in_head)
+    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0) * gate
+    y = tl.where(tl.zeros([BP], tl.int32) + position >= 0, y * z / (1.0 + tl.exp(-z)) * scale, float("nan"))
+    tl.store(out_ptr + row.to(tl.int64) * INNER + h * P + p, y.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
@@ -79,11 +80,11 @@ def mamba_step(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
     dependent: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    H, P, G, N, least = shape
+    H, P, G, N, *factors = shape
     conv, bias, a_log, dt, skip = parameters
     BP, BN = power_of_two(P), power_of_two(N)
     _mamba_step_kernel[(len(x), H)](
-        x, position, ring, state, conv, bias, a_log, dt, skip, least, out, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
+        x, position, ring, state, conv, bias, a_log, dt, skip, out, *factors, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
         **options(8 if BP * BN > 8192 else 4, dependent),
     )  # fmt: skip
     bump_versions(out, ring, state)
