@@ -48,6 +48,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), MLA
     ),
     "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": HYBRID["layer_types"]},
     "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16,
                    "chunk_size": 8},
     "codegen": {"rotary_dim": 4},

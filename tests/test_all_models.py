@@ -43,12 +43,14 @@ FUSED = (
     "gpt_oss",
     "gptj",
     "granite",
+    "granitemoehybrid",
     "helium",
     "hyperclovax",
     "jais2",
     "lfm2",
     "lfm2_moe",
     "llama",
+    "mamba2",
     "minicpm3",
     "minimax_m2",
     "ministral",
@@ -84,7 +86,7 @@ RECURRENT = "its two layers are recurrent, and transformers' cache wants one of 
 OWN_FAULT = "transformers' own forward raises in this configuration"
 UNVERIFIED = {
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "prophetnet", "reformer", "xlstm"), OWN_FAULT),
-    **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
+    **dict.fromkeys(("bailing_hybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
     **dict.fromkeys(("qwen4_exp_text", "recurrent_gemma"), RECURRENT),
 }  # fmt: skip
 QUICK = ("deepseek_v3", "gemma3_text", "gpt2", "llama", "mamba2", "qwen3_next", "rwkv", "xlstm")

@@ -143,6 +143,12 @@ FALCON = {
     "attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7, "embedding_multiplier": 3.0,
     "ssm_multipliers": [0.6, 1.5, 0.8, 1.2, 0.7], "lm_head_multiplier": 0.5, "rms_norm_eps": 1e-2,
 }  # fmt: skip
+GRANITE = {
+    "num_hidden_layers": 4, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "mamba_chunk_size": 8,
+    "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7,
+    "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 24, "rms_norm_eps": 1e-2, "head_dim": ...,
+}  # fmt: skip
 RECURRENT = {
     "NemotronH": {
         "layer_types": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention", "mlp"],
@@ -151,6 +157,12 @@ RECURRENT = {
     "Bamba": {
         "num_hidden_layers": 4, "attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2,
         "mamba_d_state": 8, "mamba_chunk_size": 8,
+    },
+    "GraniteMoeHybrid": GRANITE,
+    "GraniteMoeHybrid dense": GRANITE | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    "Mamba2": {
+        "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8, "num_hidden_layers": 3,
+        "num_key_value_heads": ..., "num_attention_heads": ..., "intermediate_size": ..., "max_position_embeddings": ...,
     },
     "FalconH1": FALCON,
     "FalconH1 normed": FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
@@ -163,6 +175,8 @@ RECURRENT = {
     },
     "Lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "conv_bias": True},
 }  # fmt: skip
+BESIDE = ["FalconH1", "FalconH1 normed"]  # Mamba-2 beside attention
+MAMBA = ["Bamba", "NemotronH", "Mamba2", "GraniteMoeHybrid", "GraniteMoeHybrid dense", *BESIDE]
 HUGGING_FACE = [*FAMILIES, *OTHERS, "Llama placed", "Gemma2 placed", "Olmo2 placed", "Phi3 placed"]
 ALL = [*HUGGING_FACE, "own"]
 

@@ -185,6 +185,8 @@ def test_every_option_of_the_families_is_known(kind):
     refused = {  # where they are not the class's defaults
         "Bamba": {"time_step_limit"},
         "FalconH1": {"time_step_limit"},
+        "GraniteMoeHybrid": {"time_step_limit"},
+        "Mamba2": {"time_step_limit"},
         "Gemma3": {"attn_logit_softcapping"},
         "Gemma4": {"enable_moe_block"},
         "Olmo": {"clip_qkv"},

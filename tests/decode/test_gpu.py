@@ -24,7 +24,7 @@ DEVICE = "cuda:0"
 
 
 def served(kind: str = "Llama", max_batch: int = 16, **options) -> gb.FastDecoder:
-    given = cases.SPARSE | cases.FAMILIES | cases.OTHERS
+    given = cases.SPARSE | cases.FAMILIES | cases.OTHERS | cases.RECURRENT
     sizes = {name: size for name, size in SERVED.items() if given[kind].get(name, size) not in (None, ...)}  # the family's own
     model = cases.scaled(cases.build(kind, torch.bfloat16, DEVICE, **sizes))
     if "Gemma4" in kind:  # whose scores have no factor: with norms of 1, rounding is 9.5e-2 of the logits, with these 2.3e-2
@@ -58,7 +58,7 @@ def test_graphs_of_any_length_give_what_single_launches_give(rows, how, decoders
     assert len({token for sequence in want for token in sequence.tokens}) > 20
 
 
-@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "SmolLM3", *cases.OTHERS])
+@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "SmolLM3", *cases.OTHERS, *cases.BESIDE])
 def test_a_graph_of_every_family(kind, monkeypatch):
     fast = served(kind, max_batch=3)
     assert fast.path == "" or kind == "Ministral3"  # whose positions end before max_length
@@ -68,7 +68,7 @@ def test_a_graph_of_every_family(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
-@pytest.mark.parametrize("kind", cases.OTHERS)
+@pytest.mark.parametrize("kind", [*cases.OTHERS, *cases.MAMBA])
 def test_other_families_give_hugging_faces_tokens(kind, rows):
     """Captured steps in fp32, a few rows and many, beside the model's own generate."""
     fast = gb.decoder(cases.build(kind, device=DEVICE), rows, cases.ROOM)

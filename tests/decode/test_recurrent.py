@@ -10,7 +10,7 @@ from gpubound.watch import no_stall, watch
 from . import cases
 
 KINDS = list(cases.RECURRENT)
-DENSE = ["Lfm2", "Qwen3_5", "Bamba", "NemotronH"]
+DENSE = ["Lfm2", "Qwen3_5", "Bamba", "NemotronH", "Mamba2", "GraniteMoeHybrid dense"]
 CAN_GO_BACK = ["Lfm2", "Lfm2Moe"]  # whose state is the inputs of convolutions alone
 
 
@@ -109,7 +109,7 @@ def test_scores_are_those_of_the_model(kind, device):
     assert fast.score(ids)[0] == pytest.approx(want.tolist(), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", [*DENSE, "FalconH1", "FalconH1 normed"])
+@pytest.mark.parametrize("kind", [*DENSE, *cases.BESIDE])
 def test_on_a_cpus_own_path(kind, monkeypatch):
     monkeypatch.undo()
     fast = gb.decoder(cases.build(kind), 3, cases.ROOM)

@@ -45,6 +45,7 @@ NAMES = {
     "gpt_oss": "gpt-oss",
     "gptj": "GPT-J",
     "granite": "Granite",
+    "granitemoehybrid": "Granite 4",
     "helium": "Helium",
     "hyperclovax": "HyperCLOVA X",
     "internvl": "InternVL",
@@ -53,6 +54,7 @@ NAMES = {
     "lfm2_moe": "LFM2 with experts",
     "llama": "Llama, SmolLM, SmolLM2",
     "llava": "LLaVA",
+    "mamba2": "Mamba-2",
     "minimax_m2": "MiniMax-M2",
     "minicpm3": "MiniCPM3",
     "ministral": "Ministral",
@@ -89,13 +91,21 @@ NAMES = {
 }
 EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
 CODED = (  # whose MLPs no part of placing swaps
-    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "nemotron", "nemotron_h", "opt", "phi",
+    "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "mamba2", "nemotron", "nemotron_h", "opt", "phi",
     "qwen3_5", "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 TEXTS = ("gemma4", "gemma4_unified")  # whose prompts with images no test has tried
 MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
-SPARSE = ("mixtral", "gpt_oss", "latent", "minicpm3", "mistral4", "qwen3_next")  # families whose MLPs are experts
+SPARSE = (
+    "mixtral",
+    "gpt_oss",
+    "granite_hybrid",
+    "latent",
+    "minicpm3",
+    "mistral4",
+    "qwen3_next",
+)  # whose MLPs are experts
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -114,6 +124,7 @@ def placed(swaps) -> str:
         "GatedDeltaNet": "delta rule",
         "Mixer": "Mamba-2",
         "Mamba2Mixer": "Mamba-2",
+        "MambaLayer": "Mamba-2",
         "MLP": "MLP",
     }
     found = ["norms", *(name for role, name in parts.items() if swaps.keys() & {role, f"Text{role}"})]

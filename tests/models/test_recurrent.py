@@ -6,7 +6,7 @@ import torch
 from tests.decode import cases
 from tests.place.models import assert_close, batch, place, training_run, twin
 
-KINDS = ["Qwen3_5", "Qwen3Next", "Bamba", "NemotronH", "FalconH1", "FalconH1 normed"]
+KINDS = ["Qwen3_5", "Qwen3Next", *cases.MAMBA]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ import gpubound as gb
 from gpubound import trace
 from gpubound.place import verify, widened
 
+from ..decode import cases
 from .models import CONFIGS, OPTIONS, batch, tiny, tokens, training_run, twin
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +45,7 @@ def error_of(run, truth):
 # only what no rounding explains is refused: a missing term, a wrong factor. One below a thousandth of the largest, as those of
 # DeepSeek-V3's q are, may be off by a quarter of itself: flash attention subtracts the rounded output's product with its
 # gradient from terms of the same size, where transformers' attention subtracts a sum of the terms (on a CPU 0.22 beside 0.034).
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", [*CONFIGS, *cases.BESIDE])
 def test_16_bit_error_is_no_larger_than_before(kind):
     options = OPTIONS.get(kind, {})
     # Of four layers Gemma 3's own error is 5.0e-2 and scatters as much: too much for the bounds below. So has a token whose
@@ -56,7 +57,10 @@ def test_16_bit_error_is_no_larger_than_before(kind):
     sizes |= {"topk_group": 2} if kind == "deepseek_v3" else {}
     sizes |= {name: 128 for name in ("kv_lora_rank", "q_lora_rank") if options.get(name)}
     sizes |= {"hidden_size_per_layer_input": 64} if kind == "gemma4" else {}
-    model = tiny(kind, torch.bfloat16, **sizes).cuda()
+    if kind in CONFIGS:
+        model = tiny(kind, torch.bfloat16, **sizes).cuda()
+    else:
+        model = cases.scaled(cases.build(kind, torch.bfloat16, "cuda", **sizes))
     truth, own = training_run(twin(model).float(), on_gpu()), training_run(twin(model), on_gpu())
     with trace.strict():
         placement = gb.place(model, "require", strict=True)

@@ -44,8 +44,8 @@ class SparseCausalLM(HFCausalLM):
 sparse_causal_lm = partial(causal_lm, part=SparseCausalLM)
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention, "ForCausalLM": sparse_causal_lm}
 
-# Parts of a sparse block: their roles and parameters.
-PARTS = {"gate": (("TopKRouter", "TopkRouter"), {"weight"}), "experts": (("Experts",), {"gate_up_proj", "down_proj"})}
+# Roles and parameters of a sparse block's router, and of its experts.
+PARTS = (("TopKRouter", "TopkRouter"), {"weight"}), (("Experts",), {"gate_up_proj", "down_proj"})
 
 
 class SparseReader(Reader):
@@ -61,7 +61,7 @@ class SparseReader(Reader):
         "n_group", "topk_group", "first_k_dense_replace", "use_qk_norm", "num_mtp_layers",
     ))  # fmt: skip
 
-    CORRECTION = "e_score_correction_bias"
+    CORRECTION, ROUTER = "e_score_correction_bias", "gate"
 
     def refusal(self, max_length: int) -> str | None:
         if why := super().refusal(max_length):
@@ -71,7 +71,7 @@ class SparseReader(Reader):
         sparse = self._sparse()
         for number, block in sparse.items():
             name = f"model.layers.{number}.mlp"
-            for part, (classes, names) in PARTS.items():
+            for part, (classes, names) in zip((self.ROUTER, "experts"), PARTS):
                 module = getattr(block, part)
                 if role_of(module) not in classes or set(module._parameters) != names:
                     return f"{name}.{part}: {type(module).__name__}, not the family's own"
@@ -81,32 +81,35 @@ class SparseReader(Reader):
                     return f"{name}.{part}: it carries hooks"
             if getattr(block.experts, "_is_expert_parallel", False):
                 return f"{name}.experts: shared out among several devices"
-        if len({(*block.experts.gate_up_proj.shape, block.gate.top_k) for block in sparse.values()}) > 1:
+        if len({(*block.experts.gate_up_proj.shape, self.router(block).top_k) for block in sparse.values()}) > 1:
             return "its sparse layers differ in experts or width"
         return None
 
     def mlp(self, block: Any) -> Any:
         if not _is_sparse(mlp := self.mlp_of(block)):
             return super().mlp(block)
-        before, after = self.mlp_norms(block)
+        (before, after), router = self.mlp_norms(block), self.router(mlp)
         gate = mlp._modules.get("shared_expert_gate")
         assert before is not None
         return ExpertWeights(
             norm=before,
-            router=Linear(weight_of(mlp.gate)),
+            router=Linear(weight_of(router)),
             gate_up=mlp.experts._parameters["gate_up_proj"],
             down=mlp.experts._parameters["down_proj"],
-            slots=int(mlp.gate.top_k),
-            normalise=bool(getattr(mlp.gate, "norm_topk_prob", True)),
+            slots=int(router.top_k),
+            normalise=bool(getattr(router, "norm_topk_prob", True)),
             post_norm=after,
             routing=self.routing(mlp),
             shared=self.shared(mlp),
             shared_gate=None if gate is None else weight_of(gate),
         )
 
+    def router(self, block: Any) -> Any:
+        return getattr(block, self.ROUTER)
+
     def routing(self, block: Any) -> ExpertRouting | None:
         """Return how a sparse block chooses experts; None for a softmax."""
-        router = block.gate
+        router = self.router(block)
         correction = next((b for part in (router, block) if (b := part._buffers.get(self.CORRECTION)) is not None), None)
         if correction is None:
             return None
@@ -123,7 +126,7 @@ class SparseReader(Reader):
         return DenseWeights(None, gate, up, linear_of(mlp.down_proj))
 
     def routers(self) -> dict[int, Any]:
-        return {number: block.gate for number, block in self._sparse().items()}
+        return {number: self.router(block) for number, block in self._sparse().items()}
 
     def _sparse(self) -> dict[int, Any]:
         return {number: mlp for number, block in enumerate(self.trunk.layers) if _is_sparse(mlp := self.mlp_of(block))}
