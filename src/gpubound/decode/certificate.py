@@ -79,8 +79,8 @@ def record_routing(routers: Mapping[int, Any]) -> Iterator[RoutingTrace]:
     trace = RoutingTrace()
 
     def record(number: int, router: Any, inputs: Any, outputs: Any) -> None:
-        if isinstance(outputs, tuple) and len(outputs) == 3:  # in some releases a router gives logits alone
-            trace.add(number, outputs[2])
+        if isinstance(outputs, tuple) and len(outputs) == 3:  # in some releases logits alone, or in another order
+            trace.add(number, next(ids for ids in outputs if not ids.is_floating_point()))
 
     with ExitStack() as hooks:
         for number, router in routers.items():
