@@ -145,7 +145,7 @@ def row(kind: str) -> list[str]:
     swaps = module.SWAPS
     own = family in registry.RUNNERS
     some = kind == "lfm2_moe" or (family in SPARSE and kind not in ("minicpm3", "youtu"))
-    adapters = "none" if own or kind in PLAIN else "attention's" if some else "all projections"
+    adapters = "none" if own or kind in PLAIN else "attention's" if some else "all"
     if kind in MIXED:
         return [
             NAMES[kind],

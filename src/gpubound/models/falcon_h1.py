@@ -86,7 +86,6 @@ class FalconH1Reader(MambaReader):
 
     @property
     def factor(self) -> float:
-        """The factor of the stream."""
         gate, down = self.config.mlp_multipliers
         return down / gate
 
@@ -114,10 +113,6 @@ class FalconH1Reader(MambaReader):
     def shape(self) -> Shape:
         c = self.config
         return replace(super().shape(), embedded=c.embedding_multiplier / self.factor, logit_scale=c.lm_head_multiplier)
-
-    def norm(self, module: Any) -> Any:
-        of_stream = super().norm(module)
-        return of_stream._replace(eps=of_stream.eps / self.factor**2)
 
     def norms(self, parent: Any, names: Any) -> list[Any]:
         gains = dict(zip(self.NORMS[::2], self.gains))

@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..layers.attention import Angles
 from .decoding import DenseWeights, Linear
 from .granite import MultipliedReader, ScaledCausalLM
 from .hf_modules import causal_lm, norm
 from .mamba import MambaReader
 from .mixtral import SparseCausalLM, SparseReader
-from .reader import NoAngles, linear_of, parts_of
+from .reader import linear_of, parts_of
 from .recurrent_modules import mamba
 from .registry import Maker
 
@@ -36,6 +35,10 @@ class GraniteHybridReader(MultipliedReader, MambaReader, SparseReader):
         "shared_intermediate_size", "position_embedding_type",
     }  # fmt: skip
 
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.ROTATES = self.trunk.rotary_emb is not None
+
     def mlp_of(self, block: Any) -> Any:
         return block._modules.get("block_sparse_moe") or block.shared_mlp
 
@@ -50,12 +53,6 @@ class GraniteHybridReader(MultipliedReader, MambaReader, SparseReader):
 
     def scale(self, attention: Any) -> float:
         return attention.scaling
-
-    def angles(self) -> list[Angles]:
-        return [NoAngles(self.head_dim(None) // 2)] if self.trunk.rotary_emb is None else super().angles()
-
-    def table(self, attention: Any) -> int | None:
-        return None if self.trunk.rotary_emb is None else super().table(attention)
 
 
 DECODING: dict[str, Any] = {"ForCausalLM": GraniteHybridReader}

@@ -23,7 +23,7 @@ SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "Mixer": mamba, "ForCaus
 
 class MambaReader(RecurrentReader):
     NORMS = ("input_layernorm", None, "pre_ff_layernorm", None)
-    FINAL, MIXER = "final_layernorm", "mamba"
+    FINAL, MIXER, MLP = "final_layernorm", "mamba", "feed_forward"
     READS = frozenset((
         "attn_layer_indices", "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv",
         "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "num_logits_to_keep", "z_loss_coefficient",
@@ -33,9 +33,6 @@ class MambaReader(RecurrentReader):
         if (why := super().refusal(max_length)) or self.activation() == "silu":
             return why
         return "its Mamba layers have another activation than silu"
-
-    def mlp_of(self, block: Any) -> Any:
-        return block._modules.get("feed_forward")
 
     def mixer(self, block: Any) -> MambaWeights:
         layer, (before, _) = self.attention_of(block), self.norms(block, self.NORMS[:2])
