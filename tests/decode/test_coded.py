@@ -99,7 +99,7 @@ def test_a_base_that_is_quantised_for_training_is_decoded_by_its_codes(device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Phi3", "Glm4", "Gemma3", "Qwen2"])
+@pytest.mark.parametrize("family", ["Phi3", "Glm4", "Gemma3", "Qwen2", "Lfm2", "Qwen3_5", "Bamba", "FalconH1"])
 def test_families_are_decoded_by_their_codes(device, family):
     """Also projections that are slices of one weight, biases, norms with an offset and other activations."""
     model = build(family, device=device)

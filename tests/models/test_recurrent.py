@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpubound.decode.weight_view import bind
 from tests.decode import cases
 from tests.place.models import assert_close, batch, place, training_run, twin
 
@@ -33,3 +34,22 @@ def test_a_cache_takes_the_modules_own_forward(kind):
     want = cases.hugging_face(model, prompt, 6)
     place(model)
     assert cases.hugging_face(model, prompt, 6) == want
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mlp_bias": True}, "biases"),
+        ({"mlp_multipliers": [0.0, 1.0]}, "not above 0"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "before their gate"),
+        ({"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
+    ],
+)
+def test_what_falcon_h1_leaves_to_transformers(options, why):
+    """The decoder says why, and placing leaves the module as it was."""
+    model = cases.build("FalconH1", **options)
+    reason = bind(model, 32)
+    assert isinstance(reason, str) and why in reason
+    other, inputs = twin(model), batch()
+    assert place(model).verified
+    assert_close(training_run(model, inputs), training_run(other, inputs), 5e-5)

@@ -47,9 +47,13 @@ class DeltaShape(NamedTuple):
         return self.value_heads, self.key_width, self.value_width
 
     @property
+    def inner(self) -> int:
+        return self.value_heads * self.value_width
+
+    @property
     def columns(self) -> int:
         """The columns of q, k, v and z together."""
-        return self.channels + self.value_heads * self.value_width
+        return self.channels + self.inner
 
     def parts(self, x: Tensor, gates: Tensor) -> list[Tensor]:
         """Return q, k (..., N D), v and z (..., H E), b and a (..., H) of products (..., columns) and (..., 2 H)."""

@@ -39,8 +39,9 @@ class RecurrentWeights(PartWeights):
 
     @property
     def width(self) -> int:
-        """The columns of the output layer's input."""
-        return self.output.weight.shape[1]
+        """The columns of the output layer's input, of which codes have fewer."""
+        recurrence: Any = getattr(self, "shape", None)
+        return len(self.conv) if recurrence is None else recurrence.inner
 
     def vectors(self) -> list[Tensor]:
         """Return the weights that are no matrices."""
