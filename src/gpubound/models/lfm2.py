@@ -7,8 +7,7 @@ from typing import Any
 
 from .hf_modules import norm, tried_causal_lm
 from .mixtral import SparseReader
-from .reader import linear_of
-from .recurrent import RecurrentReader, ShortConvWeights, taps_of
+from .recurrent import RecurrentReader, ShortConvWeights
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": tried_causal_lm}
@@ -16,7 +15,7 @@ SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": tried_causal_lm}
 
 class Lfm2Reader(RecurrentReader):
     NORMS = ("operator_norm", None, "ffn_norm", None)
-    FINAL, OUTPUT, MIXER, MLP = "embedding_norm", "out_proj", "conv", "feed_forward"
+    FINAL, OUTPUT, MIXER, CONV, MLP = "embedding_norm", "out_proj", "conv", "conv", "feed_forward"
     HEAD_NORMS, GATED = ("q_layernorm", "k_layernorm"), ("w1", "w3", "w2")
     READS = frozenset((
         "norm_eps", "conv_bias", "conv_L_cache", "block_multiple_of", "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim",
@@ -27,14 +26,7 @@ class Lfm2Reader(RecurrentReader):
         return "silu"  # no option of the config
 
     def mixer(self, block: Any) -> ShortConvWeights:
-        layer, (before, _) = block.conv, self.norms(block, self.NORMS[:2])
-        return ShortConvWeights(
-            norm=before,
-            inputs=(linear_of(layer.in_proj),),
-            output=linear_of(layer.out_proj),
-            conv=taps_of(layer.conv),
-            conv_bias=layer.conv._parameters["bias"],
-        )
+        return ShortConvWeights(**self.common(block))
 
 
 class Lfm2MoeReader(Lfm2Reader, SparseReader):

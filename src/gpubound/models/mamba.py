@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .hf_modules import mlp, norm, tried_causal_lm
-from .reader import linear_of
-from .recurrent import MambaWeights, RecurrentReader, taps_of
+from .recurrent import MambaWeights, RecurrentReader
 from .recurrent_modules import head_norm, mamba, mamba_shape, norm_groups
 from .registry import Maker, Swap
 
@@ -35,13 +34,9 @@ class MambaReader(RecurrentReader):
         return "its Mamba layers have another activation than silu"
 
     def mixer(self, block: Any) -> MambaWeights:
-        layer, (before, _) = self.attention_of(block), self.norms(block, self.NORMS[:2])
+        layer = self.attention_of(block)
         return MambaWeights(
-            norm=before,
-            inputs=(linear_of(layer.in_proj),),
-            output=linear_of(layer.out_proj),
-            conv=taps_of(layer.conv1d),
-            conv_bias=layer.conv1d._parameters["bias"],
+            **self.common(block),
             a_log=layer._parameters["A_log"],
             dt=layer._parameters["dt_bias"],
             skip=layer._parameters["D"],

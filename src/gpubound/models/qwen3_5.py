@@ -11,8 +11,8 @@ from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaShape
 from .decoding import AttentionWeights
 from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
-from .reader import HFAngles, linear_of, weight_of
-from .recurrent import DeltaWeights, RecurrentReader, taps_of
+from .reader import HFAngles, weight_of
+from .recurrent import DeltaWeights, RecurrentReader
 from .recurrent_modules import gated_delta
 from .registry import Maker
 
@@ -51,13 +51,9 @@ class DeltaReader(RecurrentReader):
         return replace(weights, gated=True) if isinstance(weights, AttentionWeights) else weights
 
     def mixer(self, block: Any) -> DeltaWeights:
-        layer, (before, _) = block.linear_attn, self.norms(block, self.NORMS[:2])
+        layer = self.attention_of(block)
         return DeltaWeights(
-            norm=before,
-            inputs=tuple(linear_of(getattr(layer, name)) for name in self.INPUTS),
-            output=linear_of(layer.out_proj),
-            conv=taps_of(layer.conv1d),
-            conv_bias=None,
+            **self.common(block),
             a_log=layer._parameters["A_log"],
             dt=layer._parameters["dt_bias"],
             head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),

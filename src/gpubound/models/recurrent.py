@@ -18,7 +18,7 @@ from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaParameters, DeltaShape, delta_inputs, gated_norm
 from ..kernels.mamba import MambaParameters, MambaShape, group_normed, mamba_inputs
 from .decoding import AnyNorm, Linear, PartWeights, Rounding, StateShape, plain_linear, plain_norm
-from .reader import Reader
+from .reader import Reader, linear_of, weight_of
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class MambaWeights(RecurrentWeights):
 class RecurrentReader(Reader):
     """Reader of a model in which some blocks have a layer with a state, named MIXER, in the place of attention."""
 
-    MIXER = "linear_attn"
+    MIXER, CONV = "linear_attn", "conv1d"
+    INPUTS: ClassVar[tuple[str, ...]] = ("in_proj",)  # names of the layer's projections
 
     def mixes(self, block: Any) -> bool:
         return self.MIXER in block._modules
@@ -169,7 +170,14 @@ class RecurrentReader(Reader):
     def mixer(self, block: Any) -> RecurrentWeights:
         raise NotImplementedError
 
-
-def taps_of(conv: Any) -> Tensor:
-    """Return the weight of a depthwise convolution, as (C, K)."""
-    return conv._parameters["weight"].detach()[:, 0]
+    def common(self, block: Any) -> dict[str, Any]:
+        """Return the weights that every kind of layer with a state has."""
+        layer, (before,) = self.attention_of(block), self.norms(block, self.NORMS[:1])
+        conv = layer._modules[self.CONV]
+        return {
+            "norm": before,
+            "inputs": tuple(linear_of(layer._modules[name]) for name in self.INPUTS),
+            "output": linear_of(layer.out_proj),
+            "conv": weight_of(conv).detach()[:, 0],
+            "conv_bias": conv._parameters["bias"],
+        }
