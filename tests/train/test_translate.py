@@ -131,7 +131,7 @@ CASES = {
     "dpo": (
         DPO,
         {
-            "model": "models/qwen", "data": "pairs.jsonl", "objective": "dpo", "lr": 1e-6, "epochs": 3, "micro_batch": 8,
+            "model": "models/qwen", "data": "pairs.jsonl", "objective": "dpo", "lr": 1e-6, "epochs": 3, "micro_batch": 16,
             "objective_options": {"beta": 0.2, "loss": "ipo"}, "out": "out", "schedule": "linear", "final": 0.0, "warmup": 0,
             "weight_decay": 0.0, "clip": 1.0, "betas": [0.9, 0.999], "seq": 1024, "validation": 0, "pack": "pairs",
         },
@@ -233,3 +233,13 @@ def test_a_refused_config_of_another_tool_names_from(tmp_path, capsys):
     (tmp_path / "theirs.yaml").write_text(AXOLOTL)
     assert main(["train", str(tmp_path / "theirs.yaml")]) == 2
     assert f"gpubound train --from {tmp_path / 'theirs.yaml'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool, key, value", [
+    (AXOLOTL, "special_tokens", 5), (AXOLOTL, "betas", "x"), (TRL, "dataset_name", 5), (LLAMAFACTORY, "template", []),
+    (TORCHTUNE, "checkpointer", 5), (TORCHTUNE, "dataset", [1]),
+])  # fmt: skip
+def test_values_of_another_form(tool, key, value):
+    with pytest.raises(ValueError, match=f"^from: {key}: got "):
+        translate(yaml.safe_load(tool) | {key: value}, OPTIONS)
+    assert translate({"base_model": "m", "datasets": [5]}, OPTIONS).missing[0].startswith("datasets: 5, which is no path")

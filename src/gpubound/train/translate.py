@@ -6,6 +6,8 @@ no key here means is listed, with the reason where there is one.
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,9 @@ TORCHTUNE_DATA = {
 """(the hub's id, the format) of torchtune's datasets."""
 
 
+MALFORMED = AttributeError, IndexError, KeyError, TypeError  # what reading a value of another form raises
+
+
 @dataclass
 class Translation:
     """A config of another tool as keys of ours."""
@@ -86,9 +91,25 @@ def tool_of(values: Mapping[str, Any]) -> str:
 
 
 def translate(values: Mapping[str, Any], known: Collection[str]) -> Translation:
-    """Return the recipe of another tool's config, whose kind its keys show."""
+    """Return the recipe of another tool's config, whose kind its keys show. ValueError names a malformed value."""
+    try:
+        return _translated(values, known)
+    except MALFORMED as error:
+        what = next((f"{key}: got {shown(values[key])}, which" for key in values if _is_right(values, key, known)), "a value")
+        raise ValueError(f"from: {what} has no form that {tool_of(values)} takes; correct the config.") from error
+
+
+def _is_right(values: Mapping[str, Any], left_out: str, known: Collection[str]) -> bool:
+    """Return whether the config is translated without one of its keys."""
+    with suppress(ValueError, *MALFORMED):
+        rest = {key: value for key, value in values.items() if key != left_out}
+        return _translated(rest, known).tool == tool_of(values)
+    return False
+
+
+def _translated(values: Mapping[str, Any], known: Collection[str]) -> Translation:
     found = Translation(tool_of(values))
-    flat = FLATTEN[found.tool](dict(values), found)
+    flat = FLATTEN[found.tool](deepcopy(dict(values)), found)
     ours, found.read, dropped, refused = read_all(flat, known)
     found.missing += refused
     found.left_out += [f"{', '.join(names)}: {reason}" for reason, names in dropped.items()]
@@ -115,6 +136,9 @@ def _preference(flat: Values, beta: Any, loss: Any) -> None:
     flat["objective"], flat["objective_options"] = "dpo", {name: value for name, value in options.items() if value is not None}
     flat.pop("packing", None), flat.pop("sample_packing", None)
     flat["pack"] = "pairs"  # with several pairs a row a step would have other examples
+    for name in ("per_device_train_batch_size", "micro_batch_size", "batch_size"):  # in pairs, which are two rows here
+        if type(flat.get(name)) is int:
+            flat[name] *= 2
 
 
 def _trl(values: Values, found: Translation) -> Values:
@@ -240,6 +264,9 @@ def _datasets(flat: Values, name: str, key: str, found: Translation) -> None:
     """Read axolotl's list of datasets: their paths, and the format of their rows."""
     entries, paths, formats = flat.pop(name, None), list[str](), set[str]()
     for entry in entries if isinstance(entries, list) else [entries] if entries else ():
+        if not isinstance(entry, str | Mapping):
+            found.missing.append(f"{name}: {shown(entry)}, which is no path, and no mapping with one")
+            continue
         entry = {"path": entry} if isinstance(entry, str) else dict(entry)
         path, files, kind = entry.pop("path", None), entry.pop("data_files", None), entry.pop("type", None)
         split, configuration = entry.pop("split", None), entry.pop("name", None)
