@@ -30,6 +30,7 @@ def measured(monkeypatch, tmp_path):
 
     def of_cpu(quick):
         calls.append(quick)
+        torch.rand(1)
         return dict(FIGURES)
 
     monkeypatch.setattr(limits, "of_cpu", of_cpu)
@@ -46,7 +47,9 @@ def kept(tmp_path):
 
 
 def test_ceilings_are_measured_once_and_kept(measured, tmp_path):
+    drawn = torch.get_rng_state()
     first = measure.ceilings("cpu")
+    assert torch.get_rng_state().equal(drawn)
     assert measure.ceilings("cpu") == first and measured == [False]
     (file,) = kept(tmp_path)
     assert file.name == f"ceilings-{first.key}.json" and json.loads(file.read_text())["copy_bytes_per_s"] == 4.0e12

@@ -161,7 +161,8 @@ def _key(device: torch.device) -> str:
 
 def _measure(device: torch.device, key: str, quick: bool) -> Ceilings:
     say(f"measuring the limits of {_name(device)} ({'about 2 s' if quick else 'about 5 s'}; once a machine)")
-    measured = limits.of_gpu(device, quick) if device.type == "cuda" else limits.of_cpu(quick)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):  # of no run's numbers
+        measured = limits.of_gpu(device, quick) if device.type == "cuda" else limits.of_cpu(quick)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return Ceilings(device=device.type, name=_name(device), key=key, date=date, quick=quick, **measured)
 
