@@ -257,3 +257,9 @@ def test_a_saver_replaces_no_file_of_another_origin(tmp_path, save, name):
     if save is not save_report:
         save(tmp_path, overwrite=True)
         assert not (tmp_path / name).exists() or (tmp_path / name).read_bytes() != b"{}"
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(DataError, match="run: is a file, wanted a folder"), locked(tmp_path / "run"):
+        pass

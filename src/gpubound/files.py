@@ -103,6 +103,8 @@ def read_text(path: Path, cure: str, largest: int | None = None) -> str:
 
 def make_folder(path: Path) -> None:
     """Make the folder and its parents."""
+    if path.is_file():
+        raise DataError(f"{path}: is a file, wanted a folder; give another path.")
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
 

@@ -379,6 +379,8 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
 def test_a_key_that_there_is_not_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"'smaples'.*'samples'"):
         train(tmp_path, smaples=4)
+    with pytest.raises(ValueError, match="lora: got a policy that is a module"):
+        train(tmp_path, lora={"rank": 2})
 
 
 def test_prompts_that_are_no_text_are_named_by_their_line(tmp_path):

@@ -56,6 +56,8 @@ def train(
             f"without torchrun, or one for each GPU, by --device cuda:<index> and with another out each."
         )
     module = policy if isinstance(policy, nn.Module) else None
+    if module is not None and keys.get("lora"):
+        raise ValueError("rl: lora: got a policy that is a module; call gb.lora.add(policy) first, or give its folder.")
     recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
     with explain_disk_full(recipe.out, advice), locked(recipe.out):

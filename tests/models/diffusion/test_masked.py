@@ -244,6 +244,12 @@ def test_logits_that_are_not_finite_are_told():
         (PROMPTS, 8, {"block": 4, "steps": 1}, "steps: got 1, wanted 2 to 8"),
         (PROMPTS, 8, {"steps": 9}, "steps: got 9, wanted 1 to 8"),
         (PROMPTS, 0, {}, "tokens: got 0"),
+        (
+            PROMPTS,
+            10**12,
+            {"block": 10**6},
+            f"tokens: got {10**12} for {len(PROMPTS)} rows, whose hidden states and logits take",
+        ),
         (PROMPTS, 8, {"guidance": -1.0}, "guidance: got -1.0"),
         ([[1], [2, MASK]], 8, {}, "prompt 1 holds the mask token 15"),
     ],

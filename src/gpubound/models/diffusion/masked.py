@@ -29,7 +29,9 @@ from torch import Tensor, nn
 
 from ...decode.request import Choice, Generated, Generation, check_count, check_prompts, draws, read_prompts, to_device
 from ...decode.text import TextCodec, TextStream
+from ...device import host_bytes, label, usable_bytes
 from ...errors import GenerateError
+from ...formatting import readable
 from ...graph import Captured, capture
 from ...graph.guards import ReentryGuard
 from ...kernels import sample
@@ -251,7 +253,7 @@ class MaskedSampler:
         n: int = 1,
     ) -> "ActiveRequest":
         """Return a checked request: `play()` yields as `stream` does, and then `result()` returns as `generate` does."""
-        schedule = fill_schedule(tokens, steps, block, threshold, refresh if cache else 1)
+        check_count("tokens", tokens)
         choice = Choice(temperature=temperature, seed=seed)
         if refresh is not None and not cache:
             raise ValueError(f"generate: refresh: got {refresh}, but without a cache every step computes all; give cache=True.")
@@ -266,6 +268,16 @@ class MaskedSampler:
         for number, prompt in enumerate(ids):
             if self.mask_token in prompt:
                 raise ValueError(f"generate: prompt {number} holds the mask token {self.mask_token}; leave it out.")
+        check_count("block", block or 1)
+        width, rows = head_of(self.model).weight.shape[1], len(ids) * n * (2 if guidance else 1)
+        needed = 4 * rows * ((max(map(len, ids)) + tokens) * width + (block or tokens) * self.vocab)
+        free = usable_bytes(self.device) if self.device.type == "cuda" else host_bytes()
+        if free is not None and needed > free:
+            raise ValueError(
+                f"generate: tokens: got {tokens} for {rows} rows, whose hidden states and logits take {readable(needed)}, but "
+                f"{readable(free)} are free on {label(self.device)}; ask for fewer."
+            )
+        schedule = fill_schedule(tokens, steps, block, threshold, refresh if cache else 1)
         return ActiveRequest(self, [prompt for prompt in ids for _ in range(n)], schedule, choice, guidance, cache)
 
     def buffers(self, prompts: list[list[int]], schedule: FillSchedule, guided: bool, cached: bool = False) -> Buffers:
