@@ -119,6 +119,16 @@ def test_adapters_are_planned_with_their_frozen_base(adapters, capsys):
     assert best["best"]["memory"]["adapters"] == 2 * best["trained"]
 
 
+@pytest.mark.slow
+def test_a_config_is_checked_with_its_options(adapters, capsys):
+    """As gpubound train does: the file alone names no model for its adapters, and counts epochs."""
+    model, *rest = adapters.read_text().splitlines()
+    adapters.write_text("\n".join([*rest, "epochs: 2"]))
+    best = planned(capsys, str(adapters), "--model", model.split()[1], "--steps", "9")
+    assert best["trained"] == 11272192
+    assert main(["plan", str(adapters)]) == 2 and f"{adapters}: recipe: lora: " in capsys.readouterr().err
+
+
 def test_adapters_that_are_not_counted_are_refused(adapters, capsys):
     adapters.write_text(adapters.read_text().replace("base: nf4", "dora: true"))
     assert main(["plan", str(adapters)]) == 2

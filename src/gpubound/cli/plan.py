@@ -4,6 +4,7 @@ gpubound plan config.yaml --gpus 8
 gpubound plan --model 8b --seq 4096 --gpu h100 --gpus 4
 """
 
+import dataclasses
 import json
 import shlex
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 from ..train.convert import RECIPE
 from . import arguments, split_config
-from .train_options import RecipeOptions, from_file
+from .train_options import RecipeOptions, checked, from_file, override_length
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     known = PlanOptions()
     options = arguments(PlanOptions, argv, "plan", known)
     if file is not None:  # a mistyped option is refused before torch is imported to check the file
-        config = from_file(file)
-        known = PlanOptions(**vars(config.recipe()), gpus=config.gpus or 1, memory=config.memory)
-        options = arguments(PlanOptions, argv, "plan", known)
+        config = from_file(file, complete=False)
+        recipe_of = {field.name: getattr(config, field.name) for field in dataclasses.fields(RecipeOptions)}
+        known = PlanOptions(**recipe_of, gpus=config.gpus or 1, memory=config.memory)
+        options = override_length(arguments(PlanOptions, argv, "plan", known), known)
     from ..device import memory_size
     from ..plan.gpus import GIB, MOST_GPUS, gpu_named  # torch takes two seconds: options are read first
     from ..plan.propose import assumptions, proposals, text
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"{name}: got {value}, wanted more than 0 and at most {most:,.0f}.")
     gpu = gpu_named(options.gpu)
     size = gpu.memory if options.memory is None else memory_size(options.memory)
-    recipe = options.recipe()
+    recipe = checked(options, known, file)
     current, plans = proposals(recipe, options.gpus, gpu, size)
     best = plans[0] if plans[0].fits else None
     if options.json:

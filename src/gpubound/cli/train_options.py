@@ -4,7 +4,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 import yaml
@@ -122,7 +122,10 @@ def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Tra
     return dataclasses.replace(default, **values)
 
 
-def override_length(options: Train, default: Train) -> Train:
+AnyOptions = TypeVar("AnyOptions", bound=RecipeOptions)
+
+
+def override_length(options: AnyOptions, default: AnyOptions) -> AnyOptions:
     """Return the options in which --steps overrides the epochs of the config file, --eval-every its evals_per_epoch, ..."""
     keys = [key for pair in EITHER.items() for key in pair]
     changed = {key: getattr(options, key) for key in keys if getattr(options, key) != getattr(default, key)}
@@ -172,7 +175,7 @@ def from_file(path: str, complete: bool = True) -> Train:
         raise ValueError(f"{path}: {error}{other}") from error
 
 
-def checked(options: Train, default: Train, file: str | None) -> Recipe:
+def checked(options: RecipeOptions, default: RecipeOptions, file: str | None) -> Recipe:
     """Return the recipe of the options. An error that the config `file` has by itself, as `default`, names it."""
     try:
         return options.recipe()
