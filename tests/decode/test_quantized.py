@@ -15,7 +15,7 @@ from gpubound.decode.runner import BatchState, RunnerConfig, Stepper
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels.packed_weights import KINDS, pack, unpack
-from gpubound.models import Decoder, DecoderConfig
+from gpubound.models import Decoder, DecoderConfig, decoding
 from tests.messages import refusal
 
 from .cases import ALL, ROOM, VOCABULARY, build, prompts
@@ -69,9 +69,11 @@ def test_tokens_are_those_of_the_rounded_model(device, family, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
-def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, family, kind):
-    """Packed together or alone, a weight's numbers are the same; a tied head is rounded, the embedding is not."""
+def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, family, kind, monkeypatch):
+    """Packed together or alone, a weight's numbers are the same, read by 7 rows, too; a tied head is rounded, the embedding is
+    not."""
     model = build(family, device=device)
+    monkeypatch.setattr(decoding, "AT_ONCE", 7 * model.config.hidden_size)
     ids = torch.tensor(prompts(20)[0], device=device)
     want = rounded(model, kind)(ids[None]).logits[0]
     torch.testing.assert_close(reference.reference_logits(make(model, kind).exact(), ids), want, rtol=1e-4, atol=1e-4)

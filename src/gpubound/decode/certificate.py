@@ -31,10 +31,9 @@ from ..errors import GenerateError
 from ..kernels.decode_product import capped_
 from ..layers.quantized_base import Base
 from ..models import Decoder
-from ..models.decoding import AT_ONCE, LayerWeights, Linear, Rounding, plain_linear, plain_norm
+from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm
 from ..models.llama.checkpoint import changed_below
 from ..models.registry import switch
-from .quantized import PackedLinear
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward, random_ids
 
@@ -133,20 +132,12 @@ def reference_stages(
         del layer
     x = plain_norm(x.to(home), model.norm)
     yield "model.norm", x
-    rounded_model = isinstance(model, RoundedModel)
-    weight, bias, _ = (model.body.live if rounded_model else model).head
-    parts = model.head_parts() if rounded_model else weight.split(_rows_at_once(weight.shape[1]))
-    logits = torch.cat([plain_linear(x, Linear(part)) for part in parts], -1)
-    logits = logits if bias is None else logits + bias.float()
+    logits = plain_linear(x, model.head)
     yield "lm_head", capped_(logits * shape.logit_scale, shape.logit_cap)
 
 
-def _rows_at_once(columns: int) -> int:
-    return max(1, AT_ONCE // columns)
-
-
 class ExactPart:
-    """A part of a layer with the values that its rounded weights represent, which are in fp32 while it is computed."""
+    """A part of a layer with the values that its rounded weights represent, while it is computed."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
@@ -172,17 +163,9 @@ class RoundedModel:
             extra = None if layer.extra is None else ExactPart(layer.extra)
             yield live._replace(attention=ExactPart(layer.attention), mlp=ExactPart(layer.mlp), extra=extra)
 
-    def head_parts(self) -> Iterator[Tensor]:
-        """Yield the head's weight in parts: all of it may be the largest matrix by far."""
-        head: Any = self.body.head
-        if not isinstance(head, PackedLinear):
-            yield from (layer.weight for layer in head.exact())
-            return
-        (packed,) = head.parts
-        at_once = _rows_at_once(packed.columns)
-        for start in range(0, packed.rows, at_once):
-            part = packed.part(slice(start, start + at_once))
-            yield head.form.unpack(part, torch.empty(part.rows, part.columns, device=part.words.device, dtype=torch.float32))
+    @property
+    def head(self) -> Linear:
+        return self.body.head.exact()[0]
 
     def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
         return self.body.live.tables(length)

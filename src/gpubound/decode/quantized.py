@@ -1,7 +1,8 @@
 """Products of a decoding step over packed numbers: rounded copies of the weights, or the codes of a quantised model."""
 
 from collections.abc import Sequence
-from itertools import groupby
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..kernels.packed_weights import Packed, join_packed
 from ..layers.linear_product import format_of
-from ..models.decoding import Linear
+from ..models.decoding import Linear, RowParts
 from .lora import LoraDelta
 
 Maxima = tuple[Tensor | None, Tensor | None]
@@ -112,7 +113,17 @@ class PackedLinear:
     def exact(self) -> Sequence[Linear]:
         if self.form.kind is None:
             return self.layers
-        return [layer._replace(weight=w) for layer, w in zip(self.layers, self._unpacked(self._empty(torch.float32)))]
+        begins = [0] * len(self.layers) if self.turns > 1 else accumulate(self.counts[:-1], initial=0)
+        exact = [partial(self._exact_rows, index, begin) for index, begin in enumerate(begins)]
+        weights: list[Any] = [RowParts((count, self.size[1]), rows) for count, rows in zip(self.counts, exact)]
+        return [layer._replace(weight=weight) for layer, weight in zip(self.layers, weights)]
+
+    def _exact_rows(self, index: int, begin: int, start: int, stop: int) -> Tensor:
+        """Return rows of a layer in fp32. `begin`: its first one among the packed rows, unless layers alternate in these."""
+        (packed,), turns = self.parts, self.turns
+        part = packed.part(slice((begin + start) * turns, (begin + stop) * turns))
+        rows = self.form.unpack(part, torch.empty(part.rows, part.columns, device=self.device, dtype=torch.float32), turns)
+        return rows if turns == 1 else rows.split(stop - start)[index]
 
     def tensors(self) -> list[Tensor]:
         codes = self._stored or [t for packed in self.parts for t in packed.tensors()]

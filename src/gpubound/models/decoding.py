@@ -6,7 +6,7 @@ A family's module has a table DECODING, {role: Reader}: how the decoder reads a 
 Legend: T tokens, H query heads, K key and value heads, D width of a head, S experts per token (its slots), E experts in all.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -477,12 +477,23 @@ def plain_attention(
     return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v).flatten(1)
 
 
+class RowParts(NamedTuple):
+    """A weight whose values exist only where they are asked for: `rows(begin, end)` returns some of its rows in fp32."""
+
+    shape: tuple[int, int]
+    rows: Callable[[int, int], Tensor]
+
+    def split(self, rows: int) -> Iterator[Tensor]:
+        return (self.rows(begin, min(begin + rows, self.shape[0])) for begin in range(0, self.shape[0], rows))
+
+
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
-    """Return the product in fp32. A weight in host memory is copied to x's device by parts."""
-    weight = dequantised([layer.weight], torch.float32) if format_of(layer.weight).coded else layer.weight
-    parts = [weight] if weight.device == x.device else weight.split(max(1, AT_ONCE // weight.shape[1]))
+    """Return the product in fp32, of a weight in any format, which may be in host memory: AT_ONCE numbers of it at a time."""
+    coded = format_of(layer.weight).coded
+    weight: Any = dequantised([layer.weight], torch.float32) if coded else layer.weight
+    parts = weight.split(max(1, AT_ONCE // weight.shape[1]))
     y = torch.cat([F.linear(x, part.to(x.device).float()) for part in parts], -1)
-    y = y if layer.bias is None else y + layer.bias.float()
+    y = y if layer.bias is None else y + layer.bias.to(x.device).float()
     for low in layer.adapters:
         y = y + low.scale * F.linear(F.linear(x, low.a.float()), low.b.float())
     return y
