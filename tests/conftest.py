@@ -38,10 +38,11 @@ def pytest_collection():
 
 
 def pytest_runtest_logreport(report):
-    """Name a failure at once: a run on a GPU that is cut off has told then which tests failed, and in which process."""
+    """Print a failure at once, with the end of its traceback: a run on a GPU that is cut off has then shown why tests failed."""
     if report.failed and os.environ.get("PYTEST_XDIST_WORKER") is None:
         by = getattr(report, "node", None)
-        print(f"\n{report.nodeid} failed in {report.when}{f', {by.gateway.id}' if by is not None else ''}", flush=True)
+        print(f"\n{report.nodeid} failed in {report.when}{f', {by.gateway.id}' if by is not None else ''}")
+        print("\n".join(report.longreprtext.splitlines()[-25:]), flush=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
