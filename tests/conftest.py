@@ -38,7 +38,7 @@ def pytest_collection():
 
 
 def pytest_runtest_logreport(report):
-    """Print a failure at once, with the end of its traceback: a run on a GPU that is cut off has then shown why tests failed."""
+    """Print a failure at once, with the end of its traceback: a run on a GPU that is cut off has then shown why it failed."""
     if report.failed and os.environ.get("PYTEST_XDIST_WORKER") is None:
         by = getattr(report, "node", None)
         print(f"\n{report.nodeid} failed in {report.when}{f', {by.gateway.id}' if by is not None else ''}")
