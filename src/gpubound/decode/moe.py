@@ -271,9 +271,6 @@ class ColumnMoELayer(MoELayer):
     def exact(self) -> Any:
         return self.weights
 
-    def tensors(self) -> list[Tensor]:
-        return [*self.weights.norms(), *self.weights.router.tensors()]
-
     def ops(self) -> list[tuple[str, str, str]]:
         return [
             ("norm, router", "norm_product", ""),

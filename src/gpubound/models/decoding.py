@@ -381,6 +381,7 @@ class ColumnExpertWeights(PartWeights):
     parallel: ClassVar[bool] = False
     router_norm: ClassVar[None] = None
     factors: ClassVar[None] = None
+    shared_gate: ClassVar[None] = None
 
     @property
     def routing(self) -> ExpertRouting:
