@@ -245,6 +245,7 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
     "seq, micro_batch, options, sentence",
     [
         (0, 2, {}, "batches: seq: got 0, wanted a whole number, 1 or more."),
+        (10**12, 2, {}, "batches: seq: got 1,000,000,000,000, wanted at most 16,777,216."),
         (8, 2.0, {}, "batches: micro_batch: got 2.0, wanted a whole number, 1 or more."),
         (8, 2, {"seed": 1.5}, "batches: seed: got 1.5, wanted a whole number."),
         (8, 2, {"rank": 1}, "batches: rank: got 1, wanted 0 to 0, one of the world of 1."),

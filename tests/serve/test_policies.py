@@ -82,6 +82,8 @@ def test_tokens_of_an_environment_are_not_learnt():
     some = policies("first")
     result = some.forward_backward("first", [{"prompt": [1, 2], "answer": [3, 4, 5, 6], "learnt": [1, 0, 0, 1]}])
     assert result["items"] == 2 and [value != 0 for value in result["logprobs"][0]] == [True, False, False, True]
+    half = {"prompt": [1], "answer": [3, 4], "learnt": [1, 0.5]}
+    assert "learnt: got 0.5" in refusal(ValueError, lambda: some.forward_backward("first", [half]))
 
 
 @pytest.mark.slow

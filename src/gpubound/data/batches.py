@@ -152,6 +152,8 @@ def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:
     for name, value in (("seq", seq), ("micro_batch", micro_batch), ("world", world)):
         if not _is_int(value) or value < 1:
             raise ValueError(f"batches: {name}: got {value!r}, wanted a whole number, 1 or more.")
+        if value > 1 << 24:  # as in a recipe
+            raise ValueError(f"batches: {name}: got {value:,}, wanted at most {1 << 24:,}.")
     if not _is_int(rank) or not 0 <= rank < world:
         raise ValueError(f"batches: rank: got {rank!r}, wanted 0 to {world - 1}, one of the world of {world}.")
 

@@ -71,7 +71,10 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
         return [float(v) for v in values]
 
     logprobs = {FIELDS[name]: each(name, one[name]) for name in LOGPROBS if one.get(name) is not None}
-    learnt = [value != 0 for value in each("learnt", one.get("learnt", 1))]
+    counts = each("learnt", one.get("learnt", 1))
+    if wrong := [value for value in counts if value not in (0, 1)]:
+        raise ValueError(f"{where}: learnt: got {wrong[0]:g}, wanted 1 for a token that counts, else 0; advantage weighs it.")
+    learnt = [value == 1 for value in counts]
     return Example(prompt, answer, each("advantage", one.get("advantage", 1.0)), learnt, logprobs)
 
 
