@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpubound as gb
 from gpubound import DataError
@@ -189,9 +190,13 @@ class TestRefusals:
         assert refusal(ValueError, lambda: DraftHead.for_model(torch.nn.ReLU())) == message("decode/draft_head:no_model")
 
     def test_tokens_that_are_none(self):
-        for tokens in ([1, 1], [2, cases.VOCABULARY]):
+        for tokens in ([1, 1], [2, cases.VOCABULARY], [], [1.5], 5, "x"):
             text = refusal(ValueError, lambda tokens=tokens: DraftHead.for_model(cases.shared("Qwen3").model, tokens))
             assert text.startswith("DraftHead: tokens: got ")
+
+    def test_a_config_without_a_width_of_mlps(self):
+        config = GPT2Config(vocab_size=128, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=1)
+        assert DraftHead.for_model(GPT2LMHeadModel(config)).config.intermediate == 64
 
     def test_a_folder_with_other_tensors(self, tmp_path):
         model = cases.shared("Qwen3").model

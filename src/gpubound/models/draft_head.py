@@ -12,7 +12,7 @@ Legend: B rows, T tokens, H query heads, K key and value heads, D width of a hea
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, write_atomic, writing
+from ..formatting import shown
 from ..kernels import rope
 from ..layers.attention import Rope, RopeTable, attend
 from ..layers.block import MLP, RMSNorm
@@ -124,14 +125,20 @@ class DraftHead(nn.Module):
         sizes   fields of the layer that differ from the model's: intermediate, heads, kv_heads
         """
         config = replace(layer_config(model), **sizes)
-        words = config.vocabulary if tokens is None else len(tokens)
+        chosen: Any = None
+        if tokens is not None:
+            with suppress(TypeError, ValueError, RuntimeError):
+                chosen = torch.as_tensor(tokens)
+            if chosen is None or chosen.dim() != 1 or not len(chosen) or chosen.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"DraftHead: tokens: got {shown(tokens)}, wanted a list of token ids, or None for all.")
+        words = config.vocabulary if chosen is None else len(chosen)
         head = cls(config, layers_read(len(reader(model).blocks)), None, words, **_like(model))
         with torch.no_grad():
             for parameter in head.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, 0.02)
-        if tokens is not None:
-            head.choose_tokens(torch.as_tensor(tokens, device=head.d2t.device))
+        if chosen is not None:
+            head.choose_tokens(chosen)
         return head
 
     def forward(
@@ -264,9 +271,10 @@ def layer_config(model: nn.Module) -> DecoderConfig:
         return replace(config, layers=1, tied=False, qkv_bias=False, qk_norm=False)
     attention, theta = result.first_attention(), (getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0)
     heads, kv_heads = result.heads(attention)
+    width = getattr(config, "intermediate_size", None)  # GPT-2 and others name it differently, Gemma 3n has one a layer
     return DecoderConfig(
         hidden=shape.hidden,
-        intermediate=config.intermediate_size,
+        intermediate=width if isinstance(width, int) else 4 * shape.hidden,
         layers=1,
         heads=heads,
         kv_heads=kv_heads,

@@ -135,5 +135,7 @@ class TestRefusals:
             ([1], "list"),
             ({"input_ids": ids_of(), "mask": 1}, "mask"),
             ({"input_ids": ids_of(tokens=3)}, "3 tokens"),
+            ({"input_ids": ids_of() + 10**6}, "outside the model's vocabulary"),
+            ({"input_ids": ids_of().float()}, "torch.float32"),
         ):
             assert fact in refusal(ValueError, lambda batch=batch: loss.check_batch(head, batch))

@@ -23,6 +23,7 @@ from ...models.registry import mode
 from . import Objective
 from .chunked_head import CHUNK, IGNORE, Head
 from .divergence import DistillationLoss, student_loss
+from .word_loss import check_tokens
 
 INPUTS = ("input_ids", "labels", "position_ids", *sorted(FIELDS))
 
@@ -65,6 +66,7 @@ class DraftLoss(Objective):
             raise ValueError(f"{self.name}: a batch must be a dict with input_ids, got a {type(batch).__name__}.")
         if other := sorted(batch.keys() - {*INPUTS}):
             raise ValueError(f"{self.name}: batch[{other[0]!r}]: it reads {', '.join(INPUTS)}; leave {other[0]} out.")
+        check_tokens(self.name, self.model, batch["input_ids"], torch.full_like(batch["input_ids"], IGNORE, dtype=torch.int64))
         if batch["input_ids"].shape[1] < self.tokens + 1:
             raise ValueError(
                 f"{self.name}: input_ids have {batch['input_ids'].shape[1]} tokens a row, wanted more than the {self.tokens} "
