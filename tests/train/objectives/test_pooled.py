@@ -266,6 +266,10 @@ def test_what_is_refused():
         Classification()(model, batch | {"labels": batch["labels"].masked_fill(batch["labels"] >= 0, CLASSES)})
     with pytest.raises(ValueError, match=r"\(3,\)"):
         Classification()(model, batch | {"labels": torch.zeros(3, dtype=torch.long)})
+    rows = len(batch["input_ids"])
+    for labels in (torch.zeros(rows, dtype=torch.long), torch.zeros(rows), torch.zeros(rows, CLASSES)):
+        with pytest.raises(ValueError, match="has scores at each token; wanted labels at tokens"):
+            Classification()(model, batch | {"labels": labels})
     with pytest.raises(ValueError, match="even number"):
         Contrastive()(model, {"input_ids": torch.zeros(3, 4, dtype=torch.long)})
     with pytest.raises(ValueError, match="multiple of 3"):

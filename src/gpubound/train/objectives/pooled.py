@@ -38,8 +38,8 @@ class Classification(WordLoss):
     A batch has input_ids (B, T), and as labels one of
 
         (B, T)  classes, -100 except at each text's last token, or values, nan except there: several texts a row, if packed
-        (B,)    a class or a value for each row. The model's own forward finds the last token, as transformers' models do
-        (B, N)  0 or 1 for each class, of which a text may have several
+        (B,)    a class or a value for each row of a model of transformers, whose forward finds the last token
+        (B, N)  0 or 1 for each class, of which a text may have several, also of these models alone
     """
 
     classes: Any = None
@@ -113,6 +113,11 @@ class Classification(WordLoss):
         """Check also, where labels are at tokens, that the model's logits are its head's product with one token's state."""
         super().prepare(model, batch)
         inputs, labels = self.split(batch)
+        if isinstance(model, LanguageModel) and not self._by_token(model, inputs, labels):
+            raise ValueError(
+                f"classification: got labels {tuple(labels.shape)} of {labels.dtype}, and {type(model).__name__} has scores at "
+                f"each token; wanted labels at tokens, {tuple(inputs['input_ids'].shape)}, -100 or nan but at a text's last."
+            )
         if self._pooled is model or not self._by_token(model, inputs, labels):
             return
         why = why_not_head(model, inputs) if isinstance(model, LanguageModel) else _why_not_pooled(model, inputs)
