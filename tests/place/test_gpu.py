@@ -73,7 +73,7 @@ def test_16_bit_error_is_no_larger_than_before(kind):
         bound = 2.5 * befores[name] + (1e-2 if name == "loss" or part > 0.125 else max(1e-2, 0.25 * part))
         assert errors[name] <= bound, f"{name}: {errors[name]:.2e}, before {befores[name]:.2e}"
     assert placement.summary.startswith("GPU ready: ") and placement.fallbacks == 0
-    assert all(row.device.startswith("cuda") for row in placement.rows)
+    assert all(row.device.startswith("cuda") for row in placement.rows if row.device)  # Gemma 4's v norms have no tensors
 
 
 def test_moved_from_the_cpu_and_swapped():

@@ -89,6 +89,7 @@ class Part:
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
         self.products: list[Any] = []
+        self.multiplied: list[Linear] = []  # the weights' layers, in the products' order
         self._normed = workspace.buffer("normed", workspace.rows, workspace.shape.hidden, dtype=workspace.dtype)
         self.reads_normed = False  # whether the part before has normed the same stream by the same LayerNorm
         if isinstance(weights.norm, LayerNorm):
@@ -102,6 +103,7 @@ class Part:
         product.added, product.gemv_rows = self.workspace.adapting.added(*layers), self.workspace.gemv_rows
         product.copy = self.workspace.copy
         self.products.append(product)
+        self.multiplied += layers
         return product
 
     def step(self, x: Tensor, *arguments: Any) -> None:
@@ -181,8 +183,9 @@ class Part:
 
     def exact(self) -> Any:
         """Return the weights with the values that a rounded format represents."""
-        exact = {id(layer): one for product in self.products for layer, one in zip(product.layers, product.exact())}
-        return self.weights.mapped(lambda value: exact.get(id(value), value))
+        exact = [layer for product in self.products for layer in product.exact()]
+        by_layer = {id(layer): one for layer, one in zip(self.multiplied, exact, strict=True)}
+        return self.weights.mapped(lambda value: by_layer.get(id(value), value))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that a step reads completely."""
