@@ -60,3 +60,4 @@ def test_a_list_given_twice(capsys):
     """argparse would keep the second alone, and lose data."""
     code, said = call(["train", "--data", "a", "--model", "10m", "--data", "b"], capsys)
     assert code == 2 and "--data is given twice" in said and "after one --data" in said
+    assert cli.arguments(Generate, ["c", "--prompt", "a", "--prompt", "b"], "generate").prompt == ("a", "b")  # which appends

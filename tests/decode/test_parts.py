@@ -90,7 +90,7 @@ class ReluReader(Reader):
 @pytest.mark.slow
 def test_an_mlp(monkeypatch, device):
     """Over rounded weights too, which know nothing of it."""
-    model = cases.build("Llama", device=device, hidden_act="relu", sliding_window=None)  # which a static cache would have
+    model = cases.build("Llama", device=device, hidden_act="relu")
     assert message("decode/parts:an_mlp").within(gb.decoder(model, 1, cases.ROOM).path)
     monkeypatch.setitem(family.DECODING, "ForCausalLM", ReluReader)
     monkeypatch.setitem(PARTS, ReluWeights, ReluMLP)

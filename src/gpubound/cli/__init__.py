@@ -195,7 +195,8 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
 
     prog = f"gpubound {command}"
     names = {f"--{field.name.rstrip('_').replace('_', '-')}" for field in fields(kind)}  # type: ignore[arg-type]  # from_ is --from
-    lists = {f"--{name.replace('_', '-')}" for name, of in get_type_hints(kind).items() if get_origin(of) in (tuple, list)}
+    hints = get_type_hints(kind, include_extras=True)  # an option that appends, such as --prompt, is Annotated
+    lists = {f"--{name.replace('_', '-')}" for name, of in hints.items() if get_origin(of) in (tuple, list)}
     given: set[str] = set()
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")

@@ -114,8 +114,7 @@ def reference_stages(
     numbers, joined = itertools.count(), False
     for layer in model.layers:  # not by enumerate, which keeps the last one, in fp32, while the next one is made
         number = next(numbers)
-        device = layer.attention.linears()[-1].weight.device
-        device = home if device.type == "cpu" else device  # a model in host memory is read part by part
+        device = layer.attention.norms()[0].device  # where the matrices are, too, or what is read of them in host memory
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]

@@ -7,6 +7,7 @@ and values that the attention reads.
 `check_static_cache` refuses what a model's build shows. StaticCacheRunner finds the rest when it tries the model.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -103,6 +104,9 @@ def _rotary(config: Any, max_length: int) -> str | None:
 def _layers(name: str, config: Any) -> list[Any]:
     """Return transformers' cache layers for `config`, which show what each layer caches."""
     wanted = "wanted keys and values of full or sliding attention alone."
+    if not hasattr(type(config), "sliding_window") and getattr(config, "sliding_window", None):
+        config = copy(config)  # the family ignores the window, and transformers' cache would not
+        config.sliding_window = None
     try:
         likes = DynamicCache(config=config).layers
     except KeyError as kind:
