@@ -91,10 +91,9 @@ def merge(folder: str) -> None:
     known = json.loads(FILE.read_text(encoding="utf-8"))
     for path in sorted(Path(folder).glob("*.jsonl")):
         known |= dict(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    sources = [path.read_text(encoding="utf-8") for path in FILE.parent.rglob("*.py")]
-    used = {name for source in sources for name in re.findall(r'message\(\s*"([^"]+)"', source)}
-    used |= {name for source in sources for name in re.findall(r'refusals\(\s*"([^"]+?)(?:\.\d+)?"', source)}
-    known = {name: text for name, text in known.items() if name in used or re.sub(r"\.\d+$", "", name) in used}
+    names = re.compile(r'"([\w/-]+:[^"\s]+?)"')
+    quoted = {name for path in FILE.parent.rglob("*.py") for name in names.findall(path.read_text(encoding="utf-8"))}
+    known = {name: text for name, text in known.items() if {name, re.sub(r"\.\d+$", "", name)} & quoted}
     FILE.write_text(json.dumps(known, indent=0, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 FAMILIES = {
-    "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "sliding_window": 9},  # which it ignores
+    "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "Mistral": {"sliding_window": 9},  # shorter than the texts
     "Qwen2": {},  # biases on q, k and v
     "Qwen3": {"num_attention_heads": 6},  # normed heads, wider than hidden in all

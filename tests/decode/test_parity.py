@@ -153,3 +153,15 @@ def test_layers_that_differ_are_computed_by_their_own_forward(why, device):
     fast = gb.decoder(model, 1, cases.ROOM)
     assert fast.path == why
     assert fast.generate(cases.PROMPT, max_new_tokens=9).tokens[0] == cases.hugging_face(model, cases.PROMPT, 9)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_window_that_the_family_ignores(fused):
+    """A Llama converted from a Mistral keeps sliding_window: its attention sees all, the layers of transformers' cache do not."""
+    model, (prompt,) = cases.build("Llama", sliding_window=5), cases.prompts(20)
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    fast = gb.decoder(model, 1, cases.ROOM, fused=fused)
+    assert fast.generate([prompt], max_new_tokens=8, stop=()).tokens == [ids[20:]]

@@ -478,11 +478,15 @@ def plain_attention(
     return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :T], v).flatten(1)
 
 
-class RowParts(NamedTuple):
+@dataclass(frozen=True)
+class RowParts:
     """A weight whose values exist only where they are asked for: `rows(begin, end)` returns some of its rows in fp32."""
 
     shape: tuple[int, int]
     rows: Callable[[int, int], Tensor]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def split(self, rows: int) -> Iterator[Tensor]:
         return (self.rows(begin, min(begin + rows, self.shape[0])) for begin in range(0, self.shape[0], rows))

@@ -128,7 +128,7 @@ class DraftHead(nn.Module):
         chosen: Any = None
         if tokens is not None:
             with suppress(TypeError, ValueError, RuntimeError):
-                chosen = torch.as_tensor(tokens)
+                chosen = torch.as_tensor(tokens, device="cpu")
             if chosen is None or chosen.dim() != 1 or not len(chosen) or chosen.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"DraftHead: tokens: got {shown(tokens)}, wanted a list of token ids, or None for all.")
         words = config.vocabulary if chosen is None else len(chosen)
