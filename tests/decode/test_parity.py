@@ -157,7 +157,7 @@ def test_layers_that_differ_are_computed_by_their_own_forward(why, device):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_window_that_the_family_ignores(fused):
-    """A Llama converted from a Mistral keeps sliding_window: its attention sees all, the layers of transformers' cache do not."""
+    """A Llama that was a Mistral keeps sliding_window: its attention sees all, the layers of transformers' cache do not."""
     model, (prompt,) = cases.build("Llama", sliding_window=5), cases.prompts(20)
     ids = list(prompt)
     with torch.no_grad():
