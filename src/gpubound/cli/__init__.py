@@ -195,8 +195,11 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
 
     prog = f"gpubound {command}"
     names = {f"--{field.name.rstrip('_').replace('_', '-')}" for field in fields(kind)}  # type: ignore[arg-type]  # from_ is --from
-    hints = get_type_hints(kind, include_extras=True)  # an option that appends, such as --prompt, is Annotated
-    lists = {f"--{name.replace('_', '-')}" for name, of in hints.items() if get_origin(of) in (tuple, list)}
+    appended = {
+        name for name, of in get_type_hints(kind, include_extras=True).items() if tyro.conf.UseAppendAction in get_args(of)
+    }
+    kinds = {name: get_origin(of) for name, of in get_type_hints(kind).items() if name not in appended}
+    lists = {f"--{name.replace('_', '-')}" for name, of in kinds.items() if of in (tuple, list)}
     given: set[str] = set()
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
