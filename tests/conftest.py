@@ -38,8 +38,16 @@ def pytest_collection():
 
 
 def pytest_runtest_logreport(report):
-    """Print a failure at once, with the end of its traceback: a run on a GPU that is cut off has then shown why it failed."""
-    if report.failed and os.environ.get("PYTEST_XDIST_WORKER") is None:
+    """Print a failure at once, with the end of its traceback: a run on a GPU that is cut off has then shown why it failed.
+
+    TEST_DURATIONS names a file that gets the seconds of each call at once, which --durations prints at the end alone.
+    """
+    if os.environ.get("PYTEST_XDIST_WORKER") is not None:
+        return
+    if report.when == "call" and (file := os.environ.get("TEST_DURATIONS")):
+        with open(file, "a", encoding="utf-8") as durations:
+            durations.write(f"{report.duration:.2f} {report.nodeid}\n")
+    if report.failed:
         by = getattr(report, "node", None)
         print(f"\n{report.nodeid} failed in {report.when}{f', {by.gateway.id}' if by is not None else ''}")
         print("\n".join(report.longreprtext.splitlines()[-25:]), flush=True)
