@@ -198,16 +198,16 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
     appended = {
         name for name, of in get_type_hints(kind, include_extras=True).items() if tyro.conf.UseAppendAction in get_args(of)
     }
-    kinds = {name: get_origin(of) for name, of in get_type_hints(kind).items() if name not in appended}
-    lists = {f"--{name.replace('_', '-')}" for name, of in kinds.items() if of in (tuple, list)}
-    given: set[str] = set()
+    types = {name: get_origin(of) for name, of in get_type_hints(kind).items() if name not in appended}
+    lists = {f"--{name.replace('_', '-')}" for name, of in types.items() if of in (tuple, list)}
+    before: set[str] = set()
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
-        if name in lists & given:
+        if name in lists & before:
             raise ValueError(
                 f"{name} is given twice, and the second would replace the first; give all values after one {name}."
             )
-        given.add(name)
+        before.add(name)
         if name.startswith("--") and name not in names | {"--help"} and f"--{name.removeprefix('--no-')}" not in names:
             near = hint(name, names, "")
             raise ValueError(f"there is no option {name}{f'; {near}' if '?' in near else '.'} See {prog} --help.")

@@ -1,4 +1,4 @@
-"""Granite 4 (GraniteMoeHybrid): Mamba-2 or attention, and an MLP with or without experts beside it, with Granite's factors.
+"""Granite 4 (GraniteMoeHybrid): Mamba-2 or attention, then an MLP with or without experts, with Granite's factors.
 
 Placing swaps norms, layers of Mamba-2 and the loss; attention, MLPs and the loop over layers stay those of transformers.
 """

@@ -84,8 +84,8 @@ class HFLatentAttention(HFAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
         """Compute attention with values as wide as keys, which flash attention wants."""
-        wide = F.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
-        y, scores = super().attended(q, k, wide, mask, cached, **kwargs)
+        padded = F.pad(v, (0, max(0, k.shape[-1] - v.shape[-1])))
+        y, scores = super().attended(q, k, padded, mask, cached, **kwargs)
         return y[..., : v.shape[-1]], scores
 
     def angles(self, embeddings: Any) -> Rope:

@@ -60,8 +60,8 @@ def masked_config(about: dict[str, Any], path: Path) -> DecoderConfig:
     if mask is not None:
         fields.size("mask_token_id")
     if llada:
-        wide = min(fields.size("d_model") * fields.size("mlp_ratio", 4), LARGEST)
-        values = sizes_of(fields, names, intermediate=wide, vocabulary=fields.size("vocab_size"))
+        intermediate = min(fields.size("d_model") * fields.size("mlp_ratio", 4), LARGEST)
+        values = sizes_of(fields, names, intermediate=intermediate, vocabulary=fields.size("vocab_size"))
         values["qkv_bias"] = fields.flag("include_qkv_bias")
     else:
         values = sizes_of(fields, names) | {"qkv_bias": True}
