@@ -104,7 +104,8 @@ def _rotary(config: Any, max_length: int) -> str | None:
 def _layers(name: str, config: Any) -> list[Any]:
     """Return transformers' cache layers for `config`, which show what each layer caches."""
     wanted = "wanted keys and values of full or sliding attention alone."
-    if not hasattr(type(config), "sliding_window") and getattr(config, "sliding_window", None):
+    typed = hasattr(type(config), "sliding_window") or getattr(config, "layer_types", None)
+    if not typed and getattr(config, "sliding_window", None):
         config = copy(config)  # the family ignores the window, and transformers' cache would not
         config.sliding_window = None
     try:
