@@ -6,6 +6,7 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode import transformer
+from gpubound.models.reader import config_window
 from tests.messages import message, refusal
 
 from . import cases
@@ -165,3 +166,14 @@ def test_a_window_that_the_family_ignores(fused):
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     fast = gb.decoder(model, 1, cases.ROOM, fused=fused)
     assert fast.generate([prompt], max_new_tokens=8, stop=()).tokens == [ids[20:]]
+
+
+def test_the_window_of_a_config_that_is_not_transformers():
+    """Such a class may set its fields in __init__, so that the class alone does not have them."""
+
+    class Config:
+        def __init__(self):
+            self.sliding_window = 4
+
+    llama = transformers.LlamaConfig(sliding_window=4)
+    assert config_window(Config()) == 4 and config_window(llama) is None and config_window(None) is None

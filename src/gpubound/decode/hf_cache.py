@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..device import without_autocast
+from ..models.reader import has_field
 from ..models.registry import NAMES, cache_name
 from .runner import config_value
 
@@ -104,7 +105,7 @@ def _rotary(config: Any, max_length: int) -> str | None:
 def _layers(name: str, config: Any) -> list[Any]:
     """Return transformers' cache layers for `config`, which show what each layer caches."""
     wanted = "wanted keys and values of full or sliding attention alone."
-    typed = hasattr(type(config), "sliding_window") or getattr(config, "layer_types", None)
+    typed = has_field(config, "sliding_window") or getattr(config, "layer_types", None)
     if not typed and getattr(config, "sliding_window", None):
         config = copy(config)  # the family ignores the window, and transformers' cache would not
         config.sliding_window = None

@@ -104,13 +104,18 @@ def layer_type(attention: Any) -> str:
     return attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type
 
 
+def has_field(config: Any, name: str) -> bool:
+    """Return whether the class of a config has a field. A class that is not transformers' may set its fields in __init__."""
+    kind = type(config)
+    return hasattr(kind, name) or (not kind.__module__.startswith("transformers.") and hasattr(config, name))
+
+
 def config_window(config: Any) -> int | None:
     """Return the window that a config gives all layers, as Mistral's and Phi-3's do whatever their types; None: it gives none.
 
     Families without windows ignore a sliding_window, which a converted checkpoint may have. Others have the types of layers.
     """
-    kind = type(config)
-    return config.sliding_window if hasattr(kind, "sliding_window") and not hasattr(kind, "layer_types") else None
+    return config.sliding_window if has_field(config, "sliding_window") and not has_field(config, "layer_types") else None
 
 
 def layer_window(attention: Any) -> int | None:
