@@ -92,7 +92,7 @@ class Budget:
 
     def spend(self, case: str, measured: Callable[[], None]) -> None:
         """Measure a case if it may begin, and say how long it took. What it raises is reported, and the next case begins."""
-        began = time.monotonic()
+        began, wrong, left_out = time.monotonic(), len(self.bench.wrong), len(self.bench.unmeasured)
         if (spent := began - self.begun) > self.seconds:
             self.bench.unmeasured.append(f"{case}: not begun after {spent:.0f} s; pass --seconds above {self.seconds:g}")
             return
@@ -101,6 +101,8 @@ class Budget:
         except Exception as error:  # transformers, a certificate, a kernel or a process can raise anything
             self.bench.wrong.append(f"{case}: raised {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
         release(self.bench.device)
+        for line in (*self.bench.wrong[wrong:], *self.bench.unmeasured[left_out:]):  # now: a run may be cut off before its end
+            print(line, flush=True)
         print(f"{case}: {time.monotonic() - began:.0f} s", flush=True)
 
 
