@@ -273,6 +273,7 @@ def running(process):
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal to a child whose parent ends")
 def test_ranks_that_have_not_joined_end_with_their_launcher(tmp_path):
     """Killed before the first rank has asked the kernel for its signal, and while the second waits for another rank inside of

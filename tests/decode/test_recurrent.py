@@ -65,6 +65,7 @@ def test_a_conversation_is_read_again_however_long_it_is(kind, device, monkeypat
     assert cases.likeliest(fast.model, [*prompt, *first.tokens, 7, 8], second.tokens) == second.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "options"), [
     *((kind, {"pages": 5, "cache": "int8"}) for kind in KINDS), ("Lfm2", {"weights": "int8"}),
 ])  # fmt: skip
@@ -120,12 +121,14 @@ def test_on_a_cpus_own_path(kind, monkeypatch):
         assert cases.likeliest(fast.model, cases.prompts(20, 1, 6, 9, 4)[one.prompt], one.tokens) == one.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_the_interpreter(kind, interpret):
     report = cases.interpreted_report(interpret, cases.build(kind), cases.prompts(5, 1), 3)
     assert any(part == "3 x state" and what.startswith("triton: ") for part, what, _ in report), report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_for_nothing(kind, sim):
     fast = gb.decoder(cases.build(kind, device=sim), 2, cases.ROOM, verify=False)

@@ -174,6 +174,7 @@ next(stream)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_a_stream_left_open_is_closed_before_python_ends(device):
     """Left to the interpreter's end it aborts the process on a GPU (torch 2.11)."""

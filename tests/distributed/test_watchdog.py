@@ -55,6 +55,7 @@ def note_of(folder, rank):
     return json.loads((folder / f"note-{rank}").read_text())["message"]
 
 
+@pytest.mark.slow
 def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in(tmp_path):
     """And by a rank that hears of the end of the one that judged before it hears the judgement. Both runs at once."""
     runs = []
@@ -85,6 +86,7 @@ def test_a_rank_that_never_comes_to_a_collective_of_nccl_is_named(tmp_path):
     assert message("parallel/watchdog:a_rank_that_never_comes").within(said)
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_and_under_somebody_elses_torchrun_one_rank_says_so(tmp_path):
     processes, _, _store = started(2, standing_still, freeze, tmp_path, "theirs")
     processes[0].join(SECONDS)
@@ -117,6 +119,7 @@ def read_alone(store, model):
     time.sleep(300)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_is_watched_where_it_calls_what_waits_for_others(tmp_path):
     """Two runs at once: each takes the time-out."""
     words = {save_alone: "waiting in new_group", read_alone: "busy with something else"}

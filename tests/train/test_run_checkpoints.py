@@ -45,6 +45,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(corpus, tmp_path, monkeypatch)
     assert_same(resumed, unbroken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more, times", [({"save_every": 8}, 1), ({"eval_every": 8}, 1), ({}, 0), ({"save_every": 8, "steps": 5}, 0)]
 )

@@ -183,6 +183,7 @@ def test_twenty_steps_of_a_model_that_peft_wrapped(place_it):
     assert max(abs(a - b) for a, b in zip(run_ours(ours, steps=20), want)) <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["our decoder", "placed", "PEFT, placed"])
 def test_fp16_halves_its_loss_scale_until_it_fits(way):
     """A step that overflows leaves every adapter as it was; from then on they train."""
