@@ -46,7 +46,7 @@ from .decode_peers import (
     gaps,
     ours,
 )
-from .decode_turns import take_turns
+from .decode_turns import take_turns, warmed
 from .families import FAMILIES, NAMED, build, layers_of, train_of
 from .harness import Bench, chosen, importable, need_transformers, release
 from .serving import Job
@@ -174,13 +174,9 @@ def judged(
 ) -> Contender | None:
     """The contender, warm, if its tokens are the model's own within rounding. By their mean distance below the greatest logit:
     where rounding chooses experts, or passes through a state, the farthest of 256 is chance."""
-    try:
-        work = make()
-        tokens = work(ids)
-    except Exception as error:  # a peer can raise anything; the run goes on without it
-        said = (str(error).strip().splitlines() or [""])[0]
-        (bench.wrong if who == "ours" else bench.unmeasured).append(f"{case}: {who} raised {type(error).__name__}: {said}")
+    if (first := warmed(bench, case, who, make, ids)) is None:
         return None
+    work, tokens = first
     with experts_by(model, "eager"):  # whose products are there in fp32, and take no copies of weights
         far = gaps(model, ids, tokens)
     mean, most = far.mean().item(), far.max().item()

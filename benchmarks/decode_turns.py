@@ -15,13 +15,9 @@ def judged(
     bench: Bench, case: str, who: str, make: Callable[[], Contender], model: Any, ids: Tensor, limit: float = GAP
 ) -> Contender | None:
     """The contender, warm, if its tokens are the model's own within rounding."""
-    try:
-        work = make()
-        tokens = work(ids)
-    except Exception as error:  # a peer can raise anything; the run goes on without it
-        said = (str(error).strip().splitlines() or [""])[0]
-        (bench.wrong if who == "ours" else bench.unmeasured).append(f"{case}: {who} raised {type(error).__name__}: {said}")
+    if (first := warmed(bench, case, who, make, ids)) is None:
         return None
+    work, tokens = first
     far = gap(model, ids, tokens)
     if tuple(tokens.shape) != (len(ids), NEW) or not far <= limit:
         bench.wrong.append(
@@ -30,6 +26,17 @@ def judged(
         )
         return None
     return work
+
+
+def warmed(bench: Bench, case: str, who: str, make: Callable[[], Contender], ids: Tensor) -> tuple[Contender, Tensor] | None:
+    """The contender and its first tokens; None: it raised, which is reported, and the run goes on without it."""
+    try:
+        work = make()
+        return work, work(ids)
+    except Exception as error:  # a peer can raise anything
+        reason = (str(error).strip().splitlines() or [""])[0]
+        (bench.wrong if who == "ours" else bench.unmeasured).append(f"{case}: {who} raised {type(error).__name__}: {reason}")
+        return None
 
 
 def take_turns(works: dict[str, Contender], ids: Tensor, rounds: int) -> dict[str, list[float]]:

@@ -114,7 +114,7 @@ def reference_stages(
     numbers, joined = itertools.count(), False
     for layer in model.layers:  # not by enumerate, which keeps the last one, in fp32, while the next one is made
         number = next(numbers)
-        device = layer.attention.norms()[0].device  # where the matrices are, too, or what is read of them in host memory
+        device = layer.attention.norms()[0].device  # the layer's; matrices in host memory are copied to it by parts
         x = x.to(device)
         if device not in tables:
             tables[device] = [(cos.to(device), sin.to(device)) for cos, sin in tables[home]]

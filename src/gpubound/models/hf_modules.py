@@ -30,7 +30,18 @@ from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
 from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.packed_attention import Segments
 from .packed_rows import SEGMENTS, WINDOWED, restarts
-from .reader import ACTIVATION_NAMES, FIXED, HFAngles, Reader, activation_name, config_window, halves, layer_window, rope_types
+from .reader import (
+    ACTIVATION_NAMES,
+    FIXED,
+    HFAngles,
+    Reader,
+    activation_name,
+    config_window,
+    halves,
+    has_field,
+    layer_window,
+    rope_types,
+)  # fmt: skip
 from .registry import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
 # Keywords of attention that do not change SDPA's result. Any other argument goes to the original forward.
@@ -286,8 +297,8 @@ class HFStack(Delegating):
 
     def window(self) -> int | None:
         """Return the length up to which all layers have one causal mask, by the current config; None for any length."""
-        if hasattr(type(self.config), "layer_types"):
-            return self.config.sliding_window if WINDOWED in self.config.layer_types else None
+        if has_field(self.config, "layer_types"):
+            return self.config.sliding_window if WINDOWED in (self.config.layer_types or ()) else None
         return config_window(self.config)
 
     def masked(self, make: Callable, x: Tensor, attention_mask: Tensor | None) -> Any:

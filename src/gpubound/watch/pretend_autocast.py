@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.library import Library, fallthrough_kernel
 
 from ..device import PRETENDED
 
@@ -31,10 +30,10 @@ WIDEST = (
 )  # fmt: skip
 
 
-def autocast(library: Library) -> list[Library]:
+def autocast(library: torch.library.Library) -> list[torch.library.Library]:
     """Make torch.autocast work on the pretend device. Return objects that must stay alive."""
-    rest = Library("_", "IMPL")
-    rest.fallback(fallthrough_kernel, "AutocastPrivateUse1")
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for names, dtype_of in ((LOWER, _chosen), (FP32, _fp32), (WIDEST, _widest)):
         for name in names:
             library.impl(name, _casting(name, dtype_of), "AutocastPrivateUse1")
