@@ -41,7 +41,7 @@ from .reader import (
     has_field,
     layer_window,
     rope_types,
-)  # fmt: skip
+)
 from .registry import BATCH, TOKENS, Case, Delegating, Maker, Swap, cache_in, cache_word, made_up, mode, random_case
 
 # Keywords of attention that do not change SDPA's result. Any other argument goes to the original forward.
