@@ -77,11 +77,12 @@ format: $(VENV)/.installed
 OURS := PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}"
 
 # ARGS='-n 14' distributes the tests over 14 processes. One thread each: with torch's default each would start one thread a core.
-# What measures time, or all of the card's memory, runs afterwards and alone.
+# Each process takes the next of the machine's GPUs. What measures time, or all of a card's memory, and what needs two GPUs runs
+# afterwards and alone.
 GPU_TESTS = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(OURS) $(PYTHON) -m pytest -p no:cacheprovider
 test-gpu:
-	$(GPU_TESTS) -m "gpu and not alone" $(if $(findstring -n,$(ARGS)),--dist worksteal) $(ARGS)
-	$(GPU_TESTS) -m "gpu and alone"
+	$(GPU_TESTS) -m "gpu and not (alone or two_gpus)" $(if $(findstring -n,$(ARGS)),--dist worksteal) $(ARGS)
+	$(GPU_TESTS) -m "gpu and (alone or two_gpus)"
 
 bench:
 	$(OURS) $(PYTHON) -m gpubound bench $(ARGS)

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+if GPUS > 1 and "PYTEST_XDIST_WORKER" in os.environ:  # a GPU each, in turn, before the driver is asked for them
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % GPUS))
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -121,10 +125,12 @@ WARNINGS = [
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without a GPU, what is marked `gpu` is skipped. With one, whatever runs on `device` runs there, and is marked so too."""
+    """Skip what is marked `gpu` without a GPU. With one, whatever runs on `device` runs there, and is marked so too."""
     there = torch.cuda.is_available()
     for item in items:
         item.add_marker(pytest.mark.filterwarnings(*WARNINGS), append=False)  # a test's own marks come later, and win
+        if item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
         if there and "device" in getattr(item, "fixturenames", ()):
             item.add_marker("gpu")
         elif not there and item.get_closest_marker("gpu"):

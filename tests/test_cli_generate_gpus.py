@@ -78,7 +78,7 @@ def test_several_batches_are_a_rollout(ckpt, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_copies_on_two_gpus_answer_as_one_on_the_cpu(ckpt, run, tmp_path):
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     given = (ckpt, "--file", tmp_path / "prompts.jsonl", "--batch", "2", "--max-new-tokens", "12")
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_under_the_answers(ckpt, run, tmp_path, monkeypatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_two_gpus_answer_as_one(ckpt, capsys):
     given = ["generate", str(ckpt), "--batch", "1", "--max-new-tokens", "12"]
     given += [word for text in PROMPTS for word in ("--prompt", text)]

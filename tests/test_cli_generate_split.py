@@ -33,7 +33,7 @@ def test_two_devices_write_what_one_writes(ckpt, run, split):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("split", ["layers", "tensors"])
 def test_two_gpus_write_what_the_cpu_writes(ckpt, run, split):
     given = (ckpt, *PROMPTS, "--max-new-tokens", "12")

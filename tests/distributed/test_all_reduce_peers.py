@@ -103,7 +103,7 @@ def summed_on_gpus(elements):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_two_gpus_have_the_sum_that_nccl_gives():
     """Of two terms there is one sum, whoever adds."""
     assert on_ranks(2, summed_on_gpus, 9_000_001) == [[True] * 3] * 2

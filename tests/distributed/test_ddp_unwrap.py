@@ -101,7 +101,7 @@ def check(losses, weights):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < WORLD, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_a_model_in_ddp_on_gpus():
     for losses, weights in on_ranks(WORLD, wrapped_on_gpus):
         check(losses, weights)

@@ -193,7 +193,7 @@ def test_other_losses_and_results_that_are_computed_again_are_those_of_one_proce
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_shards_on_gpus_are_one_gpu():
     """Over NCCL, in bf16, with two micro-batches, whose sums wait for the last one from the second step on. Results of any size
     are computed again."""

@@ -129,7 +129,7 @@ def test_sharded_ranks_take_the_same_steps_and_replicas_and_one_process_go_on_wi
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_two_gpus_take_the_steps_that_one_takes(todo, tmp_path):
     """Captured where it can be; a GPU adds up in another order at every run."""
     todo = dataclasses.replace(todo, device="cuda", precision="fp32")

@@ -98,7 +98,7 @@ def test_trainer_on_two_ranks_with_a_placed_model(runs, at, wrapper):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_trainer_on_two_gpus_with_a_placed_model(tmp_path):
     pytest.importorskip("accelerate")
     plain, *placed = of_ranks(all_runs_on_gpus, str(tmp_path))

@@ -77,7 +77,7 @@ def test_a_hung_rank_is_named_with_its_step_and_line_and_what_the_others_wait_in
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_a_rank_that_never_comes_to_a_collective_of_nccl_is_named(tmp_path):
     """The other's host waits for its GPU, which waits for a GPU that was given nothing to do."""
     processes, _, _store = started(2, standing_still, read_a_file_for_ever, tmp_path, "gpubound-test", "cuda")

@@ -294,7 +294,7 @@ def test_replay_on_another_stream():
     assert torch.equal(got, x * 2 + 1)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_a_second_device_has_its_own_stream():
     """With torch's own default stream, which belongs to the first device used, the second replay does nothing."""
     for index in (0, 1):

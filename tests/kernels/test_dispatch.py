@@ -235,7 +235,7 @@ def test_a_fallback_on_another_thread_is_forbidden_too(x, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.two_gpus
 def test_a_tensor_on_a_gpu_that_is_not_the_current_one():
     x = draw(torch.device("cuda", 1), FP32, 3, 40).requires_grad_()
     y = kernels.rms_norm(x)

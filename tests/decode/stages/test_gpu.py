@@ -12,10 +12,7 @@ from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
 from ..test_gpu import SERVED
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and fewer are visible"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 TWO = ["cuda:0", "cuda:1"]
 
 

@@ -12,10 +12,7 @@ from ...models.deepseek_v4.decode import cases as compressed
 from .. import cases
 from ..stages.test_gpu import TWO, served
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, and fewer are visible"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma3", "own"])
