@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import kernels
 from gpubound.kernels import dispatch, selftest
 from gpubound.kernels.registry import every
+from gpubound.kernels.triton import chunk_scan
 from gpubound.kernels.triton import norms as fast
 from gpubound.models.richards.kernels.richards import GATE, VALUE, Curve
 
@@ -116,6 +117,19 @@ def test_which_ops_test_themselves_in_their_callers_shape():
 @pytest.mark.parametrize("op", SHAPED)
 def test_self_tests_in_the_callers_shape(op, device):
     assert selftest.check(op, device, FP32, SHAPED[op]) is None
+
+
+@pytest.mark.parametrize("precise", [False, True])
+def test_a_call_that_multiplies_in_tf32_is_compared_as_fp16(precise, device, monkeypatch):
+    definition = OPS["chunk_scan"].reference
+    monkeypatch.setattr(chunk_scan, "chunk_scan", lambda *given: tuple(1.003 * t for t in definition(*given)))
+    assert (selftest.check("chunk_scan", device, FP32, (True, 16, 16, 16, precise)) is None) is not precise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precise", [False, True])
+def test_the_scan_at_the_size_of_qwen3_5(precise, device):
+    assert selftest.check("chunk_scan", device, FP32, (True, 128, 128, 64, precise)) is None
 
 
 @pytest.mark.parametrize("still", [False, True])

@@ -93,6 +93,14 @@ def test_every_step_has_one_shape():
     assert RowShape.of(answers=2, seq=10, row_tokens=None, micro_batch=None) == RowShape(1, 20, 1)
 
 
+@pytest.mark.parametrize("seq", [600, 640, 1000, 1025, 2048, 5000])
+def test_rows_of_the_longest_answers_are_full(seq):
+    shape = RowShape.of(answers=512, seq=seq)
+    places = shape.rows * shape.tokens * shape.most
+    assert shape.tokens % seq == 0 and shape.rows * shape.tokens <= max(seq, 8192)
+    assert places - 512 * seq < shape.rows * shape.tokens, "only the last micro-batch has room left"
+
+
 def test_prompts_come_once_an_epoch_in_an_order_of_its_own():
     order = PromptOrder(5, seed=3)
     epochs = [order.take(5) for _ in range(3)]

@@ -26,6 +26,8 @@ class Op(NamedTuple):
     # Draws positional arguments for the self-test: example(generator, *shape). With the shape that the op passes to
     # `implementation`, they launch the same compiled kernels as the caller's arguments.
     example: Callable[..., tuple]
+    # Whether its kernel multiplies fp32 in tf32, which has fp16's fraction of 10 bits, for a call of that shape.
+    tf32: Callable[..., bool]
 
     @property
     def package(self) -> str:
@@ -35,13 +37,15 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 
 
-def definition(example: Callable[..., tuple], op: str | None = None) -> Callable[[Callable], Callable]:
+def definition(
+    example: Callable[..., tuple], op: str | None = None, tf32: Callable[..., bool] = lambda *_: False
+) -> Callable[[Callable], Callable]:
     """Register `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and the reference of its self-test."""
 
     def register(function: Callable) -> Callable:
         package, _, file = function.__module__.rpartition(".")
         kernels = import_module(f"{package}.triton")
-        OPS[op or function.__name__.removesuffix("_reference")] = Op(kernels, file, function, example)
+        OPS[op or function.__name__.removesuffix("_reference")] = Op(kernels, file, function, example, tf32)
         return function
 
     return register
@@ -91,7 +95,7 @@ def every() -> dict[str, Op]:
 
 def load(source: str, op: str) -> Callable:
     """Return the function that computes `op`: its kernel for the source "triton", its definition for "reference"."""
-    kernels, file, function, _ = OPS[op]
+    kernels, file, function, *_ = OPS[op]
     if source == "reference":
         return function
     _import(kernels.__name__, file)

@@ -31,11 +31,13 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) 
     want = _run(load("reference", op), arguments, torch.device("cpu"), dtype)
     if missing := want.keys() ^ got.keys():
         return f"{test} failed: only one of kernel and reference gives {', '.join(sorted(missing))}"
+    # Products of products in tf32 of 128 x 128: a gradient was off by 2.2e-3.
+    limit = LIMITS[torch.float16 if dtype == torch.float32 and OPS[op].tf32(*shape) else dtype]
     errors = {name: _relative(got[name], want[name]) for name in want}
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
-    if errors[worst] <= LIMITS[dtype]:
+    if errors[worst] <= limit:
         return None
-    return f"{test} failed: {worst} is off by {errors[worst]:.2e} relative to the reference (limit {LIMITS[dtype]:.0e})"
+    return f"{test} failed: {worst} is off by {errors[worst]:.2e} relative to the reference (limit {limit:.0e})"
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from ..data.rows import IGNORED
 from .rewards import AnswerGroup
 
 OF_PACKED = ("position_ids", "segment_ids", "cu_seqlens")  # fields of rows with several answers
+ROW, MICRO = 2048, 8192  # tokens of a row and of a micro-batch, at most, where the recipe names none and answers are shorter
 TINY = 1e-4  # added to the standard deviation, as usual
 
 
@@ -45,10 +46,13 @@ class RowShape:
     def of(
         cls, answers: int, seq: int, row_tokens: int | None = None, micro_batch: int | None = None, pack: bool = True
     ) -> "RowShape":
-        """Return the shape for up to `answers` answers of up to `seq` tokens with their prompts."""
-        tokens = max(seq, min(row_tokens or 1024, answers * seq)) if pack else seq
+        """Return the shape for up to `answers` answers of up to `seq` tokens with their prompts.
+
+        By default a row holds a whole number of the longest answers: rows of 1,024 tokens for 640 would be empty by a third.
+        """
+        tokens = max(seq, min(row_tokens or ROW // seq * seq, answers * seq)) if pack else seq
         worst = -(-answers // min(MOST, tokens // seq))  # rows, where each answer has all of its tokens
-        rows = min(micro_batch or max(1, 8192 // tokens), worst)
+        rows = min(micro_batch or max(1, MICRO // tokens), worst)
         return cls(rows, tokens, -(-worst // rows))
 
 

@@ -94,7 +94,7 @@ class RLRecipe:
     pack: bool = True
     """Learn several answers a row, which do not see each other. False: one a row, for models that cannot keep them apart."""
     row_tokens: int | None = None
-    """Tokens of a row that is learnt, which holds several answers; by default 1,024, or seq if that is more."""
+    """Tokens of a row that is learnt, which holds several answers; by default the most answers of seq that 2,048 hold, or one."""
     micro_batch: int | None = None
     """Rows that the model computes at once; by default as many as hold 8,192 tokens."""
     optimizer: str = "adamw"
