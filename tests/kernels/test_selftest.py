@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import kernels
 from gpubound.kernels import dispatch, selftest
 from gpubound.kernels.registry import every
-from gpubound.kernels.triton import chunk_scan
-from gpubound.kernels.triton import norms as fast
+from gpubound.kernels.triton import chunk_scan, norms as fast
 from gpubound.models.richards.kernels.richards import GATE, VALUE, Curve
 
 from .cases import TOLERANCE, definitions, same

@@ -94,7 +94,7 @@ class RLRecipe:
     pack: bool = True
     """Learn several answers a row, which do not see each other. False: one a row, for models that cannot keep them apart."""
     row_tokens: int | None = None
-    """Tokens of a row that is learnt, which holds several answers; by default the most answers of seq that 2,048 hold, or one."""
+    """Tokens of a row that is learnt, which holds several answers; by default as many of seq as fit into 2,048, or one."""
     micro_batch: int | None = None
     """Rows that the model computes at once; by default as many as hold 8,192 tokens."""
     optimizer: str = "adamw"
