@@ -11,8 +11,8 @@ from torch import nn
 import gpubound as gb
 from gpubound.watch import watch
 from gpubound.watch.pretend import SimTensor
-from gpubound.watch.pretend_cells import CELLS
 from gpubound.watch.pretend_cuda import cuda_is_pretended
+from gpubound.watch.pretend_ops import COMPOSED
 
 CUDA = torch.device("cuda", 0)  # what this file sees, as any but gpubound's
 
@@ -128,11 +128,11 @@ def test_a_cell_s_state_may_have_no_gradient():
     """autograd passes None for the state that a loss does not use."""
     gates, cx = torch.randn(2, 12, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
     gates.requires_grad_()
-    hy, cy, workspace = CELLS["_thnn_fused_lstm_cell"](gates, torch.zeros_like(gates), cx)
+    hy, cy, workspace = COMPOSED["_thnn_fused_lstm_cell"](gates, torch.zeros_like(gates), cx)
     for grads in ((torch.ones_like(hy), None), (None, torch.ones_like(cy))):
         output = hy if grads[1] is None else cy
         (want,) = torch.autograd.grad(output.sum(), gates, retain_graph=True)
-        got, _, _ = CELLS["_thnn_fused_lstm_cell_backward_impl"](*grads, cx, cy, workspace, False)
+        got, _, _ = COMPOSED["_thnn_fused_lstm_cell_backward_impl"](*grads, cx, cy, workspace, False)
         torch.testing.assert_close(got, want)
 
 

@@ -29,9 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..device import PRETENDED
 from ..errors import DeviceError
 from .ops import announce, composite, mixes, on_host, tensors
-from .pretend_attention import OPS, attention
-from .pretend_autocast import autocast
-from .pretend_cells import CELLS
+from .pretend_ops import COMPOSED, attention, autocast
 
 NAME = PRETENDED
 
@@ -139,10 +137,6 @@ class SimTensor(torch.Tensor):
 
 PARAMETERS = (torch.nn.Parameter, SimTensor)
 """The types of a plain parameter: one on the pretend device is no torch.nn.Parameter."""
-
-
-COMPOSED = CELLS | OPS
-"""Ops that a GPU has as one kernel, by name, and how they are computed on the CPU tensors inside."""
 
 
 def own_device(where):

@@ -110,38 +110,29 @@ PROPERTIES = SimpleNamespace(
     L2_cache_size=50 << 20, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65_536,
 )  # fmt: skip
 
-# Functions of torch.cuda, by their names there.
-FUNCTIONS: dict[str, Any] = {
+# Functions of torch.cuda by their names there: those that return a constant, and the others.
+CONSTANTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (None, ("init", "_lazy_init", "set_device", "set_stream", "empty_cache", "ipc_collect", "set_per_process_memory_fraction",
+            "synchronize",  # announced by the listeners' wrapper, as for a real GPU
+            "manual_seed", "manual_seed_all", "seed", "seed_all",  # of the CPU's generator: torch.manual_seed sets it
+            "reset_peak_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
+            "reset_max_memory_cached")),
+    (0, ("_exchange_device", "_maybe_exchange_device", "current_device", "utilization", "memory_allocated", "memory_reserved",
+         "memory_cached", "max_memory_allocated", "max_memory_reserved", "max_memory_cached")),
+    (False, ("_is_in_bad_fork", "can_device_access_peer", "is_current_stream_capturing")),
+    (True, ("is_bf16_supported", "is_tf32_supported")),
+    (PROPERTIES.name, ("get_device_name",)),
+    (PROPERTIES, ("get_device_properties",)),
+    ((PROPERTIES.major, PROPERTIES.minor), ("get_device_capability",)),
+    (["sm_90"], ("get_arch_list",)),
+    ((MEMORY, MEMORY), ("mem_get_info",)),
+    ("", ("memory_summary",)),
+)  # fmt: skip
+FUNCTIONS: dict[str, Any] = {name: _returns(value) for value, names in CONSTANTS for name in names} | {
     "is_available": lambda: _disguised(),
     "is_initialized": lambda: _disguised(),
     "device_count": lambda: int(_disguised()),
-    "init": _returns(None),
-    "_lazy_init": _returns(None),
-    "_is_in_bad_fork": _returns(False),
-    "_exchange_device": _returns(0),
-    "_maybe_exchange_device": _returns(0),
-    "current_device": _returns(0),
-    "set_device": _returns(None),
-    "synchronize": _returns(None),  # announced by the listeners' wrapper, as for a real GPU
-    "get_device_name": _returns(PROPERTIES.name),
-    "get_device_capability": _returns((PROPERTIES.major, PROPERTIES.minor)),
-    "get_device_properties": _returns(PROPERTIES),
-    "get_arch_list": _returns(["sm_90"]),
-    "is_bf16_supported": _returns(True),
-    "is_tf32_supported": _returns(True),
-    "can_device_access_peer": _returns(False),
-    "is_current_stream_capturing": _returns(False),
-    "mem_get_info": _returns((MEMORY, MEMORY)),
     "memory_stats": lambda *args: defaultdict(int),
-    "memory_summary": _returns(""),
-    "empty_cache": _returns(None),
-    "ipc_collect": _returns(None),
-    "set_per_process_memory_fraction": _returns(None),
-    "utilization": _returns(0),
-    "manual_seed": _returns(None),  # of the CPU's generator, which torch.manual_seed sets as well
-    "manual_seed_all": _returns(None),
-    "seed": _returns(None),
-    "seed_all": _returns(None),
     "initial_seed": lambda: torch.initial_seed(),
     "get_rng_state": lambda *args: torch.get_rng_state(),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
@@ -152,16 +143,11 @@ FUNCTIONS: dict[str, Any] = {
     "Event": CudaEvent,
     "current_stream": lambda *args: CudaStream(),
     "default_stream": lambda *args: CudaStream(),
-    "set_stream": _returns(None),
     "stream": _block,
     "CUDAGraph": NoGraph,
     "graph": NoGraph,
     "make_graphed_callables": NoGraph,
 }
-for _name in ("allocated", "reserved", "cached"):
-    FUNCTIONS |= {f"memory_{_name}": _returns(0), f"max_memory_{_name}": _returns(0)}
-for _name in ("peak_memory_stats", "accumulated_memory_stats", "max_memory_allocated", "max_memory_cached"):
-    FUNCTIONS[f"reset_{_name}"] = _returns(None)
 MEMORY_FUNCTIONS = [name for name in FUNCTIONS if "mem" in name] + ["empty_cache"]
 SEED_FUNCTIONS = [name for name in FUNCTIONS if "seed" in name or "rng_state" in name]
 
