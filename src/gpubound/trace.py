@@ -53,10 +53,10 @@ logger.addHandler(_null_handler)
 _printed: set[str] = set()
 
 
-def notice(text: str, level: int = logging.INFO) -> None:
-    """Log one line, once in this process."""
-    if text not in _printed:
-        _printed.add(text)
+def notice(text: str, level: int = logging.INFO, key: str | None = None) -> None:
+    """Log one line, once in this process. key: what is said once, where the text has numbers that change"""
+    if (key or text) not in _printed:
+        _printed.add(key or text)
         say(text, level, stacklevel=3)
 
 

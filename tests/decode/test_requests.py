@@ -97,6 +97,23 @@ def test_settings_that_do_not_fit(settings, facts):
     assert sentence.startswith("generate: ") and all(fact in sentence for fact in facts)
 
 
+def test_more_new_tokens_than_there_is_room_for(said):
+    """They were cut without a word. The line comes once for each number that is asked for, whatever the prompts."""
+    fast = gb.decoder(cases.build("Llama"), 2, 32, verify=False)
+    said()
+    for prompts in ([PROMPT[:3], [5] * 28], [[5] * 29]):
+        assert len(fast.generate(prompts, max_new_tokens=6, stop=()).tokens[-1]) == 32 - len(prompts[-1])
+    turns = fast.rollout([PROMPT[:3], [5] * 28], max_new_tokens=[4, 5], stop=())
+    for one in turns:
+        if (one.prompt, one.turn) == (0, 0):
+            assert "got 0" in refusal(ValueError, lambda: turns.extend(one, [3] * 23, 0))  # noqa: B023
+            turns.extend(one, [3] * 23, 9)
+    fast.generate([[5] * 26], max_new_tokens=6)
+    assert "\n".join(line for line in said().splitlines() if "max_new_tokens" in line) == message(
+        "decode/requests:more_new_tokens_than_ther"
+    )
+
+
 def test_an_unknown_setting_is_no_setting():
     """It was told to `Choice.__init__()`, whom nobody calls."""
     assert refusal(TypeError, lambda: cases.shared().generate(PROMPT, top_q=1)) == message(

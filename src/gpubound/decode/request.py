@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..models.decoding import ends_of
+from ..trace import notice
 from .text import TextCodec
 
 LARGEST = 1e30  # of a temperature or a penalty: in fp32, logits times or over it stay finite
@@ -102,6 +103,7 @@ def make_request(
         sequences = [prompt for prompt in sequences for _ in range(n)]
     check_prompts(sequences, body.vocab, body.max_batch, body.max_length)
     most = body.max_length if max_new_tokens is None else max_new_tokens
+    note_room(sequences, [max_new_tokens] * len(sequences), body.max_length)
     body.check_request([min(len(prompt) + most, body.max_length) for prompt in sequences])
     stops, strings = read_stops(stop, text, generation, body.vocab)
     return Request(sequences, most, Choice(**choice), stops, strings, logprobs, adapters)
@@ -291,6 +293,21 @@ def check_prompts(
                 f"{who}: prompt {number} holds the token {worst}, outside the model's vocabulary of {vocab}; "
                 "is the tokenizer this model's own?"
             )
+
+
+def note_room(prompts: Sequence[list[int]], most: Sequence[int | None], max_length: int, who: str = "generate") -> None:
+    """Print a line where a prompt leaves no room for its `most` new tokens; their text ends at max_length.
+
+    It is printed once for each max_length and number of tokens: prompts of a loop differ in length.
+    """
+    cut = [(max_length - len(prompt), new) for prompt, new in zip(prompts, most) if new and len(prompt) + new > max_length]
+    if cut:
+        room, new = min(cut)
+        notice(
+            f"{who}: max_new_tokens: got {new}, but a prompt of {max_length - room} tokens leaves {room} in "
+            f"max_length={max_length}, and its text ends there; ask for fewer, or give a larger max_length.",
+            key=f"{who}: max_new_tokens {new} of {max_length}",
+        )
 
 
 def check_stops(stops: Sequence[Any], vocab: int) -> tuple[int, ...]:

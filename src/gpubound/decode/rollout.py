@@ -22,7 +22,7 @@ from ..errors import GenerateError
 from ..formatting import readable
 from ..trace import notice
 from .kv_cache import PagePool
-from .request import check_prompts, pad, to_device
+from .request import check_count, check_prompts, note_room, pad, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
 from .running import HEAVY, closed_at_exit, cut_at_stop, read_row, short_switch_interval
 from .text import TextStream
@@ -110,6 +110,9 @@ class Rollout:
             )
         decoder, ids = self.decoder, [*before.ids, *sequence.tokens, *tokens]
         check_prompts([ids], decoder.body.vocab, 1, decoder.max_length, "rollout: extend")
+        if max_new_tokens is not None:
+            check_count("max_new_tokens", max_new_tokens, "; None takes as many as the turn before")
+        note_room([ids], [max_new_tokens], decoder.max_length, "rollout: extend")
         most = before.limit - len(before.ids) if max_new_tokens is None else max_new_tokens
         text = TextStream(decoder.text, self.request.stop_strings, self.request.stops)
         result = RolloutSequence(sequence.prompt, sequence.sample, sequence.seed, turn=sequence.turn + 1)

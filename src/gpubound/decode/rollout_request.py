@@ -14,6 +14,7 @@ from .request import (
     check_adapters,
     check_count,
     check_prompts,
+    note_room,
     padding_of,
     read_prompts,
     read_stops,
@@ -118,6 +119,7 @@ def rollout_request(
     most = each("max_new_tokens", max_new_tokens, len(ids))
     for value in {value for value in most if value is not None}:
         check_count("max_new_tokens", value, "; None takes as many as fit")
+    note_room(ids, most, decoder.max_length, "rollout")
     names = [None] * len(ids) if adapters is None else check_adapters(adapters, len(ids), body)
     columns = {name: each(name, value, len(ids)) for name, value in settings.items()}
     waiting = []

@@ -169,7 +169,8 @@ def build_decoder(options: Generate, saved: Saved, probe: list[list[int]], lengt
         chosen["device"] = saved.device  # the model may be in host memory
     engine = decoder(saved.model, len(probe) * options.n, length, k, tokenizer=tokenizer, **chosen)
     for _ in range(2 if saved.device.type == "cuda" else 0):  # compile, then capture, before the clock starts
-        engine.generate(probe, **decoder_settings(options, saved) | {"max_new_tokens": sum(engine.ladder), "stop": ()})
+        new = min(sum(engine.ladder), length - max(map(len, probe)))
+        engine.generate(probe, **decoder_settings(options, saved) | {"max_new_tokens": new, "stop": ()})
     _print_ready(saved, saved.device_label, f"its own forward ({engine.path})" if engine.path else engine.kernels)
     if saved.generation.get("do_sample") or any(model_sampling(saved.generation).values()):
         print(describe_sampling(saved.generation, explicit_sampling(options)), file=sys.stderr, flush=True)
