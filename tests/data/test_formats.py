@@ -183,7 +183,7 @@ def test_a_class_is_the_only_label_at_the_last_token_of_its_text(tokenizer, tmp_
     for label in ("", -1, 0.5):
         with pytest.raises(DataError, match=r"label.*number"):
             parse({"text": "one", "label": label}, "a:1")
-    with pytest.raises(DataError, match="label"):
+    with pytest.raises(DataError, match=r"^texts\[0\]\['label'\]: got 261, "):
         Corpus.build([{"text": "one", "label": 261}], tokenizer, tmp_path / "d", progress=False, format="classification")
 
 
@@ -196,7 +196,7 @@ def test_a_class_by_its_name(tokenizer, tmp_path):
     with pytest.raises(DataError, match="classes"):
         Corpus.build(rows, tokenizer, tmp_path / "c", classes=["yes", "no"], **options)
     for name, classes in (("d", ["no", "maybe"]), ("e", None)):
-        with pytest.raises(DataError, match=r"label.*'yes'.*one"):
+        with pytest.raises(DataError, match=r"^texts\[0\]\['label'\]: got 'yes', wanted "):
             Corpus.build(rows, tokenizer, tmp_path / name, classes=classes, **options)
 
 
@@ -224,8 +224,10 @@ def test_matches_have_the_same_number_of_negatives(tokenizer, tmp_path):
     assert (training.documents, held_out.documents) == (8, 4)
     assert "multiple of 4" in refusal(ValueError, lambda: opened.batches(16, 6, "cpu", pack="pairs"))
     assert "'pairs'" in refusal(ValueError, lambda: opened.batches(64, 2, "cpu", pack="packed_pairs"))
-    one = [row, row | {"negative": "it is 2"}]
-    assert "matches of 3 texts" in refusal(DataError, lambda: Corpus.build(one, tokenizer, tmp_path / "d", progress=False))
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, (row, row | {"positive": " "}, row | {"negative": "it is 2"}))))
+    sentence = refusal(DataError, lambda: Corpus.build(file, tokenizer, tmp_path / "d", progress=False))
+    assert sentence == message("data/formats:matches_have_the_same_nu", file)  # the fifth line
     with pytest.raises(DataError, match=r"a:1\['negative'\]"):
         RowParser()(row | {"negative": [1]}, "a:1")
 

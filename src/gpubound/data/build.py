@@ -23,10 +23,10 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import flock, make_folder, read_json, write_atomic
-from ..formatting import shown
 from ..trace import notice
 from .chat import TRAIN_ON
 from .formats import (
+    MATCHES,
     Completion,
     Conversation,
     Document,
@@ -129,7 +129,7 @@ def build(
         if _is_built(path, settings, source, files, progress):
             return False
         kinds = set[str]()
-        writer, remaining = _resume(path, settings, encoder), _one_kind(source, kinds)
+        writer, remaining = _resume(path, settings, encoder), _checked(source, kinds, encoder, classes or ())
         if not _skip(remaining, writer.position, source, progress):
             raise OtherCorpus(path, "the texts have changed since the interrupted build")
         before = writer.tokens
@@ -204,14 +204,23 @@ def _is_built(path: Path, settings: dict[str, Any], source: Texts, files: Any, p
     return True
 
 
-def _one_kind(source: Texts, kinds: set[str]) -> Iterator[Document]:
-    """Yield the documents, and add to `kinds` what they are. DataError if some are of another kind."""
-    for number, document in enumerate(source):
+def _checked(source: Texts, kinds: set[str], encoder: Encoder, classes: Sequence[str]) -> Iterator[Document]:
+    """Yield the documents, and add to `kinds` what they are. DataError for one of another kind, or of an unknown class."""
+    for document in source:
         kinds.add(kind := kind_of(document))
         if len(kinds) > 1:
+            (before,) = kinds - {kind}
+            equal = "give all rows as many negatives, or " if kind.startswith(MATCHES) and before.startswith(MATCHES) else ""
             raise DataError(
-                f"texts: document {number} is of the kind {kind!r}, those before it of {min(kinds - {kind})!r}; build two "
-                f"corpora."
+                f"{source.where}: is of the kind {kind!r}, the rows before it of {before!r}; {equal}build two corpora."
+            )
+        label = document.label if isinstance(document, Pooled) else None
+        if isinstance(label, str) and label not in classes:
+            wanted = f"one of {', '.join(classes)}" if classes else "a number, or classes with the names (objective_options)"
+            raise DataError(f"{source.where}['label']: got {label!r}, wanted {wanted}.")
+        if isinstance(label, int) and label >= encoder.vocab_size:
+            raise DataError(
+                f"{source.where}['label']: got {label:,}, wanted a number below that of the tokens, {encoder.vocab_size:,}."
             )
         yield document
 
@@ -382,7 +391,7 @@ def encode(
     plain = encoder.encode_batch([part for part in every if isinstance(part, str)] + [part.text for part in pooled])
     texts = len(plain) - len(pooled)
     encoded: dict[type, Iterator[Any]] = {str: ((ids, None) for ids in plain[:texts])}
-    encoded[Pooled] = (_labelled(encoder, ids, _number_of(part, classes)) for ids, part in zip(plain[texts:], pooled))
+    encoded[Pooled] = (_labelled(encoder, ids, part.label, classes) for ids, part in zip(plain[texts:], pooled))
     if chats or completions:
         if not isinstance(encoder, Tokenizer):
             raise ValueError(
@@ -399,25 +408,15 @@ def _finished(encoder: Encoder, part: Part, ids: Any, mask: np.ndarray | None) -
     return (ids, mask) if isinstance(part, Pooled) else _ended(encoder, ids, mask)
 
 
-def _number_of(part: Pooled, classes: Sequence[str] | None) -> int | None:
-    if not isinstance(part.label, str):
-        return part.label
-    if part.label not in (classes or ()):
-        wanted = f"one of {', '.join(classes)}" if classes else "a number, or classes with the names (objective_options)"
-        raise DataError(f"label: got {part.label!r} for the text {shown(part.text)}, wanted {wanted}.")
-    return list(classes or ()).index(part.label)
-
-
-def _labelled(encoder: Encoder, ids: Any, label: int | None) -> Encoded:
+def _labelled(encoder: Encoder, ids: Any, label: int | str | None, classes: Sequence[str] | None) -> Encoded:
     """Return the tokens of a text and the label of its last one; an embedding is that of the end-of-text token."""
     ids = np.asarray(ids, dtype=np.uint32)
     if label is None and encoder.eos is not None and not _has_end(ids, {encoder.eos}, encoder):
         ids = np.append(ids, np.uint32(encoder.eos))
-    if not 0 <= (label or 0) < encoder.vocab_size:
-        raise DataError(f"label: got {label:,}, wanted a number below that of the tokens, {encoder.vocab_size:,}.")
+    number = list(classes or ()).index(label) if isinstance(label, str) else label or 0
     mask = np.zeros(len(ids) + 1, np.uint8)
     mask[-1] = 1
-    return np.append(ids, np.uint32(label or 0)), mask
+    return np.append(ids, np.uint32(number)), mask
 
 
 def _ended(encoder: Encoder, ids: Any, mask: np.ndarray | None) -> Encoded:

@@ -21,7 +21,7 @@ from ..formatting import counted
 from ..trace import notice
 from .formats import MAX_LISTED, Document, RowParser, serialized
 
-Read = Iterator[tuple[Document, int]]  # each document, and the bytes of its file read so far
+Read = Iterator[tuple[Document, int, str]]  # each document, the bytes of its file read so far, and where it is
 NewParser = Callable[..., RowParser]  # of rows of one source: it settles on the format of the first
 
 PLAIN = (
@@ -52,6 +52,7 @@ class Texts:
     files    every file that will be read; None when texts come from the program or the hub
     size     bytes of the files and characters of the texts; None for an iterator
     read     how much of `size` has been read
+    where    the file and line of the last document, for messages
     weights  {path: weight}, or None; `source` is the number of the path that is being read
     """
 
@@ -77,6 +78,7 @@ class Texts:
         self.texts, self.text_key = texts, text_key
         self._path_texts = partial(_PathTexts, parser=self._parser, separator=separator, hub_bytes=hub_bytes)
         self.read = self.source = 0
+        self.where = ""
         self.files: list[Path] | None = None
         self.size: int | None = None
         if isinstance(texts, list | tuple) and texts:
@@ -116,7 +118,7 @@ class Texts:
                 _check_read_once(opened, owners)
             if isinstance(opened, _PathTexts | Texts):
                 for document in opened:
-                    self.read = before + opened.read
+                    self.read, self.where = before + opened.read, opened.where
                     yield document
                 self.read = before + opened.read
                 continue
@@ -125,7 +127,8 @@ class Texts:
                 raise ValueError(
                     f"texts[0]: got {item!r}, which is the name of a file, wanted a text; write Path({item!r}) to have it read."
                 )
-            if document := parse(item, f"texts[{number}]"):
+            self.where = f"texts[{number}]"
+            if document := parse(item, self.where):
                 yield document
             empty += not document
             self.read = before + (len(item) if isinstance(item, str) else 0)
@@ -143,7 +146,7 @@ class _PathTexts:
     """Iterable of the documents of one path, with the bytes read so far."""
 
     def __init__(self, path: Path, parser: NewParser, separator: str | None, hub_bytes: int | None):
-        self.path, self.size, self.read = path, None, 0
+        self.path, self.size, self.read, self.where = path, None, 0, ""
         self.files, self.has_rows, self.is_remote = list[Path](), True, is_hub_id(path)
         self.readers: list[Callable[[], Read]]
         if self.is_remote:
@@ -171,15 +174,14 @@ class _PathTexts:
     def __iter__(self) -> Iterator[Document]:
         self.read = empty = 0
         first = ""
-        for nth, reader in enumerate(self.readers):
+        for reader in self.readers:
             before = self.read
-            for row, (document, done) in enumerate(reader()):
+            for document, done, self.where in reader():
                 self.read = before + done
                 if document:
                     yield document
-                elif not empty:
-                    first = f"{self.files[nth]}: row {row}" if len(self.files) == len(self.readers) else f"row {row}"
-                empty += not document
+                else:
+                    first, empty = first or self.where, empty + 1
         _report_empty(str(self.path), empty, first)
 
 
@@ -195,7 +197,7 @@ def _check_read_once(path: _PathTexts, owners: dict[tuple[int, int], _PathTexts]
 
 def _report_empty(where: str, count: int, first: str = "") -> None:
     if count:
-        facts = "empty, or two equal answers" + (f"; the first is {first}, counted from 0" if first else "")
+        facts = "empty, or two equal answers" + (f"; the first is {first}" if first else "")
         notice(f"{where}: left out: {counted(count, 'row')} without anything to learn ({facts}).")
 
 
@@ -261,14 +263,14 @@ def _read_plain(path: Path, separator: str | None) -> Read:
         with open(path, "rb") as raw, TextIOWrapper(raw, encoding="utf-8-sig") as file:  # without the byte order mark
             if separator is None:
                 if text := file.read():
-                    yield text, path.stat().st_size
+                    yield text, path.stat().st_size, str(path)
                 return
             rest = ""
             while chunk := file.read(_CHUNK):
                 *texts, rest = (rest + chunk).split(separator)
-                yield from ((text.strip("\n"), raw.tell()) for text in texts if text.strip("\n"))
+                yield from ((text.strip("\n"), raw.tell(), str(path)) for text in texts if text.strip("\n"))
             if rest.strip("\n"):
-                yield rest.strip("\n"), raw.tell()
+                yield rest.strip("\n"), raw.tell(), str(path)
     except UnicodeDecodeError as error:
         position = f" at byte {error.start}" if separator is None else ""  # within a chunk it means nothing
         raise DataError(f"{path}: is not UTF-8 text ({error.reason}{position}); convert it first.") from error
@@ -283,7 +285,7 @@ def _read_jsonl(path: Path, parse: RowParser) -> Read:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # RecursionError: nested a thousand deep
                 raise DataError(f"{path}:{number}: is not JSON ({error}); every line must be one JSON object.") from error
-            yield parse(row, f"{path}:{number}"), file.tell()
+            yield parse(row, where := f"{path}:{number}"), file.tell(), where
 
 
 def _read_json(path: Path, parse: RowParser) -> Read:
@@ -357,16 +359,16 @@ def read_hub(name: str, parser: NewParser, limit: int | None) -> Read:
             ) from error
 
     size = 0
-    for document, _ in _documents(read(), 1, Path(name), 0, parser()):
+    for document, _, where in _documents(read(), 1, Path(name), 0, parser()):
         size += len(serialized(document).encode("utf-8", "surrogatepass"))
         if limit is not None and size > limit:
             return
-        yield document, 0
+        yield document, 0, where
 
 
 def _documents(rows: Iterable[Any], count: int, path: Path, size: int, parse: RowParser) -> Read:
     for number, row in enumerate(rows):
-        yield parse(row, f"{path}: row {number}"), size * (number + 1) // count
+        yield parse(row, where := f"{path}: row {number}"), size * (number + 1) // count, where
 
 
 def _line(error: Exception) -> str:
