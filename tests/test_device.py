@@ -270,15 +270,23 @@ def test_memory_that_torch_does_not_count_is_counted_while_its_owner_lives():
     ],
 )
 def test_segments_grow_unless_the_user_says_whether(monkeypatch, variable, said, set_to):
-    seen = []
+    seen, cuda = [], torch.device("cuda", 0)
     monkeypatch.setattr(policy, "set_allocator", seen.append)
+    monkeypatch.setattr(policy, "_growing", False)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     if variable:
         monkeypatch.setenv(variable, said)
     policy.grow_segments(torch.device("cpu"))
     assert not seen
-    policy.grow_segments(torch.device("cuda", 0))
+    for _ in range(2):
+        with policy.growing_segments(cuda):
+            policy.grow_segments(cuda)
+    assert seen == ([] if set_to is None else [set_to, set_to.replace("True", "False")] * 2)
+    del seen[:]
+    policy.grow_segments(cuda)
+    with policy.growing_segments(cuda):
+        pass
     assert seen == ([] if set_to is None else [set_to])
 
 

@@ -199,11 +199,30 @@ def grow_segments(device: torch.device) -> None:
     had 38.2 GiB in use at their peak, of 58.6 that were reserved in plain segments and of 45.9 in growing ones. The first
     step of 350m, 16 x 1,024 tokens, had 17.12 in use, of 17.74 and of 17.30, at the same speed.
     """
-    if device.type != "cuda":
-        return
+    _set_growing(device, True)
+
+
+@contextmanager
+def growing_segments(device: torch.device) -> Iterator[None]:
+    """Grow segments inside, and later only if they did so before."""
+    before = _growing
+    _set_growing(device, True)
+    try:
+        yield
+    finally:
+        _set_growing(device, before)
+
+
+_growing = False
+
+
+def _set_growing(device: torch.device, growing: bool) -> None:
+    global _growing
     settings = ",".join(os.environ[name] for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF") if os.environ.get(name))
-    if "expandable_segments" not in settings and "cudaMallocAsync" not in settings:
-        set_allocator(f"{settings},expandable_segments:True".lstrip(","))
+    asked = "expandable_segments" in settings or "cudaMallocAsync" in settings
+    if device.type == "cuda" and growing != _growing and not asked:
+        set_allocator(f"{settings},expandable_segments:{growing}".lstrip(","))
+        _growing = growing
 
 
 def release_cached(device: torch.device, most: int) -> None:

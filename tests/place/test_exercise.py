@@ -1,5 +1,7 @@
 """Where 16-bit rounding alone passes the limit of a whole model, fp32 is the judge."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -132,24 +134,53 @@ def test_operations_that_mix_dtypes_are_run_on_a_cast_model():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_gradients_by_groups_are_those_of_one_backward(monkeypatch, family):
+def test_gradients_are_sampled_and_freed_one_by_one(monkeypatch, family):
     model = tiny(family, torch.float32)
     gb.place(model, "cpu")
     run = verify.run_of(model)
     assert run is not None
-    whole = run()
-    monkeypatch.setattr(verify, "GROUP", 20_000)
-    assert len(verify._groups(dict(model.named_parameters()))) > 3
-    grouped = run()
-    assert grouped.keys() == whole.keys() and list(grouped) == list(whole)
-    assert max(verify.distances(grouped, whole).values()) < 1e-6
+    returned: list[torch.Tensor] = []
+
+    def noted(*given, **options):
+        returned.extend(gradients := grad(*given, **options))
+        return gradients
+
+    grad = torch.autograd.grad
+    monkeypatch.setattr(torch.autograd, "grad", noted)
+    names = [name for name in run() if name.startswith(verify.GRADIENT)]
+    assert len(names) == 1 + sum(1 for _ in model.parameters()), "the embeddings' too"
+    # autograd captures the embeddings' before their hook, since the backward of their table needs it
+    assert len([t for t in returned if t.untyped_storage().nbytes() > t.itemsize]) == 1
 
 
-def test_the_largest_gradients_come_first(monkeypatch):
-    """The memory that they leave serves the groups of all others."""
-    monkeypatch.setattr(verify, "GROUP", 16)
-    leaves = {name: torch.zeros(size) for name, size in (("a", 1), ("b", 3), ("c", 9), ("d", 2), ("e", 12))}
-    assert verify._groups(leaves) == [["e"], ["c"], ["a", "b"], ["d"]]
+def test_sampled_gradients_are_those_of_one_backward():
+    torch.manual_seed(0)
+    used, shared, unused = (torch.randn(90, 90, requires_grad=True) for _ in range(3))
+    rows = nn.Embedding(50, 8, sparse=True)
+
+    def total():
+        return (used @ shared).relu().sum() + (shared**2).sum() + rows(torch.tensor([3, 3, 7])).square().sum()
+
+    leaves = {"used": used, "shared": shared, "unused": unused, "rows": rows.weight}
+    found = verify._sampled_gradients(total(), leaves)
+    wanted = torch.autograd.grad(total(), [used, shared, rows.weight])
+    assert list(found) == ["used", "shared", "rows"]
+    for got, want in zip(found.values(), wanted):
+        torch.testing.assert_close(got, widened.sample(want))
+    assert not used._backward_hooks and used.grad is None
+
+
+def test_a_spent_copy_keeps_no_weight():
+    """fp32 weights of a layer and their gradients, both whole, were the most that placing an 8b model took."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6))
+    cases = [lambda dtype: (torch.randn(4, 6, dtype=dtype), {})] * 2
+    torch.manual_seed(1)
+    whole = verify.run(net, cases, torch.float32)
+    copy = deepcopy(net)
+    torch.manual_seed(1)
+    assert verify.distances(verify.run(copy, cases, torch.float32, spent=True), whole) == dict.fromkeys(whole, 0.0)
+    assert not any(p.numel() for p in copy.parameters()) and len(whole) == 12
 
 
 def test_a_model_that_reads_ids_beside_embeddings_is_verified_on_ids():

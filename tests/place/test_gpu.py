@@ -155,7 +155,6 @@ def test_no_second_model_is_held(monkeypatch):
     sizes |= {"initializer_range": 0.02}  # as deep as this, wider weights make chaos of 16-bit rounding
     torch.cuda.empty_cache()
     model = tiny("llama", torch.bfloat16, **sizes, head_dim=64, vocab_size=32768).cuda()
-    monkeypatch.setattr(verify, "GROUP", 1 << 26)
     monkeypatch.setattr(widened, "CHUNK", 1 << 26)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

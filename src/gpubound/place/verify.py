@@ -16,14 +16,16 @@ Some 16-bit models exceed these. Two correct bf16 runs of four Gemma 3 layers di
 Llama. So where that limit is exceeded, both runs are compared with the original model in fp32, as for a module: all gradients
 together came out 0.85 to 1.25 times as far off, of eight layers of Gemma 3 once 1.5 times.
 
-No run holds a second model: gradients are made by groups, and that fp32 model widens its weights as they are used (widened.py).
+No run holds a second model: a gradient is freed once it is sampled, and that fp32 model widens its weights as they are used
+(widened.py).
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from ..kernels.dispatch import SIXTEEN_BITS
 from ..layers import LMLoss
 from ..models.registry import TOKENS, Case, made_up, mode, noise, put_back, reads_tokens, switch
 from .candidates import Fused, adopt, release
-from .widened import in_fp32, is_streamed, sample, take_sampled
+from .widened import in_fp32, sample, take_sampled
 
 FACTOR = 2.0
 GRADIENT = "gradient of "
@@ -49,7 +51,6 @@ LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bf
 GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}
 FLOOR = 1e-3  # of the largest gradient: one that is zero in exact arithmetic is rounding alone
 PART = 1 << 24  # elements of two tensors whose difference exists at a time
-GROUP = 1 << 29  # bytes of a whole model's gradients that exist at a time
 CACHED = 1 << 26  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
 
 Named = dict[str, Tensor]
@@ -113,16 +114,19 @@ def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -
     config = getattr(module, "config", None)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    truth = run(deepcopy(module, {id(config): config}).to(wider), cases, wider)  # the copy is freed before the other runs
-    facts.release_cached(device, CACHED)  # and returned: their tensors have other sizes
+    truth = run(deepcopy(module, {id(config): config}).to(wider), cases, wider, spent=True)
+    facts.release_cached(device, CACHED)  # tensors of the other runs have other sizes
     original = Original.of(run(module, cases, dtype), truth)
     facts.release_cached(device, CACHED)
     swap()
     return compare_with_truth(run(module, cases, dtype), original, truth, dtype)
 
 
-def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
-    """Return outputs and gradients in eval mode (dropout off), of fixed upstream gradients. Parameters get no `grad`."""
+def run(module: nn.Module, cases: Sequence[Case], dtype: torch.dtype, spent: bool = False) -> Named:
+    """Return outputs and gradients in eval mode (dropout off), of fixed upstream gradients. Parameters get no `grad`.
+
+    spent: free each parameter once its gradient is complete, in the last case: nothing reads it after that
+    """
     named: Named = {}
     with for_comparison(module, train_all=True), torch.enable_grad(), mode(module, training=False):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}  # quantised ones have no gradient
@@ -132,6 +136,8 @@ def run(module: nn.Module, cases: Iterable[Case], dtype: torch.dtype) -> Named:
             y = module.forward(x, **keywords)  # not __call__: hooks are the user's business
             y = y[0] if isinstance(y, tuple) else y
             upstream = noise(y.shape, y, seed=1)
+            for p in parameters.values() if spent and number == len(cases) - 1 else ():
+                p.register_hook(lambda _, p=p: setattr(p, "data", p.data.new_empty(0)))
             gradients = torch.autograd.grad(y, [x, *parameters.values()], upstream, allow_unused=True)
             names = ["output", "input gradient", *(GRADIENT + name for name in parameters)]
             label = f" (case {number + 1})" if number else ""
@@ -327,38 +333,33 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], trai
         total = sum((t.float() * noise(t.shape, t.float(), seed=1)).sum() for t in named.values() if t.requires_grad)
         sketches: Named = {}
         if leaves and isinstance(total, Tensor):
-            groups = _groups(leaves)
-            for number, group in enumerate(groups, 1):
-                facts.release_cached(total.device, CACHED)
-                tensors = [leaves[name] for name in group]
-                gradients = torch.autograd.grad(total, tensors, allow_unused=True, retain_graph=number < len(groups))
-                samples = [take_sampled(t) if g is None else sample(g) for t, g in zip(tensors, gradients)]
-                sketches |= {name: kept for name, kept in zip(group, samples) if kept is not None and name not in sketches}
-                del gradients
-            sketches = {name: sketches[name] for name in leaves if name in sketches}
+            sketches = _sampled_gradients(total, leaves)
         together = {"all gradients together": torch.cat([*sketches.values()])} if sketches else {}
         return {name: sample(t) for name, t in named.items()} | sketches | together
 
 
-def _groups(leaves: Named) -> list[list[str]]:
-    """Split the names, so that the gradients of a group have about GROUP bytes; they exist at once, as a second model would.
+def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
+    """Return samples of the gradients. All of them would be a second model: each is freed as soon as it has been sampled."""
+    found: Named = {}
+    facts.release_cached(total.device, CACHED)
 
-    Each group takes another backward pass. Streamed weights (widened.py) get no gradient: all of them are in the first. Weights
-    above GROUP follow, the largest first: its memory serves the other groups, and theirs would not serve it.
-    """
+    def sampled(name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # of a weight that is streamed
+            return None
+        found[name] = sample(gradient)
+        # What backward keeps instead: one element, expanded.
+        return gradient.new_zeros(()).expand_as(gradient) if type(gradient) is Tensor and not gradient.is_sparse else None
 
-    def size_of(t: Tensor) -> int:
-        return 0 if is_streamed(t) else t.numel() * t.element_size()
-
-    groups, size = [list[str]()], 0
-    order = sorted(leaves.items(), key=lambda item: (not is_streamed(item[1]), -max(size_of(item[1]), GROUP)))
-    for name, t in order:
-        nbytes = size_of(t)
-        if groups[-1] and size + nbytes > GROUP:
-            groups, size = [*groups, []], 0
-        groups[-1].append(name)
-        size += nbytes
-    return groups
+    hooks = [t.register_hook(partial(sampled, name)) for name, t in leaves.items()]
+    try:
+        torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, t in leaves.items():
+        if (streamed := take_sampled(t)) is not None:
+            found[name] = streamed
+    return {name: found[name] for name in leaves if name in found}
 
 
 def _language_loss(model: Any) -> tuple[Named, Named]:

@@ -9,7 +9,6 @@ h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of a
 from ..device import CONTEXT
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
-from ..place.verify import GROUP
 from ..train.objectives.chunked_head import CHUNK
 from ..train.offload import PART
 from .gpus import GIB
@@ -148,14 +147,15 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
 
     stored  bytes of a number of the placed model
 
-    Placing verifies the model with gradients of GROUP bytes, or of its largest weight. Making the step moves trained weights
-    before it makes moments. The first step takes what all others do.
+    Placing verifies the model with the gradient of one weight at a time, and a block's MLP in fp32, by the gradients of its
+    three weights and one of these. Making the step moves trained weights before it makes moments. The first step takes what
+    all others do.
     """
     c, h, f = step.config, step.config.hidden, step.config.intermediate
-    weights, largest, trained = stored * step.parameters, stored * c.vocabulary * h, stored * step.parameters
+    weights, largest = stored * step.parameters, stored * c.vocabulary * h
     largest *= 2 if c.tied else 1  # a table's gradient as an embedding's, and as the head's
     if step.adapters is not None and step.adapters.base is not None:  # quantised as they are read: they have no gradients
-        weights, trained = _frozen(step), step.itemsize * step.other_parameters
+        weights = _frozen(step)
         largest = max(largest, QUANTISING + stored * h * f)
     state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
     moved = 0 if step.adapters is not None else sum(_state(step).get(n, 0) for n in ("weights", "masters", "gradient"))
@@ -163,7 +163,7 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
     moving = moved + (stored * c.vocabulary * h if step.offload else weights) if moved else 0
     steps = reserved(memory(step))
     before = {
-        "place": weights + max(largest, min(trained, GROUP)) + PLACING,
+        "place": weights + max(largest, 4 * FP32 * h * f) + PLACING,
         "make step": max(state, moving) + LAUNCHED,
     }
     return {} if step.sharded else before | {"first step": steps, "steps": steps}
