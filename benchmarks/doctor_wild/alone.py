@@ -28,7 +28,7 @@ from gpubound import cli
 from gpubound.doctor.fix import prove
 from gpubound.doctor.record.phases import Phases
 from gpubound.doctor.record.script import Steps
-from gpubound.watch.ops import replaced
+from gpubound.trace import replaced
 
 from .peers import steps_of
 

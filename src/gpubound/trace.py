@@ -1,4 +1,4 @@
-"""Counters, notices and fallbacks that the library reports while it runs.
+"""Counters, notices and fallbacks that the library reports while it runs, and functions that are replaced in order to watch.
 
 A counter costs one loop over an empty list until a listener is added, as a ledger does. Fallbacks are always counted, and each
 is printed once: a silent slow path is the failure that this library exists to prevent.
@@ -7,12 +7,13 @@ Every message goes to the logger "gpubound": fallbacks as warnings, the rest as 
 library also prints them to stderr as `gpubound: message`.
 """
 
+import functools
 import logging
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from .errors import FallbackError
@@ -35,6 +36,29 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listeners.remove(listener)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Replace `owner`'s function `name` by `make(original)` inside the block."""
+    original, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def hooked(owner: Any, name: str, hook: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Call `hook(original, ...)` instead of `owner`'s function `name` inside the block."""
+
+    def make(original: Callable) -> Callable:
+        return functools.wraps(original)(lambda *args, **kwargs: hook(original, *args, **kwargs))
+
+    return replaced(owner, name, make)
 
 
 def printable(text: str) -> str:

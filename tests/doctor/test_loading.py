@@ -10,8 +10,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpubound.doctor.price.prices import Prices, Replay
 from gpubound.doctor.record import phases as phases_module
-from gpubound.doctor.record.loading import LoaderClock, batches_ahead, is_ready
-from gpubound.doctor.record.phases import Phases, TimedPhase
+from gpubound.doctor.record.phases import LoaderClock, Phases, TimedPhase, batches_ahead, is_ready
 from gpubound.doctor.rules.diagnose import diagnose
 
 from .evidences import at, replace, seen

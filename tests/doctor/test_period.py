@@ -136,8 +136,8 @@ def test_slow_steps_are_not_waited_for(monkeypatch):
 def test_the_phases_of_a_gpu_share_the_period():
     warm, plain, survey, timed, sampled, recorded, located = RunPlan().phases()
     assert isinstance(survey, SurveyPhase) and isinstance(timed, TimedPhase) and isinstance(recorded, RecordedPhase)
-    assert survey.period is timed._period is sampled._period is recorded._period is located._taped._period
-    assert plain._period is not survey.period
+    assert survey.period is timed.period is sampled.period is recorded.period is located._taped.period
+    assert plain.period is not survey.period
     assert [phase.name for phase in (warm, plain, survey, timed, sampled, recorded, located)] == [
         "warm-up", "plain", "surveyed", "timed", "sampled", "taped", "located",
     ]  # fmt: skip

@@ -5,7 +5,6 @@ nothing else is tried. Where it fails, its modules are captured, and an obstacle
 """
 
 import copy
-import functools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..device import label
 from ..errors import GraphError
+from ..trace import hooked
 from ..watch import watch
 from ..watch.events import cause_of
-from ..watch.ops import leave, listen, replaced
+from ..watch.ops import leave, listen
 from ..watch.source_line import Site, here, site_of_error
 from . import Certificate, capture
 from .captured import name_of
@@ -221,25 +221,21 @@ def record_parts(root: AuditedPart) -> None:
     names = _named(root.fn, "", {}) if isinstance(root.fn, nn.Module) else {}
     caller = threading.get_ident()
 
-    def watched(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != caller or id(module) in known:
-                return original(module, *args, **kwargs)
-            known.add(id(module))
-            if id(module) not in names:  # the outermost module that a function calls
-                names.update(_named(module, name_of(module), names))
-            part = AuditedPart(names[id(module)], module, args, kwargs)
-            stack[-1].parts.append(part)
-            stack.append(part)
-            try:
-                return original(module, *args, **kwargs)
-            finally:
-                stack.pop()
+    def watched(original: Callable, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != caller or id(module) in known:
+            return original(module, *args, **kwargs)
+        known.add(id(module))
+        if id(module) not in names:  # the outermost module that a function calls
+            names.update(_named(module, name_of(module), names))
+        part = AuditedPart(names[id(module)], module, args, kwargs)
+        stack[-1].parts.append(part)
+        stack.append(part)
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            stack.pop()
 
-        return call
-
-    with replaced(nn.Module, "__call__", watched):
+    with hooked(nn.Module, "__call__", watched):
         root.run()
 
 

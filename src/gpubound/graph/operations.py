@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import has_triton, interpreted
 from ..errors import GraphError
+from ..trace import hooked
 from ..watch import ops
 from ..watch.events import DOWNLOAD, HOST_DATA, NUMBER, PRINT, READ, THROUGH, UPLOAD, WAIT, Cause, shape
-from ..watch.ops import replaced
 from ..watch.source_line import Place, Site, site_of_error
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms, though their schemas do not declare it
@@ -244,17 +244,14 @@ def launches_passed_to(callback: Callable[[list[Tensor], Callable[[], Any]], Any
     """Replace every launch of this thread and of autograd's threads by `callback(tensors, launch)`, which must launch."""
     caller = threading.get_ident()
 
-    def patch(original: Callable) -> Callable:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != caller and torch._C._current_autograd_node() is None:
-                return original(*args, **kwargs)
-            return callback(tensors_in((args[1:], kwargs)), lambda: original(*args, **kwargs))
-
-        return launch
+    def launch(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != caller and torch._C._current_autograd_node() is None:
+            return original(*args, **kwargs)
+        return callback(tensors_in((args[1:], kwargs)), lambda: original(*args, **kwargs))
 
     with contextlib.ExitStack() as patches:
         for owner, name in _launchers():
-            patches.enter_context(replaced(owner, name, patch))
+            patches.enter_context(hooked(owner, name, launch))
         yield
 
 

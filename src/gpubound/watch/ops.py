@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..device import accelerator
+from ..trace import hooked
 from .events import (
     BINNING,
     BOUNDS,
@@ -334,20 +335,6 @@ _wrapped = ExitStack()
 _lock = threading.Lock()
 
 
-@contextmanager
-def replaced(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Replace `owner`'s function `name` by `make(original)` inside the block."""
-    original, own = getattr(owner, name), name in vars(owner)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
 def announce(what: str, device_type: str) -> None:
     """Call every listener: the calling thread is about to wait for the device. A listener may raise to forbid it."""
     for listener in dict.fromkeys(_listeners):  # nested guards register one function, which is called once
@@ -379,7 +366,7 @@ def _install() -> None:
         (torch, "tensor", _built),
     )
     for module, name, before in calls:
-        _wrapped.enter_context(replaced(module, name, functools.partial(_waiting, before)))
+        _wrapped.enter_context(hooked(module, name, functools.partial(_waiting, before)))
 
 
 def _synchronized(*_) -> None:
@@ -400,10 +387,6 @@ def _built(data=None, *_) -> None:
         data = data[0]
 
 
-def _waiting(before: Callable, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def waiting(*args, **kwargs):
-        before(*args)
-        return original(*args, **kwargs)
-
-    return waiting
+def _waiting(before: Callable, original: Callable, *args, **kwargs):
+    before(*args)
+    return original(*args, **kwargs)

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_map
 
 from .. import trace
 from ..device import constant, pretending
-from .ops import replaced
 from .pretend import FACTORIES, NAME, SimEvent, SimStream, SimTensor, own_device, simgpu
 
 CUDA = torch.device("cuda", 0)
@@ -178,7 +177,11 @@ def _install(ending: ExitStack) -> None:
 
     def put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         if hasattr(owner, name):
-            ending.enter_context(replaced(owner, name, make))
+            ending.enter_context(trace.replaced(owner, name, make))
+
+    def hook(owner: Any, name: str, call: Callable[..., Any]) -> None:
+        if hasattr(owner, name):
+            ending.enter_context(trace.hooked(owner, name, call))
 
     for name, pretended in FUNCTIONS.items():
         put(torch.cuda, name, _returns(pretended))
@@ -190,28 +193,28 @@ def _install(ending: ExitStack) -> None:
     put(torch.cuda.nvtx, "range", _returns(_block))
     put(torch.backends.cudnn, "is_acceptable", _returns(_returns(False)))
     _device._device_constructors()  # a cached list of functions of torch, some of which are replaced below
-    put(_device.DeviceContext, "__init__", lambda init: lambda context, device: init(context, own_device(device)))
+    hook(_device.DeviceContext, "__init__", lambda init, context, device: init(context, own_device(device)))
     put(torch.accelerator, "current_accelerator", _current)
     put(torch.accelerator, "_get_device_index", _returns(_returns(0)))  # it compares types
-    put(torch.amp.autocast_mode.autocast, "__init__", _autocast)
+    hook(torch.amp.autocast_mode.autocast, "__init__", _autocast)
     for name in AUTOCAST:
-        put(torch, name, _of_autocast)
+        hook(torch, name, _of_autocast)
     put(torch, "get_autocast_gpu_dtype", _returns(lambda: torch.get_autocast_dtype("cuda")))
     put(torch, "set_autocast_gpu_dtype", _returns(lambda dtype: torch.set_autocast_dtype("cuda", dtype)))
     put(torch, "Generator", _returns(Generator))
-    put(torch, "load", _loading)
-    put(torch, "compile", _eager)
+    hook(torch, "load", _load)
+    hook(torch, "compile", _compile)
     put(torch.nn.Module, "compile", _returns(lambda module, *args, **kwargs: trace.fallback(*COMPILED)))
-    put(torch.Tensor, "to", _to)
-    put(torch.Tensor, "cuda", _cuda)
+    hook(torch.Tensor, "to", _to)
+    hook(torch.Tensor, "cuda", _cuda)
     for name in MADE:
-        put(torch, name, _making)
+        hook(torch, name, _make)
     put(sys.modules["torch.nn.parallel.data_parallel"], "scatter_kwargs", _returns(_scatter))
     before = torch.get_autocast_dtype(NAME)
     torch.set_autocast_dtype(NAME, torch.float16)  # CUDA's default
     ending.callback(torch.set_autocast_dtype, NAME, before)
     for name, attribute in TENSOR.items():
-        ending.enter_context(replaced(SimTensor, name, _returns(attribute)))
+        ending.enter_context(trace.replaced(SimTensor, name, _returns(attribute)))
 
 
 def _factories() -> Library:
@@ -243,57 +246,35 @@ def _current(original: Callable) -> Callable:
     return current_accelerator
 
 
-def _autocast(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def init(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        original(self, NAME if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return init
+def _autocast(init: Callable, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    init(self, NAME if device_type == "cuda" else device_type, *args, **kwargs)
 
 
-def _of_autocast(original: Callable) -> Callable:
+def _of_autocast(original: Callable, device_type: str = "cuda", *args: Any) -> Any:
     """Pass "cuda" on as the pretend device; `torch.is_autocast_enabled()` without a device means CUDA."""
-
-    @functools.wraps(original)
-    def asked(device_type: str = "cuda", *args: Any) -> Any:
-        return original(NAME if device_type == "cuda" else device_type, *args)
-
-    return asked
+    return original(NAME if device_type == "cuda" else device_type, *args)
 
 
-def _loading(load: Callable) -> Callable:
-    @functools.wraps(load)
-    def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        to = own_device(map_location)
-        if to is map_location:
-            return load(f, map_location, *args, **kwargs)
-        content = load(f, "cpu", *args, **kwargs)
-        return tree_map(lambda value: value.to(to) if isinstance(value, (torch.Tensor, torch.nn.Module)) else value, content)
-
-    return loaded
+def _load(load: Callable, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    to = own_device(map_location)
+    if to is map_location:
+        return load(f, map_location, *args, **kwargs)
+    content = load(f, "cpu", *args, **kwargs)
+    return tree_map(lambda value: value.to(to) if isinstance(value, (torch.Tensor, torch.nn.Module)) else value, content)
 
 
-def _eager(compile: Callable) -> Callable:
-    @functools.wraps(compile)
-    def left(model: Any = None, **kwargs: Any) -> Any:
-        if kwargs.get("backend") == "eager":  # it runs ops as they are, and recompiles as any other
-            return compile(model, **kwargs)
-        trace.fallback(*COMPILED)
-        return (lambda function: function) if model is None else model
-
-    return left
+def _compile(compile: Callable, model: Any = None, **kwargs: Any) -> Any:
+    if kwargs.get("backend") == "eager":  # it runs ops as they are, and recompiles as any other
+        return compile(model, **kwargs)
+    trace.fallback(*COMPILED)
+    return (lambda function: function) if model is None else model
 
 
-def _making(original: Callable) -> Callable:
+def _make(original: Callable, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
     """Pass the pretend device on, and pin afterwards: torch has no allocator for a pretend device's pinned memory."""
-
-    @functools.wraps(original)
-    def factory(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        if "device" in kwargs:
-            kwargs["device"] = own_device(kwargs["device"])
-        return original(*args, **kwargs).pin_memory() if pin_memory else original(*args, **kwargs)
-
-    return factory
+    if "device" in kwargs:
+        kwargs["device"] = own_device(kwargs["device"])
+    return original(*args, **kwargs).pin_memory() if pin_memory else original(*args, **kwargs)
 
 
 def _scatter(inputs: Any, kwargs: Any, devices: Any, dim: int = 0) -> tuple[tuple, tuple]:
@@ -302,20 +283,14 @@ def _scatter(inputs: Any, kwargs: Any, devices: Any, dim: int = 0) -> tuple[tupl
     return moved[:1], moved[1:]
 
 
-def _to(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return original(self, *map(own_device, args), **{name: own_device(value) for name, value in kwargs.items()})
-
-    return to
+def _to(original: Callable, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return original(self, *map(own_device, args), **{name: own_device(value) for name, value in kwargs.items()})
 
 
-def _cuda(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
-        return self.to(torch.device(NAME, 0), non_blocking=non_blocking, **kwargs)
-
-    return cuda
+def _cuda(
+    original: Callable, self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    return self.to(torch.device(NAME, 0), non_blocking=non_blocking, **kwargs)
 
 
 _real_device = torch.Tensor.device.__get__  # type: ignore[attr-defined]

@@ -20,7 +20,6 @@ import torch
 
 from .. import trace
 from ..device import interpreted
-from .ops import replaced
 from .source_line import Place, site_in
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Triton(Sensor):
         if interpreted():  # the interpreter runs kernels as Python and knows no launch hook
             from triton.runtime.interpreter import InterpretedFunction
 
-            ending.enter_context(replaced(InterpretedFunction, "run", self._counted_run))
+            ending.enter_context(trace.hooked(InterpretedFunction, "run", self._counted_run))
         else:
             from triton import knobs
 
@@ -105,13 +104,10 @@ class Triton(Sensor):
     def _hook(self, metadata) -> None:
         self._launched(getattr(metadata, "data", {}).get("name", "triton kernel"))
 
-    def _counted_run(self, original: Callable) -> Callable:
-        def run(function, *args, grid, warmup, **kwargs):
-            if not warmup:
-                self._launched(function.fn.__name__)
-            return original(function, *args, grid=grid, warmup=warmup, **kwargs)
-
-        return run
+    def _counted_run(self, original: Callable, function, *args, grid, warmup, **kwargs):
+        if not warmup:
+            self._launched(function.fn.__name__)
+        return original(function, *args, grid=grid, warmup=warmup, **kwargs)
 
     def _launched(self, name: str) -> None:
         self.ledger.now.triton += 1

@@ -38,7 +38,7 @@ from ...distributed.rendezvous import rank_and_world, wait_for_ranks
 from ...errors import MeasureError
 from ...formatting import in_words
 from ...measure.timing import Ratio, compare_samples
-from ...watch.ops import replaced
+from ...trace import hooked
 from ...watch.pretend_cuda import cuda_is_pretended
 from ..record.script import Script, Steps, TrainSteps
 
@@ -90,14 +90,11 @@ class Recorder:
         if len(self.ends) == self.steps:
             self.enough()
 
-    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            for loss in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
-                if not self.train_steps.inside:
-                    self.lost(loss)
-            return original(tensors, *args, **kwargs)
-
-        return run
+    def backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        for loss in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
+            if not self.train_steps.inside:
+                self.lost(loss)
+        return original(tensors, *args, **kwargs)
 
     def lost(self, loss: torch.Tensor) -> None:
         if loss.numel() == 1 and len(self.losses) < LOSSES:
@@ -106,7 +103,7 @@ class Recorder:
     @contextmanager
     def listening(self, marker: str = "") -> Iterator[None]:
         """Listen to losses, then to steps: a loss is recorded before its step's end, which may end the run."""
-        losses = replaced(torch.autograd, "backward", self.backward)
+        losses = hooked(torch.autograd, "backward", self.backward)
         with self.train_steps.listening(), losses, Steps(self.stepped, marker):
             yield
 
@@ -134,13 +131,13 @@ def reading_instead(patched: Mapping[str, bytes]) -> Iterator[None]:
             raise OSError(f"{path}: is read from elsewhere")  # the import system then compiles what get_data returns
         return path_stats(loader, path)
 
-    def opened(open_code: Callable[[str], IO[bytes]]) -> Callable[[str], IO[bytes]]:
+    def opened(open_code: Callable[[str], IO[bytes]], path: str) -> IO[bytes]:
         """Replace io.open_code, which reads a script; a loader reads modules."""
-        return lambda path: io.BytesIO(files[real]) if (real := os.path.realpath(path)) in files else open_code(path)
+        return io.BytesIO(files[real]) if (real := os.path.realpath(path)) in files else open_code(path)
 
     SourceFileLoader.get_data, SourceFileLoader.path_stats = data_of, stats_of  # type: ignore[method-assign, assignment]
     try:
-        with replaced(io, "open_code", opened):
+        with hooked(io, "open_code", opened):
             yield
     finally:
         SourceFileLoader.get_data, SourceFileLoader.path_stats = get_data, path_stats  # type: ignore[method-assign]

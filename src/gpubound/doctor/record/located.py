@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ...trace import hooked
 from ...watch.events import EMPTIED, KINDS
 from ...watch.ledger import Ledger, LedgerRow
-from ...watch.ops import replaced
 from ...watch.source_line import TORCH, Place, Site, here, owner
 from .period import LONGEST, Period, period_of
 from .phases import ANNOTATION, PATIENCE_S, Phase, RecordedPhase
@@ -100,41 +100,37 @@ def unchanged() -> Iterator[dict[tuple[str, Place], LedgerRow]]:
     inside = _Inside()
     with ExitStack() as stack:
         for name in CONVERSIONS:
-            stack.enter_context(replaced(torch.Tensor, name, functools.partial(_of_tensors, name, rows, inside)))
-            stack.enter_context(replaced(torch.nn.Module, name, functools.partial(_of_modules, name, rows, inside)))
+            stack.enter_context(hooked(torch.Tensor, name, functools.partial(_of_tensors, name, rows, inside)))
+            stack.enter_context(hooked(torch.nn.Module, name, functools.partial(_of_modules, name, rows, inside)))
         yield rows
 
 
-def _of_tensors(name: str, rows: dict, inside: _Inside, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def converted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        result = original(tensor, *args, **kwargs)
+def _of_tensors(
+    name: str, rows: dict, inside: _Inside, original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    began = time.perf_counter()
+    result = original(tensor, *args, **kwargs)
+    took = time.perf_counter() - began
+    if inside.changed is not None:
+        inside.changed |= result is not tensor
+    elif result is tensor:
+        _add(rows, name, took)
+    return result
+
+
+def _of_modules(
+    name: str, rows: dict, inside: _Inside, original: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    outer, inside.changed = inside.changed, False
+    began = time.perf_counter()
+    try:
+        result = original(module, *args, **kwargs)
         took = time.perf_counter() - began
-        if inside.changed is not None:
-            inside.changed |= result is not tensor
-        elif result is tensor:
+        if outer is None and not inside.changed:
             _add(rows, name, took)
-        return result
-
-    return converted
-
-
-def _of_modules(name: str, rows: dict, inside: _Inside, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def converted(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        outer, inside.changed = inside.changed, False
-        began = time.perf_counter()
-        try:
-            result = original(module, *args, **kwargs)
-            took = time.perf_counter() - began
-            if outer is None and not inside.changed:
-                _add(rows, name, took)
-        finally:
-            inside.changed = None if outer is None else outer or inside.changed
-        return result
-
-    return converted
+    finally:
+        inside.changed = None if outer is None else outer or inside.changed
+    return result
 
 
 def _add(rows: dict, name: str, seconds: float) -> None:
@@ -153,34 +149,23 @@ class WatchedPhase(Phase):
     name = "watched"
     without: frozenset[str] = frozenset()  # sensors that are left out
 
-    def __init__(self, steps: int):
-        super().__init__(steps)
-        self._ending = ExitStack()
-        self._loading: Counter[tuple[str, Place]] = Counter()
-
     def begin(self) -> None:
         super().begin()
+        self._loading: Counter[tuple[str, Place]] = Counter()
         self.ledger = MarkingLedger(torch.cuda.is_available(), self.without)
-        self._ending.callback(self.ledger.drop_incomplete)
-        self._ending.enter_context(self.ledger)
-        self._unchanged = self._ending.enter_context(unchanged())
-        self._ending.enter_context(replaced(_BaseDataLoaderIter, "__next__", self._loaded))
+        self.ending.callback(self.ledger.drop_incomplete)
+        self.ending.enter_context(self.ledger)
+        self._unchanged = self.ending.enter_context(unchanged())
+        self.ending.enter_context(hooked(_BaseDataLoaderIter, "__next__", self._loaded))
 
     def step(self) -> None:
         super().step()
         self.ledger.complete()
 
-    def end(self) -> None:
-        self._ending.close()
-        super().end()
-
-    def _loaded(self, original: Callable) -> Callable:
-        def following(iterator: Any) -> Any:
-            self._loading[iterator._profile_name, Place(here().site)] += 1
-            with self.ledger.paused({"cpu_op"}):  # such work belongs in the loader; waits for it are counted as data
-                return original(iterator)
-
-        return following
+    def _loaded(self, original: Callable, iterator: Any) -> Any:
+        self._loading[iterator._profile_name, Place(here().site)] += 1
+        with self.ledger.paused({"cpu_op"}):  # such work belongs in the loader; waits for it are counted as data
+            return original(iterator)
 
     @property
     def named_lines(self) -> dict[str, Place]:
@@ -205,9 +190,9 @@ class LocatedPhase(WatchedPhase):
     def begin(self) -> None:
         self._taped.begin()
         self.steps = self._taped.steps
-        self._ending.callback(self._taped.end)  # after the sensors: a profiler that stops waits for the device
+        self.ending.callback(self._taped.end)  # after the sensors: a profiler that stops waits for the device
         super().begin()
-        self._ending.enter_context(replaced(torch.cuda, "empty_cache", self._emptied))
+        self.ending.enter_context(hooked(torch.cuda, "empty_cache", self._emptied))
 
     def step(self) -> None:
         Phase.step(self)
@@ -226,12 +211,9 @@ class LocatedPhase(WatchedPhase):
             return False
         return not self.ledger.sizes.issuperset(self._copied())
 
-    def _emptied(self, original: Callable) -> Callable:
-        def emptying() -> None:
-            self.ledger.record("free", EMPTIED, count=0)  # frees are counted by another sensor, but without their line
-            original()
-
-        return emptying
+    def _emptied(self, original: Callable) -> None:
+        self.ledger.record("free", EMPTIED, count=0)  # frees are counted by another sensor, but without their line
+        original()
 
     @property
     def tape(self) -> Tape | None:
@@ -248,8 +230,8 @@ class SurveyPhase(WatchedPhase):
     without = frozenset({"allocator"})  # it records every allocation, which takes time to read
 
     def __init__(self, steps: int, period: Period, name: str = "surveyed"):
-        super().__init__(steps)
-        self.name, self.period = name, period
+        super().__init__(steps, period)
+        self.name = name
 
     def step(self) -> None:
         super().step()

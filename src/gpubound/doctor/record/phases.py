@@ -2,6 +2,10 @@
 
 Warm-up, then steps timed without hooks, then steps under the profiler without sensors, then steps under the sensors of watch
 (located.py). What a phase could not do goes into `absent`, with the reason.
+
+The time that a script waits for its DataLoader is measured in the timed steps. A profiler slows the host, but not the loader's
+workers. So a loader that cannot keep up with the script may keep up with the recorded script, and the tape has no waits for it.
+Slow steps also fill the loader's queue: the steps after them take batches that were made before, until the queue is empty.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,13 +27,13 @@ from weakref import finalize
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...formatting import in_words
-from ...watch.ops import replaced
+from ...trace import hooked
 from ...watch.sensors import statistics
 from ...watch.source_line import Place, here
 from .kineto import read_trace
-from .loading import LoaderClock
 from .period import Period
 from .script import StopScript
 from .tape import SPAN, Tape
@@ -38,17 +43,19 @@ ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # pr
 
 
 class Phase:
-    """A number of steps, with hooks at their edges."""
+    """A number of steps, in whole periods of the loop, with hooks at their edges."""
 
     name = "warm-up"
 
-    def __init__(self, steps: int):
+    def __init__(self, steps: int, period: Period | None = None):
         self.least = self.steps = steps  # `steps` may grow: to whole periods, or until all lines are known
-        self.done, self.seconds = 0, 0.0
+        self.period = period or Period()
+        self.done, self.seconds, self.began = 0, 0.0, 0.0
         self.absent: dict[str, str] = {}
-        self.began = 0.0
+        self.ending = ExitStack()  # what is undone when the phase ends
 
     def begin(self) -> None:
+        self.steps = self.period.rounded(self.steps)
         self.began = time.perf_counter()
 
     def step(self) -> None:
@@ -56,7 +63,55 @@ class Phase:
 
     def end(self) -> None:
         """End the phase. Also called if the script ended first."""
+        self.ending.close()
         self.seconds = time.perf_counter() - self.began
+
+
+class LoaderClock:
+    """Inside its block, the seconds in which the thread that opened it was in a DataLoader."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.ahead = 0  # batches that workers may have made in advance
+        self.waited = False  # whether a batch was not ready when it was asked for
+        self.workers = 0  # of the loader that has the most
+        self._home = 0
+        self._ending = ExitStack()
+
+    def __enter__(self) -> LoaderClock:
+        self._home = threading.get_ident()
+        self._ending.enter_context(hooked(_BaseDataLoaderIter, "__next__", self._timed))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ending.close()
+
+    def restart(self) -> None:
+        self.seconds = 0.0
+
+    def _timed(self, original: Callable, iterator: Any) -> Any:
+        if threading.get_ident() != self._home:
+            return original(iterator)
+        self.ahead = max(self.ahead, batches_ahead(iterator))
+        self.workers = max(self.workers, getattr(iterator, "_num_workers", 0))
+        self.waited |= not is_ready(iterator)
+        began = time.perf_counter()
+        try:
+            return original(iterator)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def batches_ahead(iterator: Any) -> int:
+    """Return how many batches the workers of a DataLoader's iterator make in advance; 0 without workers."""
+    return getattr(iterator, "_num_workers", 0) * (getattr(iterator, "_prefetch_factor", None) or 0)
+
+
+def is_ready(iterator: Any) -> bool:
+    """Return whether the next batch of a DataLoader's iterator has been made. Without workers, none is made in advance."""
+    queue, tasks = getattr(iterator, "_data_queue", None), getattr(iterator, "_task_info", {})
+    arrived = len(tasks.get(getattr(iterator, "_rcvd_idx", None), ())) == 2  # out of order: it is kept with its worker's number
+    return arrived or (queue is not None and not queue.empty())
 
 
 PATIENCE_S = 8.0  # seconds after which no further steps are looked at
@@ -74,14 +129,12 @@ class TimedPhase(Phase):
     workers = 0  # of the loader
 
     def __init__(self, steps: int, period: Period | None = None, name: str = "timed"):
-        super().__init__(steps)
-        self.name, self._period = name, period or Period()
-        self.drained = 0
+        super().__init__(steps, period)
+        self.name, self.drained = name, 0
 
     def begin(self) -> None:
         super().begin()
-        self.steps = self._period.rounded(self.steps)
-        self.loader = LoaderClock().__enter__()
+        self.loader = self.ending.enter_context(LoaderClock())
         torch.cuda.synchronize()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
         self._open()
@@ -106,7 +159,6 @@ class TimedPhase(Phase):
         return not (self.loader.waited or late)
 
     def end(self) -> None:
-        self.loader.__exit__()
         torch.cuda.synchronize()
         timed = self.done - self.drained
         ran = self._events[: timed + 1]
@@ -125,8 +177,7 @@ class RecordedPhase(Phase):
     other_profiler = False  # whether the script runs a profiler
 
     def __init__(self, steps: int, period: Period | None = None):
-        super().__init__(steps + 1)
-        self._recorded, self._period = steps, period or Period()
+        super().__init__(steps + 1, period)
         self.named_lines: dict[str, Place] = {}  # a span's name -> its line
         folder = tempfile.mkdtemp(prefix="gpubound-tape-")
         self._trace = Path(folder) / "trace.json"
@@ -139,8 +190,7 @@ class RecordedPhase(Phase):
 
     def begin(self) -> None:
         super().begin()
-        self.steps = self._period.rounded(self._recorded) + 1
-        self._ending = ExitStack()
+        self.steps = self.period.rounded(self.least - 1) + 1
         self._profile: profile | None = None
         if torch.autograd._profiler_enabled():
             self.other_profiler = True
@@ -156,15 +206,16 @@ class RecordedPhase(Phase):
         with warnings.catch_warnings():  # torch 2.11 warns that a cycle's events go when it ends; there is one cycle
             warnings.filterwarnings("ignore", "Warning: Profiler clears events")
             self._profile.start()
+        self.ending.callback(self._profile.stop)
         if ANNOTATION is None:
             self.absent["marks"] = f"torch {torch.__version__} has no _RecordFunctionFast"
             return
         gc.callbacks.append(self._collecting)
-        self._ending.callback(gc.callbacks.remove, self._collecting)
-        self._ending.enter_context(replaced(torch, "save", self._saving))
+        self.ending.callback(gc.callbacks.remove, self._collecting)
+        self.ending.enter_context(hooked(torch, "save", self._saving))
         if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
             dynamo.callback_handler.register_start_callback(self._compiling)
-            self._ending.callback(dynamo.callback_handler.remove_start_callback, self._compiling)
+            self.ending.callback(dynamo.callback_handler.remove_start_callback, self._compiling)
 
     def step(self) -> None:
         super().step()
@@ -176,14 +227,8 @@ class RecordedPhase(Phase):
 
     def more(self) -> int:
         """Record another period. Return its steps."""
-        self.steps += self._period.steps
-        return self._period.steps
-
-    def end(self) -> None:
-        self._ending.close()
-        if self._profile is not None:
-            self._profile.stop()
-        super().end()
+        self.steps += self.period.steps
+        return self.period.steps
 
     @property
     def copied(self) -> frozenset[int]:
@@ -204,12 +249,9 @@ class RecordedPhase(Phase):
         self.named_lines[name] = place
         return name
 
-    def _saving(self, save: Callable) -> Callable:
-        def saved(*args: Any, **kwargs: Any) -> Any:
-            with ANNOTATION(f"{SPAN}checkpoint|{self._named('save')}"):
-                return save(*args, **kwargs)
-
-        return saved
+    def _saving(self, save: Callable, *args: Any, **kwargs: Any) -> Any:
+        with ANNOTATION(f"{SPAN}checkpoint|{self._named('save')}"):
+            return save(*args, **kwargs)
 
     def _compiling(self, args: Any) -> None:
         """Write a span with a line: the span that torch writes for a compilation has none."""

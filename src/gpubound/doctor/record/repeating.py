@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from ...watch.ops import replaced
+from ...trace import hooked
 
 FEWEST = 50  # calls of a module or replays of a graph, after which they are steps
 UPDATES = 10  # calls of backward without any optimizer, after which they are steps
@@ -39,13 +39,13 @@ class Repeating:
         self._ending, self._hooks = ExitStack(), ExitStack()
 
     def __enter__(self) -> Repeating:
-        for owner, name, make in (
+        for owner, name, hook in (
             (torch.autograd, "backward", self._backward),
             (torch.optim.Optimizer, "__init__", self._optimizer),
             (torch.cuda.CUDAGraph, "replay", self._replay),
         ):
             if hasattr(owner, name):  # the pretend device has no graphs
-                self._ending.enter_context(replaced(owner, name, make))
+                self._ending.enter_context(hooked(owner, name, hook))
         for handle in (
             register_module_forward_pre_hook(self._entered),
             register_module_forward_hook(self._left, always_call=True),
@@ -62,43 +62,34 @@ class Repeating:
         self._over, self.name = True, ""
         self._hooks.close()
 
-    def _optimizer(self, original: Callable) -> Callable:
-        def made(*args: Any, **kwargs: Any) -> None:
-            self._has_optimizer = True
-            self._hooks.close()
-            original(*args, **kwargs)
+    def _optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> None:
+        self._has_optimizer = True
+        self._hooks.close()
+        original(*args, **kwargs)
 
-        return made
-
-    def _backward(self, original: Callable) -> Callable:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            self._hooks.close()  # it trains
-            self._depth += 1
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            if self._over or self._depth:  # checkpointed layers call backward inside of it
-                return result
-            self._backwards += 1
-            if self._backwards > (PATIENT if self._has_optimizer else UPDATES):
-                self.name = "a call of backward()"
-                self._step()
+    def _backward(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        self._hooks.close()  # it trains
+        self._depth += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._over or self._depth:  # checkpointed layers call backward inside of it
             return result
+        self._backwards += 1
+        if self._backwards > (PATIENT if self._has_optimizer else UPDATES):
+            self.name = "a call of backward()"
+            self._step()
+        return result
 
-        return backward
-
-    def _replay(self, original: Callable) -> Callable:
-        def replay(graph: torch.cuda.CUDAGraph) -> None:
-            original(graph)
-            if self._over or self._has_optimizer or self._backwards or self.name not in ("", REPLAY):
-                return
-            self._calls[id(graph)] += 1
-            self.name = self.name or (REPLAY if self._calls[id(graph)] == FEWEST else "")
-            if self.name and self._calls.most_common(1)[0][0] == id(graph):
-                self._step()
-
-        return replay
+    def _replay(self, original: Callable, graph: torch.cuda.CUDAGraph) -> None:
+        original(graph)
+        if self._over or self._has_optimizer or self._backwards or self.name not in ("", REPLAY):
+            return
+        self._calls[id(graph)] += 1
+        self.name = self.name or (REPLAY if self._calls[id(graph)] == FEWEST else "")
+        if self.name and self._calls.most_common(1)[0][0] == id(graph):
+            self._step()
 
     def _entered(self, module: nn.Module, inputs: Any) -> None:
         self._inside += 1

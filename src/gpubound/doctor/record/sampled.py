@@ -13,13 +13,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ...watch.ops import replaced
+from ...trace import hooked
 from ...watch.source_line import Stack, stack_of
 from .period import Period
 from .phases import Phase
@@ -53,32 +52,29 @@ class SampledPhase(Phase):
     name = "sampled"
 
     def __init__(self, steps: int, period: Period, idle: Callable[[], Callable[[], bool]] = device_idle):
-        super().__init__(steps)
-        self._period, self._idle_of = period, idle
+        super().__init__(steps, period)
+        self._idle_of = idle
         self._stacks: Counter[Stack] = Counter()
         self._late: Counter[Stack] = Counter()
 
     def begin(self) -> None:
         super().begin()
-        self.steps = self._period.rounded(self.steps)
         self._home, self._idle = threading.get_ident(), self._idle_of()
-        self._over, self._lock, self._ending = threading.Event(), threading.Lock(), ExitStack()
-        self._ending.callback(sys.setswitchinterval, sys.getswitchinterval())
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self.ending.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(SWITCH_S)
-        self._ending.enter_context(replaced(torch.cuda.CUDAGraph, "capture_begin", self._captured))
+        self.ending.enter_context(hooked(torch.cuda.CUDAGraph, "capture_begin", self._captured))
         self._thread = threading.Thread(target=self._sample, name="gpubound-samples", daemon=True)
         self._thread.start()
+        self.ending.callback(self._thread.join)
+        self.ending.callback(self._over.set)  # before it is waited for
 
-    def _captured(self, original: Callable) -> Callable:
+    def _captured(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         """Stop before a capture, which a query of a stream would end."""
-
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            with self._lock:
-                self._over.set()
-            self.absent["lines of the host"] = "the script captured a graph while they were sampled"
-            return original(*args, **kwargs)
-
-        return begin
+        with self._lock:
+            self._over.set()
+        self.absent["lines of the host"] = "the script captured a graph while they were sampled"
+        return original(*args, **kwargs)
 
     def _sample(self) -> None:
         while not self._over.wait(EVERY_S):
@@ -95,13 +91,7 @@ class SampledPhase(Phase):
     def step(self) -> None:
         super().step()
         if self.done == self.steps and self.done < MOST and time.perf_counter() - self.began < ENOUGH_S:
-            self.steps += self._period.steps
-
-    def end(self) -> None:
-        self._over.set()
-        self._thread.join()
-        self._ending.close()
-        super().end()
+            self.steps += self.period.steps
 
     @property
     def samples(self) -> Samples:

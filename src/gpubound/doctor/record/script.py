@@ -7,7 +7,6 @@ doctor. It is stopped by an exception that no `except Exception` catches, so tha
 
 from __future__ import annotations
 
-import functools
 import io
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -32,9 +31,9 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ...trace import hooked, replaced
 from ...train.device_step import StepResult
 from ...train.step import TrainStep
-from ...watch.ops import replaced
 from ...watch.pretend import NAME, SimTensor
 from .repeating import Repeating
 
@@ -132,7 +131,7 @@ class Script:
         sys.argv = [self.target, *self.arguments]
         sys.path[:] = [folder, *path[1:]]
         try:
-            with _streams(), replaced(os, "_exit", _leaving), replaced(threading, "excepthook", _unless_enough):
+            with _streams(), replaced(os, "_exit", _leaving), hooked(threading, "excepthook", _unless_enough):
                 yield
         finally:
             sys.argv, sys.path[:] = argv, path
@@ -160,9 +159,10 @@ def _forks_leave() -> Iterator[None]:
         raise Forked(0)
 
 
-def _unless_enough(report: Callable) -> Callable:
+def _unless_enough(report: Callable, failed: Any) -> None:
     """Report a failed thread, but not one whose step was the last one."""
-    return lambda failed: None if failed.exc_type is StopScript else report(failed)
+    if failed.exc_type is not StopScript:
+        report(failed)
 
 
 def _leaving(leave: Callable[[int], None]) -> Callable[[int], None]:
@@ -281,24 +281,18 @@ class TrainSteps:
         self._on_step = on_step
         self.inside = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        with replaced(TrainStep, "__call__", self._watched):
-            yield
+    def listening(self) -> AbstractContextManager[None]:
+        return hooked(TrainStep, "__call__", self._watched)
 
-    def _watched(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def watched(train_step: TrainStep, *args: Any, **kwargs: Any) -> StepResult | None:
-            self.inside = True
-            try:
-                result = original(train_step, *args, **kwargs)
-            finally:
-                self.inside = False
-            if result is not None:  # None: there are no more batches
-                self._on_step(train_step, result)
-            return result
-
-        return watched
+    def _watched(self, original: Callable, train_step: TrainStep, *args: Any, **kwargs: Any) -> StepResult | None:
+        self.inside = True
+        try:
+            result = original(train_step, *args, **kwargs)
+        finally:
+            self.inside = False
+        if result is not None:  # None: there are no more batches
+            self._on_step(train_step, result)
+        return result
 
 
 class Steps:
@@ -327,9 +321,9 @@ class Steps:
             self._ending.enter_context(self._repeating)
         elif colon:
             owner, name = _function(module, function, self._marker)
-            self._ending.enter_context(replaced(owner, name, self._counted))
+            self._ending.enter_context(hooked(owner, name, self._counted))
         else:
-            self._ending.enter_context(replaced(record_function, "__exit__", self._annotated))
+            self._ending.enter_context(hooked(record_function, "__exit__", self._annotated))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -346,22 +340,15 @@ class Steps:
         if self._leader() is optimizer:
             self._step()
 
-    def _counted(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
+    def _counted(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._step()
+        return result
+
+    def _annotated(self, leave: Callable, annotation: Any, *error: Any) -> None:
+        leave(annotation, *error)
+        if annotation.name == self._marker and not any(error):
             self._step()
-            return result
-
-        return counted
-
-    def _annotated(self, original: Callable) -> Callable:
-        def leave(annotation: Any, *error: Any) -> None:
-            original(annotation, *error)
-            if annotation.name == self._marker and not any(error):
-                self._step()
-
-        return leave
 
     def _step(self) -> None:
         if os.getpid() == self._process and not torch.compiler.is_compiling():
