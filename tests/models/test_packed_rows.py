@@ -23,7 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  #
 ROWS = [[9, 4, 30], [2, 25], [41]]
 OTHER_ROWS = [[41], [30, 2, 9], [25, 4]]  # the same examples
 WIDTH = 48
-WINDOWS = {kind: {"sliding_window": 6} for kind in ("mistral", "gemma2", "gemma3")}
+OWN = {kind: {"sliding_window": 6} for kind in ("mistral", "gemma2", "gemma3")}
+OWN["olmoe"] = {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}  # its mask and SDPA leave the window out
 QWEN = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
 KINDS = [
     "decoder",
@@ -40,6 +41,8 @@ KINDS = [
     "mixtral",
     "qwen2_moe",
     "deepseek_v3",
+    "olmoe",
+    "nemotron",
 ]
 
 
@@ -63,7 +66,7 @@ def make(kind):
         return AutoModelForCausalLM.from_config(config(intermediate_size=24, initializer_range=0.2, **sizes, **own))
     if kind == "gemma4":  # its scores have no factor: large weights would enlarge what rounding leaves
         return tiny(kind, sliding_window=6, initializer_range=0.05)
-    return tiny("qwen3", **QWEN) if kind == "qwen3 windows" else tiny(kind, **WINDOWS.get(kind, {}))
+    return tiny("qwen3", **QWEN) if kind == "qwen3 windows" else tiny(kind, **OWN.get(kind, {}))
 
 
 def batch_of(lengths=ROWS, pieces=None):
@@ -132,8 +135,9 @@ def test_with_pefts_adapters(placed):
 
 @pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_layers_are_isolated_in_backward(placed, reentrant):
-    model = make("qwen3 windows")
+@pytest.mark.parametrize("kind", ["qwen3 windows", "nemotron"])
+def test_recomputed_layers_are_isolated_in_backward(placed, reentrant, kind):
+    model = make(kind)
     want = trained(model, batch_of()[0])
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if placed:
@@ -338,7 +342,7 @@ def big(kind):
     if kind == "decoder":
         return Decoder(DecoderConfig(256, 512, 2, 4, 2, 89), device="cuda")
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05, "pad_token_id": None}
-    name, options = ("qwen3", QWEN) if kind == "qwen3 windows" else (kind, WINDOWS.get(kind, {}))
+    name, options = ("qwen3", QWEN) if kind == "qwen3 windows" else (kind, OWN.get(kind, {}))
     return tiny(name, **wide | options).cuda()
 
 

@@ -223,7 +223,7 @@ def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, FallbackError | torch.OutOfMemoryError):
                 raise
-            return f"a row of three examples raised {type(error).__name__}: {error}"
+            return f"a row of three examples raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     rounded = alone.dtype in (torch.float16, torch.bfloat16) or torch.get_float32_matmul_precision() != "highest"
     parts = (f"{name} {type(module).__name__}".lower() for name, module in model.named_modules())
     experts = rounded and any("expert" in part or "moe" in part for part in parts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..layers.attention import attend
 from ..layers.packed_attention import Segments
 from .decoding import FULL as FULL, WINDOWED as WINDOWED
-from .reader import config_window, layer_window
+from .reader import config_window, has_field, layer_window
 
 FIELDS = frozenset(("segment_ids", "cu_seqlens"))  # of a batch of packed rows, besides position_ids
 SEGMENTS = "segments"  # keyword of attention
@@ -42,8 +42,9 @@ def packed_arguments(trunk: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         )
     implementation = config._attn_implementation
     if implementation == "sdpa" and trunk._supports_flash_attn and trunk._supports_attention_backend:
-        # Four dimensions: transformers makes no mask then. Where attention does not read segments, SDPA refuses its integers.
+        # Four dimensions: transformers makes no mask then. Nemotron's layers pass it to attention, and no keywords.
         mask: Any = segments.segment_ids[:, None, None]
+        setattr(mask, SEGMENTS, segments)
         read_segments()
     elif implementation in ("sdpa", "eager"):
         mask = _masks(trunk, config, segments, implementation)
@@ -94,7 +95,9 @@ def read_segments() -> None:
 def _reading_segments(sdpa: Any) -> Any:
     @wraps(sdpa)
     def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, **kwargs):
-        segments = kwargs.pop(SEGMENTS, None)
+        segments = kwargs.pop(SEGMENTS, getattr(attention_mask, SEGMENTS, None))
+        if segments is None and attention_mask is not None and attention_mask.dtype in (torch.int32, torch.int64):
+            segments = Segments(attention_mask[:, 0, 0])  # a recomputed layer has a copy of our mask
         if segments is None:
             return sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
         for name in ("softcap", "position_bias", "s_aux"):
@@ -102,7 +105,9 @@ def _reading_segments(sdpa: Any) -> Any:
                 raise ValueError(f"packed rows: {type(module).__name__} has {name}, which SDPA does not; {UNPACKED}.")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        window = kwargs["sliding_window"] if "sliding_window" in kwargs else layer_window(module)  # Qwen2-MoE's mask has it
+        # Qwen2-MoE passes its mask's window; OLMoE any sliding_window of its config, which SDPA and its mask leave out.
+        passed = "sliding_window" in kwargs and has_field(module.config, "sliding_window")
+        window = kwargs["sliding_window"] if passed else layer_window(module)
         return attend(query, key, value, segments, scale, dropout, causal, window), None
 
     setattr(attention, SEGMENTS, True)
