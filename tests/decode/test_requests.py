@@ -152,6 +152,7 @@ def test_models_that_cannot_decode():
         "decode/requests:models_that_cannot_decod",
         lambda: gb.decoder(cases.build("Llama", device="meta")),
         lambda: gb.decoder(None),
+        lambda: gb.decoder(cases.build("Qwen3_5", head_dim=2, rope_parameters=cases.HALF | {"partial_rotary_factor": 0.25})),
     )
     assert "ReLU, a plain module" in refusal(ValueError, lambda: gb.decoder(torch.nn.ReLU()))
 

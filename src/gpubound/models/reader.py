@@ -295,7 +295,10 @@ class Reader:
         """Return why the kernels cannot decode the model for texts of that length; None if they can."""
         if (learnt := self.positions()) is not None and max_length > len(learnt):
             return f"it has {len(learnt)} positions, and max_length is {max_length}"
-        for kind in rope_types(getattr(self.trunk, self.ROTARY, None)):
+        rotary = getattr(self.trunk, self.ROTARY, None)
+        if any(not frequencies.numel() for frequencies in getattr(rotary, "_buffers", {}).values()):
+            return f"partial_rotary_factor of its config rotates less than a pair of its heads' {self.head_dim(self.first_attention())} numbers"
+        for kind in rope_types(rotary):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:
                 beyond = f" beyond {longest} tokens, and max_length is {max_length}" if longest else ""
