@@ -13,7 +13,7 @@ import torch
 import gpubound as gb
 from gpubound.serve import Client, Server
 from gpubound.serve.policies import Policies
-from tests.messages import refusal
+from tests.messages import message, refusal
 
 from .conftest import FIRST, SECOND, policies
 
@@ -122,9 +122,13 @@ def raw(server, data, reset=False):
 
 
 def test_what_http_does_not_allow_is_refused_in_json(echo, tmp_path, capsys):
-    head = b"POST /status HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: "
+    head = b"POST /status HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     with serving(echo, tmp_path) as server:
-        requests = [b"nonsense\r\n\r\n", b"PUT /status HTTP/1.1\r\n\r\n", b"POST / HTTP/1.1\r\nX: " + b"x" * 70000]
+        requests = [
+            b"nonsense\r\n\r\n",
+            b"PUT /status HTTP/1.1\r\nHost: [::1]:1\r\n\r\n",
+            b"POST / HTTP/1.1\r\nX: " + b"x" * 70000,
+        ]
         for request in (*requests, head + b"9" * 5000 + b"\r\n\r\n"):
             *_, body = raw(server, request).split(b"\r\n")
             assert json.loads(body).keys() == {"error"}
@@ -178,6 +182,25 @@ def test_a_token_is_asked_for(echo, tmp_path):
         assert post(server, "/status", "{}")[0] == post(server, "/status", "{}", Authorization="Bearer sesam")[0] == 401
         assert Client(server.address, token="sesame").status() == echo.status()
         assert "token" in refusal(ValueError, Client(server.address, token="other").status)
+
+
+def test_without_a_token_only_this_machines_names_are_answered(echo, tmp_path):
+    """A page may have its name resolve to 127.0.0.1, and then sends any request as if it were the service's own page."""
+    with serving(echo, tmp_path) as server:
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1:80", "127.1.2.3", "[::1]:8400"):
+            assert post(server, "/status", "{}", Host=host)[0] == 200
+        wrong = ("example.org", "example.org:8400", "127.0.0.1.example.org", "localhost.example.org", "0.0.0.0", "[", "")
+        answers = [post(server, "/status", "{}", Host=host) for host in wrong]
+        assert [status for status, _ in answers] == [403] * len(wrong)
+        assert answers[0][1] == {"error": message("serve/server:without_a_token_only_this")}
+        for head in (
+            b"GET / HTTP/1.1\r\nHost: a.b",
+            b"POST /status HTTP/1.0\r\nX: y",
+            b"GET / HTTP/1.1\r\nHost: ::1\r\nHost: a.b",
+        ):
+            assert b" 403 " in raw(server, head + b"\r\n\r\n")
+    with serving(echo, tmp_path, token="sesame") as server:
+        assert post(server, "/status", "{}", Host="example.org", Authorization="Bearer sesame")[0] == 200
 
 
 @pytest.mark.parametrize("token", ["süßes", "two\nlines"])

@@ -297,7 +297,8 @@ class Reader:
             return f"it has {len(learnt)} positions, and max_length is {max_length}"
         rotary = getattr(self.trunk, self.ROTARY, None)
         if any(not frequencies.numel() for frequencies in getattr(rotary, "_buffers", {}).values()):
-            return f"partial_rotary_factor of its config rotates less than a pair of its heads' {self.head_dim(self.first_attention())} numbers"
+            width = self.head_dim(self.first_attention())
+            return f"partial_rotary_factor of its config rotates less than a pair of its heads' {width} numbers"
         for kind in rope_types(rotary):
             longest = self.longest() if kind == "longrope" else 0
             if kind not in FIXED and not 0 < max_length <= longest:

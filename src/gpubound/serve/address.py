@@ -1,6 +1,7 @@
 """Check the address that a service listens at: other machines may reach it only with a token."""
 
 from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 
 def check_address(host: str, port: int, token: str | None) -> None:
@@ -28,3 +29,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def names_this_machine(header: str, host: str) -> bool:
+    """Return whether a request's Host header names the loopback device or `host`.
+
+    A page in a browser may have its own name resolve to 127.0.0.1, and its requests then have that name.
+
+    >>> [names_this_machine(name, "127.0.0.1") for name in ("localhost:8400", "[::1]", "example.org", "")]
+    [True, True, False, False]
+    """
+    try:
+        name = urlsplit(f"//{header}").hostname or ""
+    except ValueError:  # brackets without an address
+        return False
+    return name == host.lower() or is_loopback(name)

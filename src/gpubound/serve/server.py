@@ -23,7 +23,7 @@ from ..errors import GpuboundError
 from ..formatting import counted, hint, readable, shown
 from ..trace import say
 from ..train.loop import Stop
-from .address import check_address
+from .address import check_address, names_this_machine
 from .client import PORT
 from .policies import Policies
 
@@ -45,7 +45,8 @@ class QueuedCall(NamedTuple):
 class Server:
     """A service of `policies`. `serve` answers until Ctrl-C; `address` is where.
 
-    host, port  port 0 takes a free one. Any address but this machine's own needs a token
+    host, port  port 0 takes a free one. Any address but this machine's own needs a token; without one, only requests whose Host
+                header names this machine are answered
     token       that each request must have as `Authorization: Bearer TOKEN`
     folder      where save_state and load_state find their folders
     most_bytes  the largest request
@@ -61,7 +62,7 @@ class Server:
         most_bytes: int = MOST_BYTES,
     ):
         check_address(host, port, token)
-        self.policies, self.token, self.folder, self.most_bytes = policies, token, Path(folder), most_bytes
+        self.policies, self.host, self.token, self.folder, self.most_bytes = policies, host, token, Path(folder), most_bytes
         self._jobs: SimpleQueue[QueuedCall] = SimpleQueue()
         self._ending = threading.Event()
         handler = type("Handler", (Handler,), {"service": self})
@@ -188,6 +189,16 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = PATIENCE
     server_version, sys_version = "gpubound", ""
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        names = self.headers.get_all("Host") or [""]
+        if self.service.token or all(names_this_machine(name, self.service.host) for name in names):
+            return True
+        wanted = f"localhost or {self.service.host}, or a service with a token"
+        self._refuse(403, f"serve: Host: got {shown(names[-1])}, wanted {wanted}.")
+        return False
 
     def do_POST(self) -> None:
         service = self.service
