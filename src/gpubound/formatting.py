@@ -122,6 +122,16 @@ def hint(name: Any, known: Iterable[str], others: str) -> str:
     return others if others.endswith(".") else f"{others} {', '.join(names) or 'none'}."
 
 
+def unexpected(call: str, names: Iterable[str], known: Iterable[str]) -> TypeError:
+    """Return the error of a call that was given keyword arguments of these names, which it does not take.
+
+    >>> unexpected("f", ["stpes"], ["steps", "lr"])
+    TypeError("f() got an unexpected keyword argument 'stpes'; did you mean 'steps'?")
+    """
+    name = min(names)
+    return TypeError(f"{call}() got an unexpected keyword argument {name!r}; {hint(name, known, 'it takes')}")
+
+
 def listed(names: Any) -> list[Any]:
     """Return a list of one or several names. Another object becomes a list of one, which the caller refuses.
 

@@ -115,10 +115,15 @@ def test_more_new_tokens_than_there_is_room_for(said):
 
 
 def test_an_unknown_setting_is_no_setting():
-    """It was told to `Choice.__init__()`, whom nobody calls."""
-    assert refusal(TypeError, lambda: cases.shared().generate(PROMPT, top_q=1)) == message(
-        "decode/requests:an_unknown_setting_is_no"
-    )
+    """It was told to `Choice.__init__()`, whom nobody calls, or by Python alone."""
+    fast = cases.shared()
+    found = [
+        refusal(TypeError, lambda: fast.generate(PROMPT, top_q=1)),
+        refusal(TypeError, lambda: fast.generate(PROMPT, beams=1)),
+        refusal(TypeError, lambda: fast.rollout([PROMPT], max_tokens=1)),
+        refusal(TypeError, lambda: gb.decoder(fast.model, max_lenght=16)),
+    ]
+    assert "\n".join(found) == message("decode/requests:an_unknown_setting_is_no")
 
 
 def test_an_empty_stop_string():

@@ -298,6 +298,7 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
         (lambda found: found.create(["first"]), "name"),
         (lambda found: found.create("lora_B"), "lora_B"),
         (lambda found: found.create("third", seed="x"), "seed"),
+        (lambda found: found.create("third", rnak=4), "create: 'rnak' is unknown; did you mean 'rank'?"),
         (lambda found: found.create("third", targets=5), "targets"),
         (lambda found: found.create("third", betas=5), "betas"),
         (lambda found: found.create("third", betas=[None, 0.9]), "betas"),

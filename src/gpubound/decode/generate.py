@@ -8,13 +8,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from inspect import signature
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from ..device import label, plainly, resolve
 from ..errors import GenerateError
+from ..formatting import unexpected
 from ..graph.guards import NotCopyable, ReentryGuard
 from ..kernels.dispatch import hasten
 from ..layers.linear_product import any_sharded
@@ -267,6 +269,7 @@ def decoder(
     split: str = "layers",
     exact: bool = False,
     device: str | torch.device | None = None,
+    **unknown: Never,
 ) -> FastDecoder:
     """Build a decoder that reads `model`'s weights in place: after a training step it generates with the new ones.
 
@@ -294,6 +297,8 @@ def decoder(
     exact       True: the model's own modules by batch-invariant kernels. Tokens do not depend on the batch, log-probabilities
                 are those of a TrainStep with exact=True, bit for bit. For dense models that are placed, and gb.Decoder
     """
+    if unknown:
+        raise unexpected("decoder", unknown, list(signature(decoder).parameters)[:-1])
     for name, value in (("model", model), ("speculate: its model", getattr(speculate, "model", None) or model)):
         if not isinstance(value, nn.Module):
             raise ValueError(f"decoder: {name}: got {type(value).__name__}, wanted a causal language model.")

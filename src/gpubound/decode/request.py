@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..formatting import unexpected
 from ..models.decoding import ends_of
 from ..trace import notice
 from .text import TextCodec
@@ -81,10 +82,7 @@ def make_request(
 ) -> Request:
     """Check the arguments of `generate`, before anything is launched. `generation` is the model's generation config."""
     if unknown := choice.keys() - LIMITS.keys():
-        raise TypeError(
-            f"generate() got an unexpected keyword argument {min(unknown)!r}, wanted max_new_tokens, stop, n, logprobs, "
-            f"adapters, sampling, {', '.join(LIMITS)}."
-        )
+        raise unexpected("generate", unknown, ("max_new_tokens", "stop", "n", "logprobs", "adapters", "sampling", *LIMITS))
     check_count("n", n)
     if max_new_tokens is not None:
         check_count("max_new_tokens", max_new_tokens, "; None takes as many as fit")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..formatting import unexpected
 from .request import (
     LIMITS,
     Choice,
@@ -106,7 +107,7 @@ def rollout_request(
         where = f" on {len(body.spans or body.peers)} devices" if len(body.spans) > 1 or body.peers else ""
         raise ValueError(f"rollout: got a decoder {why}{where}, whose rows begin and end together; use generate.")
     if unknown := settings.keys() - (LIMITS.keys() - {"seed"}):
-        raise TypeError(f"rollout() got an unexpected keyword argument {min(unknown)!r}, wanted {', '.join(LIMITS)}.")
+        raise unexpected("rollout", unknown, ("n", "max_new_tokens", "logprobs", "stop", "adapters", *LIMITS))
     check_count("n", n)
     ids = read_prompts(prompts, decoder.text, padding_of(decoder.generation, decoder.text))
     check_prompts(ids, body.vocab, len(ids), decoder.max_length, "rollout")

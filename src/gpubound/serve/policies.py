@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from safetensors.torch import save as bytes_of
@@ -97,12 +98,17 @@ class Policies:
         weight_decay: float = 0.0,
         clip: float | None = 1.0,
         seed: int = 0,
+        **unknown: Never,
     ) -> dict[str, Any]:
         """Give the model another adapter, and return its `status`. The first sample after this captures its graphs again.
 
         alpha  as in gpubound.lora.add; None: as large as the rank
         seed   of the adapter's start
         """
+        if unknown:
+            key = min(unknown)
+            known = list(signature(self.create).parameters)[:-1]
+            raise ValueError(f"create: {key!r} is unknown; {hint(key, known, 'it takes')}")
         optimizer = optimizer_options({"lr": lr, "betas": betas, "weight_decay": weight_decay, "clip": clip})
         if type(seed) is not int or not -(1 << 63) <= seed < 1 << 64:
             raise ValueError(f"create: seed: got {seed!r}, wanted a whole number of 64 bits.")

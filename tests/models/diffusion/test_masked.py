@@ -259,6 +259,11 @@ def test_refused_requests(prompts, tokens, how, named):
         MaskedSampler(BothWays(), mask_token=MASK).generate(prompts, tokens, **how)
 
 
+def test_a_misspelt_setting():
+    with pytest.raises(TypeError, match=r"^generate\(\) got .* 'step'; did you mean 'steps'\?$"):
+        MaskedSampler(BothWays(), mask_token=MASK).generate([1], 8, step=2)
+
+
 @pytest.mark.parametrize(
     "make, named",
     [

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from ...decode.request import Choice, Generated, Generation, check_count, check_
 from ...decode.text import TextCodec, TextStream
 from ...device import host_bytes, label, usable_bytes
 from ...errors import GenerateError
-from ...formatting import readable
+from ...formatting import readable, unexpected
 from ...graph import Captured, capture
 from ...graph.guards import ReentryGuard
 from ...kernels import sample
@@ -251,8 +251,11 @@ class MaskedSampler:
         guidance: float = 0.0,
         seed: int = 0,
         n: int = 1,
+        **unknown: Never,
     ) -> "ActiveRequest":
         """Return a checked request: `play()` yields as `stream` does, and then `result()` returns as `generate` does."""
+        if unknown:
+            raise unexpected("generate", unknown, list(signature(self.start).parameters)[:-1])
         check_count("tokens", tokens)
         choice = Choice(temperature=temperature, seed=seed)
         if refresh is not None and not cache:
