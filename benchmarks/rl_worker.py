@@ -100,7 +100,7 @@ def held_gib(job: RLJob) -> float | None:
     return (torch.cuda.max_memory_reserved() + uncounted_bytes(torch.device(job.device))) / 2**30
 
 
-def loop(job: RLJob, exact: bool = False) -> dict[str, Any]:
+def loop(job: RLJob, exact: bool | None = None) -> dict[str, Any]:
     """`gb.rl.train`: seconds of a step and of its phases, tokens, and the gap between sampler and trainer."""
     with tempfile.TemporaryDirectory() as out:
         run = gb.rl.train(policy(job), texts(job), even, tokenizer=tokenizer(job), exact=exact, out=f"{out}/run", **keys(job))
@@ -269,7 +269,7 @@ def stop_late(job: RLJob) -> None:
 
 CONTENDERS: dict[str, Callable[[RLJob], dict[str, Any]]] = {
     "loop": loop,
-    "loop-exact": partial(loop, exact=True),
+    "loop-not-exact": partial(loop, exact=False),
     "learning": learning,
     "rollouts": rollouts,
     "prefill": prefill,

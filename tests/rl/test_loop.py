@@ -163,6 +163,14 @@ def test_exact_has_no_gap(tmp_path):
     assert [record["largest_gap"] for record in train(tmp_path, model=wide_policy(), **keys).tape.steps()] == [0, 0]
 
 
+def test_where_a_run_is_exact_by_default():
+    cuda, cpu, model, known = torch.device("cuda", 0), torch.device("cpu"), wide_policy(), {"precision": "bf16"}
+    assert RLRecipe(**known).is_exact(model, cuda) and RLRecipe(**known, exact=True).is_exact(model, cpu)
+    for keys in (known | {"exact": False}, known | {"cache": "int8"}, known | {"overlap": True}, {"precision": "fp32"}):
+        assert not RLRecipe(**keys).is_exact(model, cuda)
+    assert not RLRecipe(**known).is_exact(model, cpu) and not RLRecipe(**known).is_exact(torch.nn.Linear(2, 2), cuda)
+
+
 def test_a_cache_of_8_bits_has_a_larger_gap(tmp_path):
     (record,) = train(tmp_path / "run", steps=1, cache="int8").tape.steps()
     assert 1e-5 < record["largest_gap"] < 1e-2
@@ -189,7 +197,7 @@ def test_on_a_gpu_steps_are_captured(adapters, tmp_path):
     records = run.tape.steps()
     assert "captured as 2 graphs" in run.tape.about["verdict"] or "captured as 1 graph" in run.tape.about["verdict"]
     assert records[-1]["reward"] > records[1]["reward"] + 0.1
-    assert max(record["gap"] for record in records[1:]) < 0.05, "both round to bf16"
+    assert max(record["largest_gap"] for record in records[1:]) == 0, "it is exact by default"
 
 
 @pytest.mark.gpu

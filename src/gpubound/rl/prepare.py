@@ -1,6 +1,7 @@
 """Build a run from its recipe: everything is checked before the first step."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,15 @@ def prepare(
     else:
         model = policy
         device = next(model.parameters()).device
+    exact = recipe.is_exact(model, device)
+    recipe = replace(recipe, exact=exact)  # what the run's checkpoints record
     copied = recipe.kl and any(p.requires_grad for p in model.parameters()) and not _only_adapters(model)
     reference = copy.deepcopy(model).eval().requires_grad_(False) if copied else None
-    step = training.make_step(model.train(), objective, device, exact=recipe.exact)
+    step = training.make_step(model.train(), objective, device, exact=exact)
     if reference is not None:
         reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
     rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
-    decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=recipe.exact)
+    decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact)
     run = RLRun(
         recipe, model, known, device, asked, eval_list, functions, objective, step, decoder, reference, shape,
         _ends(recipe, decoder, known), Episodes(known, replies, recipe.turns, new, seq, recipe.timeout), checkpoints,

@@ -67,8 +67,9 @@ class RLRecipe:
     """Answers that are sampled at once; the keys and values of so many stay in memory."""
     cache: str | None = None
     """Keep keys and values of the sampling in 8 bits, int8 or fp8: half the memory, and log-probabilities farther apart."""
-    exact: bool = False
-    """Sampler and trainer compute the same log-probabilities, bit for bit, by kernels that are slower."""
+    exact: bool | None = None
+    """Sampler and trainer compute the same log-probabilities, bit for bit, by kernels that are slower. By default in 16 bits on
+    a GPU, where the model has these kernels, and neither cache nor overlap is given."""
     dynamic: bool = False
     """Sample further prompts in place of those whose answers all have one reward, from which nothing is learnt."""
     rounds: int = 3
@@ -167,6 +168,15 @@ class RLRecipe:
         keys["lr"] = (LR_ADAPTERS if self.lora else LR) if self.lr is None else self.lr
         model = self.model or "10m"  # a policy that is a module needs no name
         return Recipe(**keys, model=model, steps=self.steps * self.passes, accumulate=accumulate)
+
+    def is_exact(self, model: Any, device: Any) -> bool:
+        """Return `exact`, or its default for a model on a device: in fp32 rounding is 1e-6."""
+        from ..models.invariant import why_not_invariant
+
+        if self.exact is not None:
+            return self.exact
+        rounds = device.type == "cuda" and self.training().precision_on(device).startswith("bf16")
+        return rounds and self.cache is None and not self.overlap and why_not_invariant(model) is None
 
     @property
     def adapters(self) -> Lora | None:
