@@ -58,7 +58,7 @@ def test_a_baseline_holds_the_step_and_the_counts(tmp_path):
     assert message("doctor/gate:a_baseline_holds_the_ste.2").within(
         gate(replace(GOOD, machine={"device": "H100"}), Budgets(), before).lines()[0]
     )
-    for wrong, words in (("{", "is not JSON"), ("[]", "a verdict has version"), ('{"version": 1}', "the verdict is damaged")):
+    for wrong, words in (("{", "is not JSON"), ("[]", "holds a JSON list"), ('{"version": 1}', "the verdict is damaged")):
         path.write_text(wrong)
         with pytest.raises(DataError, match=rf"doctor\.json: {words}"):
             read_baseline(path)

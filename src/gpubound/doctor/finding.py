@@ -206,10 +206,12 @@ class Verdict:
         try:
             _check(content)
             lists = {name: [Finding.from_dict(each) for each in content[name]] for name in _LISTS}
-            later = {
-                each.name for each in fields(cls) if (each.default, each.default_factory) != (MISSING, MISSING)
-            } - content.keys()  # than the file
-            return cls(**{each.name: content[each.name] for each in fields(cls) if each.name not in later} | lists)
+            values = {
+                each.name: content[each.name]
+                for each in fields(cls)
+                if each.name in content or (each.default, each.default_factory) == (MISSING, MISSING)  # else a later field
+            }
+            return cls(**values | lists)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the verdict is damaged ({type(error).__name__}: {error}); write it again.") from error
 

@@ -5,14 +5,13 @@ A missing measurement never passes: a budget without one is not met.
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..errors import DataError
-from ..files import reading, regular
+from ..files import read_json, reading, regular
 from ..formatting import hint
 from ..watch.guard import STALLS, allow_comments
 from .finding import COUNTS, KINDS, Finding, Verdict
@@ -183,11 +182,7 @@ def read_allowances(path: Path) -> list[Allowance]:
 
 def read_baseline(path: Path) -> Verdict:
     """Read the doctor.json of an earlier run."""
-    try:
-        with reading(path):
-            content = json.loads(regular(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: is not JSON ({error}); wanted the doctor.json of an earlier run.") from error
+    content = read_json(path, "give the doctor.json of an earlier run")
     try:
         return Verdict.from_dict(content)
     except DataError as error:

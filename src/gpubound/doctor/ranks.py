@@ -49,14 +49,15 @@ def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdic
             by_line.setdefault(_key(finding), {})[rank] = finding
     findings = [_merged_finding(by_rank, len(verdicts) + len(failed)) for by_rank in by_line.values()] + _late(verdicts)
     findings.sort(key=lambda finding: (finding.ms is None, -(finding.ms or 0.0), -finding.count))
+    times: dict[str, Any] = {}
+    for name in ("step_ms", "ceiling_ms", "device_ms", "together_ms"):
+        values = (getattr(verdict, name) for verdict in verdicts.values())
+        times[name] = max((value for value in values if value is not None), default=None)
     return replace(
         first,
         findings=findings,
         harmless=[finding for finding in first.harmless if _key(finding) not in by_line],
-        step_ms=_most(verdict.step_ms for verdict in verdicts.values()),
-        ceiling_ms=_most(verdict.ceiling_ms for verdict in verdicts.values()),
-        device_ms=_most(verdict.device_ms for verdict in verdicts.values()),
-        together_ms=_most(verdict.together_ms for verdict in verdicts.values()),
+        **times,
         counts={name: max(v.counts[name] for v in verdicts.values() if name in v.counts) for name in first.counts},
         absent=first.absent | {f"rank {rank}": why for rank, why in sorted(failed.items())},
         ranks=[_about(rank, verdict) for rank, verdict in sorted(verdicts.items())],
@@ -66,10 +67,6 @@ def merged(verdicts: Mapping[int, Verdict], failed: Mapping[int, str]) -> Verdic
 def _key(finding: Finding) -> tuple[str, str, int]:
     line = finding.line
     return (finding.kind, line.portable.file, line.line) if line else (finding.kind, "", 0)
-
-
-def _most(values: Any) -> float | None:
-    return max((value for value in values if value is not None), default=None)
 
 
 def _merged_finding(by_rank: Mapping[int, Finding], world: int) -> Finding:

@@ -15,15 +15,13 @@ from ...files import reading, replacing
 from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
-from .autocast import BF16
-from .calls import COPIES, LOADER, OPTIMIZER, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
+from .calls import BF16, COPIES, LOADER, OPTIMIZER, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
 from .libraries import ACCELERATE, PIN_LOADERS, UNFILTERED
 from .meters import METERS
 from .reads import ELEMENTS, RARELY, READS
 from .source import Edit, Patch, Refused, SourceText
 from .step import TRAIN_STEP
-from .uploads import INDEX, SLICE, STAGED, UNVALIDATED
-from .windows import WINDOWS
+from .uploads import INDEX, SLICE, STAGED, UNVALIDATED, WINDOWS
 
 SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a finding's evidence
 

@@ -68,8 +68,11 @@ def _decoded(path: Path, text: IO[str], head: dict[str, Any]) -> Iterator[dict[s
             try:
                 more()
             except DataError as cut:
-                other = DataError(f"{path}: is JSON without traceEvents, so it is no trace; {WANTED}")
-                raise (other if _is_json(buffer) else cut) from None
+                why = cut
+                with suppress(json.JSONDecodeError):
+                    json.loads(buffer, strict=False)
+                    why = DataError(f"{path}: is JSON without traceEvents, so it is no trace; {WANTED}")
+                raise why from None
         with suppress(json.JSONDecodeError):  # the events may be readable all the same
             head |= json.loads(buffer[: start.start()] + '"": 0}', strict=False)
         at = start.end()
@@ -89,14 +92,6 @@ def _decoded(path: Path, text: IO[str], head: dict[str, Any]) -> Iterator[dict[s
             raise damaged()
         at, count = end, count + 1
         yield event
-
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text, strict=False)
-    except json.JSONDecodeError:
-        return False
-    return True
 
 
 TIMED = "(dynamo_timed)"  # suffix of torch's spans of a compilation and its parts

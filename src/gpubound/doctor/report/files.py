@@ -184,12 +184,9 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _measured(verdict: Verdict) -> list[tuple[str, str]]:
-    rows = [(f"phase: {name}", _in_words(what)) for name, what in verdict.phases.items()]
+    phases = verdict.phases.items()
+    rows = [(f"phase: {name}", ", ".join(f"{unit} {value}" for unit, value in what.items())) for name, what in phases]
     return rows + [(f"without {what}", why) for what, why in verdict.absent.items()]
-
-
-def _in_words(what: Any) -> str:
-    return ", ".join(f"{name} {value}" for name, value in what.items()) if isinstance(what, Mapping) else str(what)
 
 
 def _rounds(proof: Proof) -> dict[str, list[tuple[float, float]]]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ...watch.events import MASKING
 from ...watch.ledger import LedgerRow
-from ...watch.source_line import LIBRARY, Place, Site, Stack, owner
+from ...watch.source_line import LIBRARY, Place, Site, owner
 from ..price.prices import Line, Measurements, Prices, line_of
 from .compute import EVERY, busiest, computing
 from .remedies import acts, parsed
@@ -65,10 +65,11 @@ def loop_around(site: Site) -> Site | None:
 
 def loop_of(evidence: Measurements) -> Loop | None:
     """Return the innermost loop around the end of the sampled steps, from the stacks of the optimizer, or else of backward."""
-    ends: Counter[Site] = Counter()
-    for updates in (True, False):
+    for is_end in (lambda site: OPTIMIZERS in site.file.replace("\\", "/"), lambda site: site.function == ENGINE):
+        ends: Counter[Site] = Counter()
         for stack, count in evidence.samples.stacks.items():
-            if (_updates(stack) if updates else _in_engine(stack)) and (site := _innermost_loop(stack)):
+            innermost = (around for site in stack.sites if (around := loop_around(site)))
+            if stack.torch is not None and is_end(stack.torch) and (site := next(innermost, None)):
                 ends[site] += count
         if ends:
             break
@@ -112,18 +113,6 @@ def unseen_loops(evidence: Measurements) -> list[Site]:
         for a, b in sorted(outer)
         if not any(a <= line <= b for line in seen)
     ]
-
-
-def _innermost_loop(stack: Stack) -> Site | None:
-    return next((loop for site in stack.sites if (loop := loop_around(site))), None)
-
-
-def _updates(stack: Stack) -> bool:
-    return stack.torch is not None and OPTIMIZERS in stack.torch.file.replace("\\", "/")
-
-
-def _in_engine(stack: Stack) -> bool:
-    return stack.torch is not None and stack.torch.function == ENGINE
 
 
 def late_lines(evidence: Measurements, loop: Loop | None) -> list[tuple[Place, float]]:

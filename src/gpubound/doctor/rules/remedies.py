@@ -67,9 +67,8 @@ def of_read(row: LedgerRow, count: float = 1.0) -> str:
     """Return the remedy of a wait. `count` is how often it is a step."""
     if row.place.through:  # events.THROUGH has its cause
         return cause_of("sync", row.what, row.place.through).remedy
-    if row.what != DRAWING and (
-        remedy := _of_library(row, count)
-    ):  # torch.normal checks whether or not a distribution validates
+    remedy = _of_library(row, count)
+    if remedy and row.what != DRAWING:  # torch.normal checks whether or not a distribution validates
         return remedy
     if row.what in VALUES and row.place.site is not None:
         return _of_value(row.place.site, count) or cause_of("sync", row.what).remedy
@@ -100,7 +99,8 @@ def _only_shown(statement: ast.stmt | None, scope: ast.AST) -> bool:
     uses = [
         each
         for each in ast.walk(scope)
-        if _is_simple(each) and any(isinstance(n, ast.Name) and n.id == target.id and _is_read(n) for n in ast.walk(each))
+        if _is_simple(each)
+        and any(isinstance(n, ast.Name) and n.id == target.id and isinstance(n.ctx, ast.Load) for n in ast.walk(each))
     ]
     tests = [n.test for n in ast.walk(scope) if isinstance(n, (ast.If, ast.While))]
     decides = any(isinstance(n, ast.Name) and n.id == target.id for test in tests for n in ast.walk(test))
@@ -121,10 +121,6 @@ def acts(site: Site) -> bool:
     assigned = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     given = {n.id for call in steps for arg in call.args for n in ast.walk(arg) if isinstance(n, ast.Name)}
     return bool(assigned & given) or any(node in steps for node in ast.walk(statement))
-
-
-def _is_read(name: ast.Name) -> bool:
-    return isinstance(name.ctx, ast.Load)
 
 
 def _is_simple(node: ast.AST) -> bool:
