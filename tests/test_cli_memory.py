@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.cli import memory
+from gpubound.cli import session as memory
 from gpubound.data import Corpus, python_stdlib_texts, train_tokenizer
 from gpubound.errors import DeviceError
 from gpubound.models.llama.checkpoint import hf_config

@@ -83,7 +83,7 @@ def test_a_family_without_sdpa(tmp_path, capsys):
 
 
 def test_exit_codes(capsys):
-    assert place("users:without") == 3
+    assert place("users:without") == place("users.py:without") == 3
     assert "not verified as a whole" in capsys.readouterr().out
     assert place("users:refused", "--strict") == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == message("place/cli:exit_codes.2")
@@ -94,7 +94,7 @@ SAID = {
     "users:three": "users:three returned a tuple of 3, wanted a model, or a model and an example batch.",
     "users:nothing": "users:nothing raised AttributeError: module 'users' has no attribute 'nothing'",
     "absent:f": "absent:f raised ModuleNotFoundError: No module named 'absent'",
-    "nowhere": "target: got 'nowhere', wanted a folder with a config.json, or MODULE:FUNCTION.",
+    "nowhere": "target: got 'nowhere', wanted a folder with a config.json, MODULE:FUNCTION or FILE.py:FUNCTION.",
     "users:no_model": "model must be a torch.nn.Module, got int; pass the model itself.",
 }
 

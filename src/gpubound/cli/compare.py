@@ -24,8 +24,8 @@ from ..train.convert import RECIPE, convert
 from ..train.data import check_data, known_tokenizer, open_data
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
-from .config_file import load_yaml
 from .session import say, train
+from .train_options import load_yaml
 
 SAME = (
     "out", "data", "data_weights", "data_bytes", "text_key", "format", "chat_template", "train_on", "pack", "overlong",

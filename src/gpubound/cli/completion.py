@@ -7,6 +7,7 @@ gpubound completion fish > ~/.config/fish/completions/gpubound.fish
 
 import io
 import re
+import shlex
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
@@ -62,12 +63,8 @@ def _bash(options: dict[str, list[str]], zsh: bool) -> str:
 
 
 def _fish(options: dict[str, list[str]]) -> str:
-    lines = [f"complete -c gpubound -n __fish_use_subcommand -a {name} -d {_quoted(summary(name))}" for name in COMMANDS]
+    lines = [f"complete -c gpubound -n __fish_use_subcommand -a {name} -d {shlex.quote(summary(name))}" for name in COMMANDS]
     lines.append('complete -c gpubound -n "__fish_seen_subcommand_from completion" -f -a "bash zsh fish"')
     for name, words in options.items():
         lines += [f'complete -c gpubound -n "__fish_seen_subcommand_from {name}" -l {word[2:]}' for word in words]
     return "\n".join(lines)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"

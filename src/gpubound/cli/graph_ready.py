@@ -4,12 +4,9 @@ For a language model, the step of one token is audited, as transformers runs it 
 another module is audited with its example inputs.
 """
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from ..errors import GpuboundError
 from ..graph.audit import Audit, AuditedPart, Obstacle, audit
 from ..models.language_model import LanguageModel
 from ..models.registry import cache_in, cache_word, family_of, is_named
-from .place import load
+from .place import call, load
 
 VOCABULARY, POSITIONS = 512, 512  # of a preset, whose tokenizer is unknown
 PROMPT = 16  # tokens before the step
@@ -126,38 +123,9 @@ def call_named(target: str) -> Any:
         raise ValueError(
             f"graph-ready: got {target!r}, wanted a folder with a config.json, a preset's name, MODULE:NAME or FILE.py:NAME."
         )
-    try:
-        maker = getattr(_module(where), name)
-        result = maker()
-    except (Exception, SystemExit) as error:  # the user's own code may raise anything, or end; the cause is kept
-        raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
+    maker, result = call(target)
     inputs: Any = getattr(result, "example_inputs", None)
     if isinstance(result, nn.Module) and inputs is not None:
         return (result, *inputs())
     first = result[0] if isinstance(result, tuple) and result else result
     return result if callable(first) else maker
-
-
-def _module(where: str) -> Any:
-    if not where.endswith(".py"):
-        sys.path.insert(0, "")  # as `python -m` would
-        try:
-            return import_module(where)
-        finally:
-            sys.path.remove("")
-    name = Path(where).stem
-    while name in sys.modules:  # of another file
-        name += "_"
-    spec = importlib.util.spec_from_file_location(name, where)
-    assert spec is not None and spec.loader is not None  # its name ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(Path(where).resolve().parent))
-    sys.modules[name] = module  # where dataclasses and pickle look for a class's module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    finally:
-        sys.path.pop(0)
-    return module

@@ -3,6 +3,7 @@
 The model is a Hugging Face folder or a function of yours that builds one; nothing is written back.
 """
 
+import importlib.util
 import json
 import sys
 from collections.abc import Sequence
@@ -29,16 +30,16 @@ MAX_LAYERS = 1024  # of a model without weights; the deepest published ones have
 class PlaceOptions:
     """Put a model on the device through verified kernels, and print what runs where.
 
-    TARGET is a folder with a config.json, or MODULE:FUNCTION. If the folder has no weights, random ones are placed. The
-    function takes no arguments and returns a model, or a model and an example batch. Exit code 1: --strict was given, and a
-    module was not swapped. 3: the model was placed, but not verified as a whole; the last line says why.
+    TARGET is a folder with a config.json, MODULE:FUNCTION or FILE.py:FUNCTION. If the folder has no weights, random ones are
+    placed. The function takes no arguments and returns a model, or a model and an example batch. Exit code 1: --strict was
+    given, and a module was not swapped. 3: the model was placed, but not verified as a whole; the last line says why.
 
     Examples: gpubound place path/to/checkpoint --json
               gpubound place train:build_model --device require
     """
 
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
-    """A checkpoint's folder, or MODULE:FUNCTION."""
+    """A checkpoint's folder, MODULE:FUNCTION or FILE.py:FUNCTION."""
     device: str = "auto"
     """Where to: auto, require, cpu, cuda or cuda:<index>."""
     dtype: str = "auto"
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 def check_target(target: str) -> None:
     module, _, function = target.partition(":")
     if not (Path(target) / "config.json").is_file() and not (module and function.isidentifier()):
-        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, or MODULE:FUNCTION.")
+        raise ValueError(f"target: got {target!r}, wanted a folder with a config.json, MODULE:FUNCTION or FILE.py:FUNCTION.")
 
 
 def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> tuple[Any, Any]:
@@ -83,7 +84,7 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
         return _from_folder(Path(target), dtype_asked(dtype), trust_remote_code), None
     if dtype != "auto":
         raise ValueError(f"--dtype {dtype} is for a folder's model; {target} builds its own: give it that dtype there.")
-    built = _built(target)
+    _, built = call(target)
     if not isinstance(built, tuple):
         return built, None
     if len(built) != 2:
@@ -135,13 +136,33 @@ def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", tr
     return auto.from_config(config, **options)
 
 
-def _built(target: str) -> Any:
-    """Return the result of MODULE:FUNCTION, imported as `python -m` would: the working directory comes first."""
-    module, _, function = target.partition(":")
-    sys.path.insert(0, "")
+def call(target: str) -> tuple[Any, Any]:
+    """Return what MODULE:NAME or FILE.py:NAME names, and the result of its call without arguments.
+
+    Modules are imported as `python -m` would, where the working directory comes first, and for a file its own folder.
+    """
+    where, _, name = target.rpartition(":")
+    folder = str(Path(where).resolve().parent) if where.endswith(".py") else ""
+    sys.path.insert(0, folder)
     try:
-        return getattr(import_module(module), function)()
-    except Exception as error:  # the user's code may raise anything; the cause is kept
+        named = getattr(_run_file(where) if folder else import_module(where), name)
+        return named, named()
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything, or end; the cause is kept
         raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
     finally:
-        sys.path.remove("")
+        sys.path.remove(folder)
+
+
+def _run_file(file: str) -> Any:
+    name = Path(file).stem
+    while name in sys.modules:  # of another file
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # its name ends with .py
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and pickle look for it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

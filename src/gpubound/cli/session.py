@@ -13,26 +13,30 @@ from typing import Any
 import torch
 
 from .. import measure, trace
-from ..device import label
+from ..device import label, total_bytes
 from ..distributed import ALONE, Ranks
+from ..distributed.failures import SMALLER
 from ..doctor.finding import Verdict
 from ..doctor.record.run import of_run
 from ..doctor.report.text import brief
-from ..errors import MeasureError
+from ..errors import DeviceError, MeasureError
 from ..files import explain_disk_full, locked
 from ..formatting import counted, quantity
 from ..layers.quantized_base import numbers_of
-from ..models.registry import family_of
+from ..models.registry import family_of, is_named
 from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
+from ..plan import first_that_fits, phases, step_of
 from ..trace import fallbacks, notice
 from ..train.cost import flops_of
 from ..train.loop import HOPELESS, Run, Stop
 from ..train.precision import precision
+from ..train.recipe import Recipe
 from ..train.records import Record
 from ..version import __version__
 
+GIB = 1 << 30
 MATRIX_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SEARCH = 16  # steps that fp16 may skip while it finds its loss scale
 MAX_SKIPPED = 0.1  # fraction of all steps; with more the training is not sound, even if the last loss is finite
@@ -71,6 +75,40 @@ def run_folder(out: str, ranks: Ranks = ALONE) -> Iterator[None]:
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
     with explain_disk_full(out, advice), locked(out) if ranks.first else nullcontext():
         yield
+
+
+def predict(recipe: Recipe, device: torch.device, world: int) -> dict[str, int]:
+    """Print and return the peaks of the phases of a run on a GPU, of torch's allocator; nothing where they are not known."""
+    if device.type != "cuda":
+        return {}
+    try:
+        step = step_of(recipe, world)
+    except ValueError as error:
+        notice(f"memory: not predicted: {error}")
+        return {}
+    predicted = phases(step, 4 if is_named(recipe.model) and recipe.adapters is None else step.itemsize)
+    if predicted:
+        peaks = ", ".join(f"{phase} {size / GIB:.1f}" for phase, size in predicted.items())
+        notice(f"memory: {peaks} GiB predicted, of {total_bytes(device) / GIB:.1f}.")
+    return predicted
+
+
+@contextmanager
+def explained(recipe: Recipe, device: torch.device, world: int) -> Iterator[None]:
+    """Add to an error of MemoryPhases, raised inside, the first options that would fit."""
+    try:
+        yield
+    except DeviceError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        try:
+            options = first_that_fits(recipe, world, total_bytes(device))
+        except ValueError:  # the model's activations are not counted
+            advice = SMALLER
+        else:
+            other = " or a smaller model" if recipe.lora else ", a smaller model, or lora"
+            advice = f"{options} would fit" if options else f"no other step fits: take shorter rows{other}"
+        raise DeviceError(f"{str(error).rstrip('.')}; {advice}.") from error.__cause__
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from ..monitor.live import check_log
 from ..train.convert import convert
 from ..train.recipe import Recipe
 from . import arguments, split_config
-from .config_file import split_aliases
 from .ranks import resume_command, save_when_launcher_ends, start_ranks
 from .train_options import (
     OPTIONS,
@@ -32,6 +31,7 @@ from .train_options import (
     export_folder,
     from_file,
     override_length,
+    split_aliases,
     translated,
     with_aliases,
     write_export,
@@ -144,7 +144,6 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
     from ..measure.memory_phases import MemoryPhases
     from ..train.prepare import prepare
     from . import session
-    from .memory import explained, predict
     from .session import say
 
     heads = [own.objective for _, own in recipe.stages() if own.new_objective().trains_head]
@@ -159,12 +158,12 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
         join(device.type, options.longest_step) as ranks,
         session.log_level(options.quiet, ranks),
         session.run_folder(recipe.out, ranks),
-        explained(recipe, device, ranks.world),
+        session.explained(recipe, device, ranks.world),
     ):
         save_when_launcher_ends()
         resume = options.resume or options.is_restart
         memory = MemoryPhases(device)
-        memory.predicted = {} if options.auto_batch else predict(recipe, device, ranks.world)
+        memory.predicted = {} if options.auto_batch else session.predict(recipe, device, ranks.world)
         run = prepare(recipe, resume, options.auto_batch, progress=ranks.first, ranks=ranks, allow=options.allow, memory=memory)
         if export is not None:
             check_replaceable(export, "export", run=run.id)
