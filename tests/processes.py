@@ -20,7 +20,7 @@ def plain_environment() -> dict[str, str]:
 def forking() -> BaseContext:
     """Return the context whose processes are forked from one server with all imports, the programs' and the ranks' alike.
 
-    What has asked for a GPU cannot be forked, and where there is one, tests/conftest.py has asked: they are spawned there."""
+    What has asked for a GPU cannot be forked, and where there is one, tests/footing.py has asked: they are spawned there."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
     return context

@@ -22,14 +22,18 @@ from .train.runs import CHATS, build_corpus, recipe, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A Hugging Face folder: two layers that have read some of Python's own library."""
-    folder = tmp_path_factory.mktemp("base")
+def exported(folder: Path, steps: int) -> Path:
+    """Train two layers on some of Python's own library, into a Hugging Face folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(facts, "interpreted", lambda: False)
-        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=300, accumulate=1, lr=1e-2))
+        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=steps, accumulate=1, lr=1e-2))
         return run.export(folder / "hf")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder where nothing depends on what the model has read."""
+    return exported(tmp_path_factory.mktemp("base"), 1)
 
 
 @pytest.fixture
@@ -102,9 +106,10 @@ HELD_OUT = """
 
 
 @pytest.mark.slow
-def test_a_fine_tune_lowers_the_held_out_loss_and_its_adapter_keeps_it(config, base, tmp_path, capsys):
+def test_a_fine_tune_lowers_the_held_out_loss_and_its_adapter_keeps_it(config, tmp_path, capsys):
     """As the run reports it: read back here and by PEFT, and far below that of the base."""
-    assert main(["train", str(config), "--export", "hf", "--json"]) == 0
+    base = exported(tmp_path / "base", 300)
+    assert main(["train", str(config), "--model", str(base), "--export", "hf", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     best = answer["best"]["held_out"]
     told = {"seq": 64, "micro_batch": 4, "validation": 0.1, "pack": "none"}

@@ -80,7 +80,7 @@ def _rank(pipe: Any, variables: dict[str, Any], work: Callable, args: tuple) -> 
     os.environ.update({name: str(value) for name, value in variables.items()})
     os.environ.pop("TRITON_INTERPRET", None)  # the definitions: ten times faster, and what ranks add to them is the same
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/conftest.py: what is not written holds NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)  # as tests/footing.py: what is not written holds NaN
     faulthandler.dump_traceback_later(SECONDS - 5)  # of one that hangs, its lines
     try:
         result = work(*args)

@@ -33,7 +33,6 @@ from tests.distributed.processes import on_ranks
 
 H200 = GPUS["h200"]
 BASE = step_of(Recipe(model="350m", seq=1024, micro_batch=4, accumulate=64), 8)
-EIGHT_B = check_plan.step_of_case(("lora", "8b"))
 
 
 @pytest.mark.slow
@@ -91,12 +90,14 @@ def test_slower_links_and_memory_and_recomputing_take_longer(monkeypatch):
 
 
 def test_adapters_cost_less_than_weights_and_more_where_their_rank_is_large():
+    adapted = check_plan.step_of_case(("lora", "8b"))
+
     def parts(rank: int = 16, **changes) -> dict[str, float]:
-        step = replace(EIGHT_B, **changes)
+        step = replace(adapted, **changes)
         ranks = dict.fromkeys(step.adapters.ranks, rank)
         return seconds(replace(step, adapters=replace(step.adapters, ranks=ranks)), H200)
 
-    full = seconds(replace(EIGHT_B, adapters=None), H200)
+    full = seconds(replace(adapted, adapters=None), H200)
     assert full["matrix products"] / parts()["matrix products"] == pytest.approx(6 / 4, rel=0.04)
     assert parts(8)["adapters"] == parts()["adapters"] and parts(1024)["adapters"] > 3 * parts()["adapters"]
     eager = parts(seq=512, captured=False)

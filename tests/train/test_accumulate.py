@@ -42,7 +42,7 @@ def test_micro_batches_are_one_big_batch(parts, tied):
 
 
 def test_born_zero_under_poisoned_memory():
-    """conftest fills torch.empty with NaN: a buffer that is not zeroed at birth shows."""
+    """footing.py fills torch.empty with NaN: a buffer that is not zeroed at birth shows."""
     model = small()
     sums = Accumulators(model.named_parameters())
     assert sums.gradient.eq(0).all()

@@ -78,7 +78,7 @@ def test_the_norm_of_known_vectors(vectors, parts, device):
 
 
 def test_what_lay_in_the_buffers_does_not_count():
-    """Between steps the accumulators and the totals are filled with NaN; fresh memory holds NaN in every test (conftest)."""
+    """Between steps the accumulators and the totals are filled with NaN; fresh memory holds NaN in every test (footing.py)."""
     results = []
     for poisoned in (False, True):
         model = small()
