@@ -163,6 +163,16 @@ def test_contrastive_is_info_nce_of_cosines(pooling, symmetric):
     torch.testing.assert_close(objective.embeddings(model, batch), Contrastive(0.1, pooling).embeddings(Mask(model), masked))
 
 
+def test_padding_before_a_text_is_no_part_of_its_mean():
+    """It was counted where a batch has labels, too. Each token's state is its embedding here."""
+    ids, labels = torch.tensor([[0, 0, 3, 5], [0, 7, 9, 2]]), torch.full((2, 4), -100)
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels.index_fill(1, torch.tensor(3), 0)}
+    model = Mask(decoder(classes=0).double())
+    model.trunk = model.trunk.embed_tokens
+    means = torch.stack([model.trunk(row[row > 0]).mean(0) for row in ids])
+    torch.testing.assert_close(Contrastive(0.1, "mean").embeddings(model, batch), means / means.norm(dim=1, keepdim=True))
+
+
 class Mask(nn.Module):
     """A model without a head that takes an attention_mask, which a causal one need not read where padding is at the end."""
 

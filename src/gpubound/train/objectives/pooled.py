@@ -203,7 +203,7 @@ class Contrastive(Objective):
                  None: all rows at once
 
     A batch has input_ids (n P, T), n = 2 + negatives: row nk is a query, row nk + 1 its positive, and its negatives follow.
-    Where a text ends, its labels say (the last that is not -100, as in batches of a Corpus), or its attention_mask; without
+    A text ends at its last label that is not -100, as in batches of a Corpus, and has the tokens of its attention_mask; without
     both it is the whole row.
     """
 
@@ -297,9 +297,10 @@ class Contrastive(Objective):
                 f"{rows or 'an even number of rows, each query and then its positive'}, got {got}."
             )
         inputs = {key: value for key, value in batch.items() if key not in ("labels", "example")}
+        mask = batch["attention_mask"] != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
         if "labels" in batch:
-            return inputs, (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
-        return inputs, batch["attention_mask"] != 0 if "attention_mask" in batch else torch.ones_like(ids, dtype=torch.bool)
+            mask = mask & ((batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0)
+        return inputs, mask
 
     def embeddings(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Return the embedding of each row, of length 1, in fp32 or wider."""
