@@ -104,6 +104,7 @@ SHAPED = {
     "tiled_norm_gate_up": (1.0, "gelu_tanh"),
     "tiled_norm_product": (None, 9, 72),
     "turn_heads": (3,),
+    "write_tokens": (40, 16, torch.int64, False),
 }
 
 

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import GenerateError
-from ..kernels import cross_entropy, invariant_cached_attention
+from ..kernels import cross_entropy, invariant_cached_attention, write_tokens
 from ..kernels.invariant import BLOCK
 from ..layers.embedding_and_head import head_of
 from ..layers.invariant import BatchInvariant
 from ..models.invariant import why_not_invariant
 from ..models.language_model import hidden_of
 from ..models.registry import mode
-from .kv_cache import PAGE, Cache, cached_layers, words
+from .kv_cache import PAGE, Cache, cached_layers
 from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body, random_ids
 from .transformer import ViewRunner
 from .weight_view import WeightView, bind
@@ -39,19 +39,13 @@ class CachedKeys:
     """
 
     def __init__(self, cache: Cache, blocks: Tensor, start: Tensor, tokens: int) -> None:
-        self.cache, self.start, self.blocks = cache, start, blocks[:, 0].contiguous()
+        self.cache, self.start, self.copies, self.blocks = cache, start, blocks, blocks[:, 0].contiguous()
         self.positions = start[:, None].long() + torch.arange(tokens, device=start.device)  # (B, T)
-        at = self.positions[:, None].expand(-1, blocks.shape[1], -1)
-        if cache.pages is None:
-            self.target = blocks.long().expand(-1, -1, tokens), slice(None), at
-        else:
-            self.target = blocks.long().gather(2, at // PAGE), slice(None), at % PAGE
 
     def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.whole.k[number], self.cache.whole.v[number]
         for stored, new in ((keys, k), (values, v)):
-            rows = new.transpose(1, 2)  # (B, T, G, D)
-            words(stored, rows)[self.target] = words(rows, stored)[:, None]
+            write_tokens(stored, new.transpose(1, 2), self.copies, self.start)
         return invariant_cached_attention(q.transpose(1, 2).contiguous(), keys, values, self.blocks, self.start, scale)
 
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import decode_attention, quantized_decode_attention
+from ..kernels import decode_attention, quantized_decode_attention, write_tokens
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
 from ..kernels.latent_attention import LatentCache
+from ..kernels.write_tokens import as_integers
 from ..models.decoding import LatentAttentionWeights, LayerWeights, StateShape
 from .layer_state import LayerState, ring_positions, write_rows
 from .request import to_device
@@ -154,7 +155,7 @@ class LayerStore:
         targets: (B, C) rows that get C copies each; None: the first B. ends: (B,) positions after the rows' last tokens, after
         which the prompts are padded; None: there is no padding.
         """
-        rows, tokens, device = len(pairs[0][1]), pairs[0][1].shape[1], pairs[0][1].device
+        rows, tokens = pairs[0][1].shape[:2]
         end = start + tokens
         if self.pages is None and targets is None:
             for cache, new in pairs:
@@ -162,15 +163,16 @@ class LayerStore:
             return [cache[:rows, :, :end] for cache, _ in pairs]
         if self.pages is None:
             assert targets is not None
-            for cache, new in pairs:
-                words(cache, new)[targets, :, start:end] = words(new, cache).transpose(1, 2)[:, None]
-            return [cache[targets[:, 0], :, :end] if start else new.transpose(1, 2) for cache, new in pairs]
-        pages = (self.pages[:rows, None] if targets is None else self.pages[targets]).long()  # (B, C, pages of a row)
-        position = torch.arange(start, end, device=device)
-        at = pages.index_select(2, position // PAGE), slice(None), position % PAGE
+            blocks = targets[..., None]
+        else:
+            blocks = self.pages[:rows, None] if targets is None else self.pages[targets]  # (B, C, pages of a row)
         for cache, new in pairs:
-            words(cache, new)[at] = words(new, cache)[:, None]
-        stored = pages[:, 0, : pages_for(end)]
+            write_tokens(cache, new, blocks, start)
+        if not start:
+            return [new.transpose(1, 2) for _, new in pairs]
+        if self.pages is None:
+            return [cache[blocks[:, 0, 0], :, :end] for cache, _ in pairs]
+        stored = blocks[:, 0, : pages_for(end)]
         return [cache[stored].transpose(1, 2).flatten(2, 3)[:, :, :end] for cache, _ in pairs]  # (B, pages, K, PAGE, ...)
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
@@ -423,25 +425,6 @@ class Cache:
         width = sum(store.k.shape[0] * store.k.shape[2] * store.k.shape[4] for store in self.stores)
         plain = (1 if latent else 2) * self.rows * self.length * width * self.dtype.itemsize
         return [("cache", ", ".join(parts), f"{(self.nbytes - states) / 1e6:,.3g} MB; plain, {plain / 1e6:,.3g}"), *key]
-
-
-def as_integers(t: Tensor) -> Tensor:
-    """View a tensor as integers of the same size, whose copies by index keep every bit (see `words`)."""
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
-
-
-def words(t: Tensor, other: Tensor) -> Tensor:
-    """View keys or values (..., D) as wide integers, if both can be: an indexed copy moves an element a thread. Scales stay.
-
-    As integers, because torch's deterministic index_put_ adds what it writes to a zero: a NaN's bits would change, and among
-    int8 codes any bits occur.
-    """
-    size = torch.int64.itemsize
-    fits = t.dim() == 4 and all(
-        not any(step * one.itemsize % size for step in (one.shape[-1], one.storage_offset(), *one.stride()[:-1]))
-        for one in (t, other)
-    )
-    return t.view(torch.int64) if fits else t
 
 
 class PagePool:

@@ -74,3 +74,4 @@ from .tiled_product import (
     tiled_norm_gate_up as tiled_norm_gate_up,
     tiled_norm_product as tiled_norm_product,
 )
+from .write_tokens import write_tokens as write_tokens
