@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -66,10 +67,30 @@ class Simulator:
     def play(self, times: int) -> Played:
         """Play the calls `times` times in a row. An entry holds the time of the play before until it is written again."""
         rows = list(zip(self.before, self.previous, self.pause, self.cost, self.after, self.waits_for, self.room))
+        latency, gap, run, tail = self.latency, self.gap, self.run, self.tail
         ends = [call.end - self.high for call in self.calls]
         begun, done = [NEVER] * len(rows), [NEVER] * len(rows)
-        for _ in range(times):
-            self._once(rows, ends, begun, done)
+        plays = chain.from_iterable(enumerate(rows) for _ in range(times))
+        for at, (before, previous, rest, own, after, waits_for, room) in plays:
+            start = ends[before] + rest
+            if ends[previous] > start:
+                start = ends[previous]
+            if after:
+                begin = start + latency[at]
+                for other in after:
+                    free = done[other] + gap[at]
+                    if free > begin:
+                        begin = free
+                begun[at] = begin
+                done[at] = begin + run[at]
+            end = start + own
+            for other in waits_for:
+                until = done[other] + tail[at]
+                if until > end:
+                    end = until
+            if room >= 0 and begun[room] + tail[at] > end:
+                end = begun[room] + tail[at]
+            ends[at] = end
         return Played(max(*ends, *done, 0.0, 0.0), ends, begun)
 
     def without(self, gone: frozenset[int], work: bool = False) -> Simulator:
@@ -107,29 +128,6 @@ class Simulator:
         size, zero = len(self.calls), [0.0] * len(self.calls)
         calls = [replace(call, end=self.high) for call in self.calls]
         return replace(self, calls=calls, pause=zero, cost=zero, waits_for=[()] * size, room=[-1] * size)
-
-    def _once(self, rows: list, ends: list[float], begun: list[float], done: list[float]) -> None:
-        latency, gap, run, tail = self.latency, self.gap, self.run, self.tail
-        for at, (before, previous, rest, own, after, waits_for, room) in enumerate(rows):
-            start = ends[before] + rest
-            if ends[previous] > start:
-                start = ends[previous]
-            if after:
-                begin = start + latency[at]
-                for other in after:
-                    free = done[other] + gap[at]
-                    if free > begin:
-                        begin = free
-                begun[at] = begin
-                done[at] = begin + run[at]
-            end = start + own
-            for other in waits_for:
-                until = done[other] + tail[at]
-                if until > end:
-                    end = until
-            if room >= 0 and begun[room] + tail[at] > end:
-                end = begun[room] + tail[at]
-            ends[at] = end
 
     def error(self) -> float:
         """Return the largest difference of a played time from the recorded one, as a fraction of the tape's length."""
