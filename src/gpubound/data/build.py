@@ -30,7 +30,6 @@ from .formats import (
     Completion,
     Conversation,
     Document,
-    Part,
     Pooled,
     PreferencePair,
     kind_of,
@@ -390,7 +389,7 @@ def encode(
     pooled = [part for part in every if isinstance(part, Pooled)]
     plain = encoder.encode_batch([part for part in every if isinstance(part, str)] + [part.text for part in pooled])
     texts = len(plain) - len(pooled)
-    encoded: dict[type, Iterator[Any]] = {str: ((ids, None) for ids in plain[:texts])}
+    encoded: dict[type, Iterator[Encoded]] = {str: (_ended(encoder, ids, None) for ids in plain[:texts])}
     encoded[Pooled] = (_labelled(encoder, ids, part.label, classes) for ids, part in zip(plain[texts:], pooled))
     if chats or completions:
         if not isinstance(encoder, Tokenizer):
@@ -399,13 +398,9 @@ def encode(
                 f"{type(encoder).__name__}, which only encodes texts."
             )
         if chats:  # which need a chat template
-            encoded[Conversation] = iter(encoder.encode_chats(chats, train_on))
-        encoded[Completion] = iter(encoder.encode_completions(completions, train_on))
-    return [[_finished(encoder, part, *next(encoded[type(part)])) for part in parts(document)] for document in documents]
-
-
-def _finished(encoder: Encoder, part: Part, ids: Any, mask: np.ndarray | None) -> Encoded:
-    return (ids, mask) if isinstance(part, Pooled) else _ended(encoder, ids, mask)
+            encoded[Conversation] = (_ended(encoder, *each) for each in encoder.encode_chats(chats, train_on))
+        encoded[Completion] = (_ended(encoder, *each) for each in encoder.encode_completions(completions, train_on))
+    return [[next(encoded[type(part)]) for part in parts(document)] for document in documents]
 
 
 def _labelled(encoder: Encoder, ids: Any, label: int | str | None, classes: Sequence[str] | None) -> Encoded:

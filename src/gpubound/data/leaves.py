@@ -77,7 +77,7 @@ def _container(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[
     """Return a function that makes the container from new children, and its (key, child) pairs; None for a leaf."""
     kind = type(node)
     if kind is dict:
-        return partial(_dict, list(node)), list(node.items())
+        return partial(_refilled, {}, setitem, list(node)), list(node.items())
     if isinstance(node, Tensor | np.ndarray | str | bytes):
         return None
     if isinstance(node, Mapping):
@@ -104,15 +104,11 @@ def _container(node: Any, path: Path) -> tuple[Callable[[list[Any]], Any], list[
 
 
 def _refilled(container: Any, set_item: Callable[[Any, Any, Any], None], keys: list[Any], values: list[Any]) -> Any:
-    """Return a copy of a container with further state (a BatchEncoding, a frozen dataclass), with new children."""
+    """Return a copy of a container, which may have further state (a BatchEncoding, a frozen dataclass), with new children."""
     new = copy.copy(container)
     for key, value in zip(keys, values):
         set_item(new, key, value)
     return new
-
-
-def _dict(keys: list[Any], values: list[Any]) -> dict:
-    return dict(zip(keys, values))
 
 
 def _build(structure: Any, leaves: Iterator[Any]) -> Any:
@@ -161,7 +157,9 @@ class Padding:
                 f"feed: pad: got {self.values!r}, wanted a value for each leaf, as in {{'input_ids': 0, 'labels': -100}}."
             )
         for key, value in self.values.items():
-            _check_padding(key, *(value if isinstance(value, tuple) and len(value) == 2 else (value, -1)))
+            number, dimension = value if isinstance(value, tuple) and len(value) == 2 else (value, -1)
+            if not isinstance(number, Real) or not isinstance(dimension, Integral):
+                raise ValueError(f"feed: pad: {key!r}: got {value!r}, wanted a number, or (number, dimension).")
         sizes = self.bucket if isinstance(self.bucket, Sequence) and not isinstance(self.bucket, str) else [self.bucket]
         if self.bucket not in (None, "pow2") and not (sizes and all(map(_is_positive_int, sizes))):
             raise ValueError(f"feed: bucket: got {self.bucket!r}, wanted 'pow2', a multiple, or a list of sizes.")
@@ -212,12 +210,6 @@ class Padding:
             return leaf
         amounts = [amount for old, new in zip(reversed(leaf.shape), reversed(sizes)) for amount in (0, new - old)]
         return functional.pad(leaf, amounts, value=value)
-
-
-def _check_padding(key: Any, value: Any, dimension: Any) -> None:
-    if not isinstance(value, Real) or not isinstance(dimension, Integral):
-        got = value if dimension == -1 else (value, dimension)
-        raise ValueError(f"feed: pad: {key!r}: got {got!r}, wanted a number, or (number, dimension).")
 
 
 def _holds(dtype: torch.dtype, value: Any) -> bool:

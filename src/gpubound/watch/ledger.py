@@ -99,35 +99,6 @@ LAUNCH_LINES = 12  # a step launches from hundreds of lines; the busiest are sho
 CODE = 72  # columns of source shown
 
 
-def render(ledger: Ledger) -> str:
-    steps = f"{ledger.steps} steps" if ledger.steps != 1 else "1 step"
-    totals = ledger.totals
-    some = [f"{name} {_total(value, ledger.steps)}" for name, value in totals.items() if value]
-    lines = [f"ledger: {steps if ledger.steps else 'no steps marked'}", f"counted: {', '.join(some) or 'nothing'}"]
-    if none := [name for name, value in totals.items() if not value]:
-        lines.append(f"zero: {', '.join(none)}")
-    if missing := [name for name in TOTALS if name not in totals]:
-        lines.append(f"not counted: {', '.join(missing)}")
-    launches = _by_line(row for row in ledger.rows if row.kind == "launch")
-    shown = [row for row in ledger.rows if row.kind != "launch"] + launches[:LAUNCH_LINES]
-    if shown:
-        lines += ["", *_table(shown)]
-    if len(launches) > LAUNCH_LINES:
-        lines.append(f"... and {len(launches) - LAUNCH_LINES} more lines that launch")
-    lines += ["", "sensors", *(f"  {sensor.name:<9}  {sensor.sees}" for sensor in ledger._running)]
-    if blind := {name: what for name, what in ledger.sensors.items() if what}:
-        lines += ["blind to", *(f"  {name:<9}  {what}" for name, what in blind.items())]
-    if ledger.absent:
-        lines += ["did not run", *(f"  {name:<9}  {why}" for name, why in ledger.absent.items())]
-    return "\n".join(lines)
-
-
-def offenders(ledger: Ledger, names: Iterable[str]) -> str:
-    """The rows behind these totals."""
-    picked = [row for row in ledger.rows if any(row.kind in TOTALS[n][0].split() and getattr(row, TOTALS[n][1]) for n in names)]
-    return "\n".join(_table(picked))
-
-
 def _by_line(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
     """One row a place, whatever was launched there."""
     by_place: dict[tuple, list[LedgerRow]] = {}
@@ -272,7 +243,9 @@ class Ledger:
             )
         if over := {name: limit for name, limit in limits.items() if totals[name] > limit}:
             text = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
-            raise BudgetError(f"over budget: {text}.\n{offenders(self, over)}")
+            sums = [TOTALS[name] for name in over]
+            behind = [row for row in self.rows if any(row.kind in kinds.split() and getattr(row, what) for kinds, what in sums)]
+            raise BudgetError("\n".join([f"over budget: {text}.", *_table(behind)]))
 
     def as_dict(self) -> dict:
         """Everything as plain values, for JSON."""
@@ -287,7 +260,26 @@ class Ledger:
         }
 
     def __str__(self) -> str:
-        return render(self)
+        steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
+        totals = self.totals
+        some = [f"{name} {_total(value, self.steps)}" for name, value in totals.items() if value]
+        lines = [f"ledger: {steps if self.steps else 'no steps marked'}", f"counted: {', '.join(some) or 'nothing'}"]
+        if none := [name for name, value in totals.items() if not value]:
+            lines.append(f"zero: {', '.join(none)}")
+        if missing := [name for name in TOTALS if name not in totals]:
+            lines.append(f"not counted: {', '.join(missing)}")
+        launches = _by_line(row for row in self.rows if row.kind == "launch")
+        shown = [row for row in self.rows if row.kind != "launch"] + launches[:LAUNCH_LINES]
+        if shown:
+            lines += ["", *_table(shown)]
+        if len(launches) > LAUNCH_LINES:
+            lines.append(f"... and {len(launches) - LAUNCH_LINES} more lines that launch")
+        lines += ["", "sensors", *(f"  {sensor.name:<9}  {sensor.sees}" for sensor in self._running)]
+        if blind := {name: what for name, what in self.sensors.items() if what}:
+            lines += ["blind to", *(f"  {name:<9}  {what}" for name, what in blind.items())]
+        if self.absent:
+            lines += ["did not run", *(f"  {name:<9}  {why}" for name, why in self.absent.items())]
+        return "\n".join(lines)
 
     # Called by the sensors.
 

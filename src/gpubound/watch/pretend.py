@@ -368,22 +368,6 @@ def _engine(run_backward, threaded: bool):
     return _engine_run_backward
 
 
-# Functions that torch.accelerator calls and a Python backend lacks.
-
-
-def _synchronized(device_index: int) -> None:
-    """Do nothing: the pretend device has no pending work, and the call that leads here has been announced (ops.py)."""
-
-
-def _no_allocator() -> bool:
-    """Return False: memory statistics are 0, and empty_cache does nothing."""
-    return False
-
-
-def _no_statistics(device_index: int) -> None:
-    """Do nothing: there is no allocator whose peaks could be reset. torch 2.11 calls this without checking."""
-
-
 def _register() -> list[object]:
     """Register the backend with torch. Return objects that must stay alive."""
     guard = _device_guard()
@@ -398,9 +382,11 @@ def _register() -> list[object]:
     together: tuple[list, ...] = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
     for types in together:
         types.append(SimTensor)  # as on CUDA: an optimizer and clipping take all tensors at once, not one after another
-    torch._C._accelerator_synchronizeDevice = _synchronized
-    torch._C._accelerator_isAllocatorInitialized = _no_allocator
-    torch._C._accelerator_resetPeakStats = torch._C._accelerator_resetAccumulatedStats = _no_statistics
+    # What torch.accelerator calls and a Python backend lacks. No work is pending, and the call has been announced (ops.py);
+    # there is no allocator, whose peaks torch 2.11 resets without asking: statistics are 0, and empty_cache does nothing.
+    torch._C._accelerator_synchronizeDevice = lambda device_index: None
+    torch._C._accelerator_isAllocatorInitialized = lambda: False
+    torch._C._accelerator_resetPeakStats = torch._C._accelerator_resetAccumulatedStats = lambda device_index: None
     atexit.register(time.sleep, SETTLE)
     torch.autograd._engine_run_backward = _engine(torch.autograd._engine_run_backward, _has_thread())
     return references
