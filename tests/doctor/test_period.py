@@ -5,10 +5,17 @@ import torch
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record import located as located_module
-from gpubound.doctor.record.located import FEWEST, LocatedPhase, SurveyPhase, WatchedPhase
-from gpubound.doctor.record.period import LONGEST, Period, period_of, rare_steps, repeats_after
-from gpubound.doctor.record.phases import Phase, Phases, RecordedPhase, TimedPhase
-from gpubound.doctor.record.run import RunPlan, lines_once
+from gpubound.doctor.record.located import (
+    FEWEST,
+    LONGEST,
+    LocatedPhase,
+    SurveyPhase,
+    WatchedPhase,
+    period_of,
+    repeats_after,
+)
+from gpubound.doctor.record.phases import Period, Phase, Phases, RecordedPhase, TimedPhase
+from gpubound.doctor.record.run import RunPlan, lines_once, rare_steps
 from gpubound.doctor.report.words import notes
 from gpubound.watch.pretend import simgpu
 

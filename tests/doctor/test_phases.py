@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpubound.doctor.record.located import LocatedPhase, MarkingLedger, SurveyPhase, WatchedPhase, unchanged
-from gpubound.doctor.record.period import Period
-from gpubound.doctor.record.phases import Phase, Phases, RecordedPhase
+from gpubound.doctor.record.phases import Period, Phase, Phases, RecordedPhase
 from gpubound.doctor.record.script import StopScript
 from gpubound.doctor.record.tape import MARK
 from gpubound.watch.pretend import simgpu

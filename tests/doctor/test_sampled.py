@@ -10,8 +10,7 @@ import torch
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.price.prices import Prices
 from gpubound.doctor.record import sampled as sampled_module
-from gpubound.doctor.record.period import Period
-from gpubound.doctor.record.phases import Phases
+from gpubound.doctor.record.phases import Period, Phases
 from gpubound.doctor.record.sampled import MOST, SampledPhase, Samples
 from gpubound.doctor.report.text import screen
 from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts

@@ -153,7 +153,8 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(verdict.as_dict(), indent=1))
     else:  # a coloured screen has its escapes; the report has cleaned its quotations
-        width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and likes_colours()
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")  # no-color.org
+        width, colour = shutil.get_terminal_size().columns, sys.stdout.isatty() and not plain
         text = screen(verdict, width, colour, options.all, files)
         print("" if is_trace(command) else "\n", text if colour else printable(text), sep="", end="")  # after a progress bar
     gate_lines, gate_code = gate(verdict)  # before a patch is written: allowances are matched with the files
@@ -215,11 +216,6 @@ def prints_to_stderr() -> Iterator[None]:
             os.dup2(2, 1)
             ending.callback(os.dup2, stdout, 1)
         yield
-
-
-def likes_colours() -> bool:
-    """Return whether the user (no-color.org) and this terminal want colours."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 class Command(NamedTuple):

@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,6 @@ class RankOptions:
     """With --gpus: when a process is lost, restart all from the newest checkpoint, at most this often."""
     timeout: float = 10.0
     """Minutes that a step may take before the run is ended, where several processes wait for each other."""
-
-    @property
-    def longest_step(self) -> timedelta:
-        return timedelta(minutes=self.timeout)
 
     @property
     def is_restart(self) -> bool:

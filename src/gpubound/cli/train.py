@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,7 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
         limit(options.memory)
     device = resolve(recipe.device)
     with (
-        join(device.type, options.longest_step) as ranks,
+        join(device.type, timedelta(minutes=options.timeout)) as ranks,
         session.log_level(options.quiet, ranks),
         session.run_folder(recipe.out, ranks),
         session.explained(recipe, device, ranks.world),

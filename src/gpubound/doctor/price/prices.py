@@ -174,7 +174,7 @@ class Measurements:
     step: str = ""  # what a step is, in words, if no optimizer makes one
     period: int = 1  # steps after which the loop repeats itself
     plain_ms: float | None = None  # median of the steps that were timed before any sensor was attached
-    rare: Mapping[str, float] = field(default_factory=dict)  # period.rare_steps of the timed steps
+    rare: Mapping[str, float] = field(default_factory=dict)  # run.rare_steps of the timed steps
     once: frozenset[Line] = frozenset()  # lines that blocked in a single one of several steps under the sensors
     absent: Mapping[str, str] = field(default_factory=dict)
 

@@ -277,7 +277,8 @@ class _Fit:
         self.gap_us = min(max(median(gaps), 0.0), LIMIT) if gaps else 1.0
 
     def _pinned(self) -> float:
-        rates = [w.bytes / (w.end - w.start) for group in self.groups for w in group if _is_typical(w)]
+        copies = (work for group in self.groups for work in group if work.kind in ("h2d", "d2h") and not work.pageable)
+        rates = [copy.bytes / (copy.end - copy.start) for copy in copies if copy.bytes >= LARGE and copy.end > copy.start]
         return self.link or max(rates, default=PINNED)
 
     def _works(self) -> None:
@@ -305,8 +306,9 @@ class _Fit:
             elif call.waits and call.kind == "sync" and "Event" in call.name:
                 known = records.get(call.record)
                 self._wait(at, [known] if known is not None else self._ended_with(at))
-            elif call.waits:
-                self._wait(at, [queues.get(queue, last) for queue, last in final.items() if _meant(call, queue)])
+            elif call.waits:  # without an event it means the queues of its device and stream
+                meant = (q for q in final if call.device in (None, q[0]) and call.stream in (None, q[1]))
+                self._wait(at, [queues.get(queue, final[queue]) for queue in meant])
 
     def _delays(self, at: int, work: Work, after: list[int]) -> None:
         """Set the latency after the launch and the gap after other works: one of the two determined when the work began."""
@@ -377,12 +379,3 @@ class _Fit:
             if not begun or group[0].start >= begun[-1]:
                 begun.append(group[0].start)
                 whose.append(at)
-
-
-def _is_typical(work: Work) -> bool:
-    return work.kind in ("h2d", "d2h") and not work.pageable and work.bytes >= LARGE and work.end > work.start
-
-
-def _meant(call: Call, queue: Queue) -> bool:
-    """Return whether a wait without an event means this queue."""
-    return call.device in (None, queue[0]) and call.stream in (None, queue[1])

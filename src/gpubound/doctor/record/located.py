@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from math import lcm
 from threading import local
 from typing import Any
 
@@ -17,10 +18,10 @@ from ...trace import hooked
 from ...watch.events import EMPTIED, KINDS
 from ...watch.ledger import Ledger, LedgerRow
 from ...watch.source_line import TORCH, Place, Site, here, owner
-from .period import LONGEST, Period, period_of
-from .phases import ANNOTATION, PATIENCE_S, Phase, RecordedPhase
+from .phases import ANNOTATION, PATIENCE_S, Period, Phase, RecordedPhase
 from .tape import MARK, Tape
 
+LONGEST = 64  # steps: a longer period is not looked for
 MARKED = frozenset({"sync", "h2d", "d2h", "alloc", "free", "pin"})
 
 
@@ -218,6 +219,29 @@ class LocatedPhase(WatchedPhase):
     @property
     def tape(self) -> Tape | None:
         return self._taped.tape
+
+
+def repeats_after(steps: Collection[int], window: int) -> int:
+    """Return the distance at which these steps of a window repeat; 0 if one of them was not seen to."""
+    marked = [step in steps for step in range(window)]
+    for distance in range(1, window):
+        if all(a == b for a, b in zip(marked, marked[distance:])):
+            repeats = all(step + distance in steps or step - distance in steps for step in steps)
+            return distance if steps and repeats else 0
+    return 0
+
+
+def period_of(lines: Mapping[Any, Collection[int]], window: int) -> tuple[int, bool]:
+    """Return the period of a window of steps, and whether a longer window may have another.
+
+    `lines` are the steps in which each line blocked. A line without a rhythm, such as a read in a random branch, is left out.
+    The period of several lines is their least common multiple, or if that is above LONGEST, the longest one.
+    """
+    distances = {repeats_after(steps, window) for steps in map(frozenset, lines.values())} - {0}
+    longest = max(distances, default=1)
+    common = lcm(*distances)
+    single = any(len(frozenset(steps)) == 1 for steps in lines.values())
+    return common if common <= LONGEST else min(longest, LONGEST), single
 
 
 FEWEST = 20  # steps: two events of every tenth step are among them, and one of every sixteenth

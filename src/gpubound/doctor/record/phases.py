@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -34,12 +35,25 @@ from ...trace import hooked
 from ...watch.sensors import statistics
 from ...watch.source_line import Place, here
 from .kineto import read_trace
-from .period import Period
 from .script import StopScript
 from .tape import SPAN, Tape
 
 SCALAR = 16  # bytes of the largest single value
 ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # private; it bypasses dispatch modes
+
+
+@dataclass
+class Period:
+    """Number of steps after which the loop repeats itself, shared by the phases: 16 with a rollout every 16, 1 if all are alike.
+
+    A window that is no multiple of the period counts a rare event too often or not at all.
+    """
+
+    steps: int = 1
+
+    def rounded(self, steps: int) -> int:
+        """Return the smallest multiple of the period that is at least `steps`."""
+        return -(-steps // self.steps) * self.steps
 
 
 class Phase:

@@ -25,8 +25,7 @@ from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
 from .located import LocatedPhase, SurveyPhase, WatchedPhase
-from .period import Period, rare_steps
-from .phases import Phase, Phases, RecordedPhase, TimedPhase
+from .phases import Period, Phase, Phases, RecordedPhase, TimedPhase
 from .sampled import SampledPhase
 from .script import Script, Steps, StopScript
 from .tape import lines_by_mark, match_lines
@@ -213,6 +212,22 @@ def _timed_and_taped(steps: Sequence[Phase], located: WatchedPhase) -> dict[str,
                 lines = lines_by_mark(located.tape, located.ledger.locations)
                 measured["located"] = match_lines(tape, located.tape, lines)
     return measured
+
+
+MUCH = 1.5  # a step that takes this many times the median is a rare one
+
+
+def rare_steps(step_ms: Sequence[float]) -> dict[str, float]:
+    """Return the fraction of steps that take MUCH of the median or more, of the time that is theirs, and how many times the
+    median they take; {} if there are none, or if they are not rare."""
+    if not step_ms:
+        return {}
+    middle = median(step_ms)
+    long = [ms for ms in step_ms if ms >= MUCH * middle]
+    if not long or 3 * len(long) > len(step_ms):
+        return {}
+    share, time = len(long) / len(step_ms), sum(long) / sum(step_ms)
+    return {"steps": share, "time": time, "times": sum(long) / len(long) / middle}
 
 
 BYTES = 32 << 20

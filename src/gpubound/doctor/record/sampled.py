@@ -20,8 +20,7 @@ import torch
 
 from ...trace import hooked
 from ...watch.source_line import Stack, stack_of
-from .period import Period
-from .phases import Phase
+from .phases import Period, Phase
 
 EVERY_S = 0.0005  # from one sample to the next
 SWITCH_S = 0.0001  # after which Python's code lets the sampling thread run; by default 5 ms, as long as some steps
