@@ -44,7 +44,7 @@ ANNOTATION: Any = getattr(torch._C._profiler, "_RecordFunctionFast", None)  # pr
 
 @dataclass
 class Period:
-    """Number of steps after which the loop repeats itself, shared by the phases: 16 with a rollout every 16, 1 if all are alike.
+    """Number of steps after which the loop repeats itself, shared by the phases; 1 if all steps are alike.
 
     A window that is no multiple of the period counts a rare event too often or not at all.
     """
