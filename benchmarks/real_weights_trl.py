@@ -111,10 +111,11 @@ def main(job: dict[str, Any]) -> None:
         args = trl.DPOConfig(**wanted, eval_strategy="epoch", per_device_eval_batch_size=64)
         data, test = Dataset.from_list(rows), Dataset.from_list(held_out)
     else:
-        args = trl.SFTConfig(**wanted, packing=True, max_length=job["seq"])
+        # by default TRL learns the prompts of rows that are tokenised already, too
+        args = trl.SFTConfig(**wanted, packing=True, max_length=job["seq"], completion_only_loss=True)
         data, test = ([tokenized(tokenizer, row["messages"]) for row in part] for part in (rows, held_out))
         data = Dataset.from_list(data)
-    results: dict[str, list[float]] = {"held_out": [], "seconds": [], "accuracy": []}
+    results: dict[str, Any] = {"held_out": [], "seconds": [], "accuracy": []}
     began = [0.0]
 
     def wait() -> None:
@@ -144,6 +145,8 @@ def main(job: dict[str, Any]) -> None:
         peft_config=adapters, callbacks=[Clock()],
     )  # fmt: skip
     give_our_rates(trainer, job["warmup"])
+    if not pairs:
+        results["learnt"] = sum(label != -100 for row in trainer.train_dataset for label in row["labels"])
     with open(job["lock"] or os.devnull, "w") as lock:
         if job["lock"]:
             fcntl.flock(lock, fcntl.LOCK_EX)

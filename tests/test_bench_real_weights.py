@@ -98,6 +98,11 @@ def test_one_command_trains_judges_and_writes_the_results(tmp_path):
         assert len(one["held_out"]) == 2 and one["held_out"][1] < one["held_out"][0] < before
     assert after == pytest.approx(ours["held_out"][-1], abs=0.02)  # bf16 weights
     assert "means differ by" in run.stdout
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(tmp_path / "base"))
+    chats = map(json.loads, (tmp_path / "runs/chats-train.jsonl").read_text().splitlines())
+    learnt = sum(sum(tokenized(tokenizer, chat["messages"])["completion_mask"]) for chat in chats)
+    trl = json.loads((tmp_path / "runs/sft-trl-0/result.json").read_text())
+    assert trl["learnt"] == learnt, "the answers alone"
 
 
 @pytest.fixture(scope="module")
