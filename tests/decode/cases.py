@@ -324,6 +324,11 @@ def interpreted_report(interpret, model, given: list[list[int]], new: int, rows:
     return fast.body.report()
 
 
+def followed(fast, new: int = 12) -> list[int]:
+    """Return the tokens after PROMPT, which are the likeliest ones of the model as it is now."""
+    return assert_greedy(fast, [PROMPT], new)[0]
+
+
 class Bytes:
     """A tokenizer whose tokens are bytes, as far as the vocabulary goes: a letter beyond ASCII takes two."""
 

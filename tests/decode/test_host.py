@@ -16,7 +16,8 @@ def kernels_path():
 
 
 def served(kind: str, max_batch: int = 4, **options) -> gb.FastDecoder:
-    fast = gb.decoder(cases.build(kind, **options.pop("build", {})), max_batch, cases.ROOM, **options)
+    model = cases.build(kind, **options.pop("build", {}))
+    fast = gb.decoder(model, max_batch, cases.ROOM, **{"verify": False} | options)
     assert fast.body.host is not None and fast.kernels == "plain torch"
     return fast
 
@@ -59,21 +60,20 @@ def test_logits_are_those_of_fp32():
 
 def test_weights_that_change_and_weights_that_move():
     fast = served("Llama")
-    before = fast.generate(cases.PROMPT, max_new_tokens=8, stop=()).tokens[0]
+    before = cases.followed(fast)
     with torch.no_grad():
         fast.model.model.layers[0].self_attn.q_proj.weight.neg_()
-    changed = fast.generate(cases.PROMPT, max_new_tokens=8, stop=()).tokens[0]
-    assert changed == cases.greedy_by_forwards(fast.model, cases.PROMPT, 8) != before
+    changed = cases.followed(fast)
+    assert changed != before
     layer = fast.model.model.layers[1].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().flip(0))
-    moved = fast.generate(cases.PROMPT, max_new_tokens=8, stop=()).tokens[0]
-    assert moved == cases.greedy_by_forwards(fast.model, cases.PROMPT, 8) != changed
+    assert cases.followed(fast) != changed
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_rounded_weights_speak_alike_at_full_speed(kind, monkeypatch, said):
     """A CPU has no kernel for packed weights: they are unpacked once, which is said."""
-    fast = served("Llama", weights=kind)
+    fast = served("Llama", weights=kind, verify=True)
     assert message("decode/host:rounded_weights_speak_al", kind).within(said())
     assert f"rounded to {kind}" in str(fast) and fast.body.bytes_a_step([1]) > fast.body.live.bytes_read()
     monkeypatch.setattr(cpu_step, "fits", lambda device: False)
@@ -106,5 +106,5 @@ def test_text_arrives_step_by_step():
 
 def test_bf16_is_as_close_to_fp32_as_the_model_is():
     """By the decoder's own certificate, which compares both."""
-    certificate = served("Llama", build={"dtype": torch.bfloat16}).certificate
+    certificate = served("Llama", build={"dtype": torch.bfloat16}, verify=True).certificate
     assert certificate.logits_error <= max(1.5 * certificate.model_error, 1e-2)

@@ -1,9 +1,12 @@
 """Language models on packed rows: logits of an example as of the example alone, loss and gradients as of the padded form."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, MixtralConfig, Qwen2MoeConfig
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import gpubound as gb
 from gpubound import trace
@@ -26,6 +29,14 @@ WIDTH = 48
 OWN = {kind: {"sliding_window": 6} for kind in ("mistral", "gemma2", "gemma3")}
 OWN["olmoe"] = {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}  # its mask and SDPA leave the window out
 QWEN = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
+OWN["mixtral"] = {"num_local_experts": 4, "sliding_window": 6}
+OWN["qwen2_moe"] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+OWN["qwen2_moe"] |= QWEN
 KINDS = [
     "decoder",
     "llama",
@@ -52,21 +63,22 @@ def make(kind):
         model = Decoder(PRESETS["tiny"])
         model.initialise(0.1)
         return model
-    if kind in ("mixtral", "qwen2_moe"):
-        config, own = (
-            (MixtralConfig, {"num_local_experts": 4, "sliding_window": 6}) if kind == "mixtral" else (Qwen2MoeConfig, QWEN)
-        )
-        sizes = {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 89,
-        }
-        return AutoModelForCausalLM.from_config(config(intermediate_size=24, initializer_range=0.2, **sizes, **own))
     if kind == "gemma4":  # its scores have no factor: large weights would enlarge what rounding leaves
         return tiny(kind, sliding_window=6, initializer_range=0.05)
     return tiny("qwen3", **QWEN) if kind == "qwen3 windows" else tiny(kind, **OWN.get(kind, {}))
+
+
+@functools.cache
+def _placed(kind):
+    model = make(kind)
+    if kind != "decoder":
+        place(model)
+    return model
+
+
+def made(kind, placed=True):
+    """The model, or a copy of one that was placed: most of placing is verification, 0.1 s."""
+    return copy.deepcopy(_placed(kind)) if placed else make(kind)
 
 
 def batch_of(lengths=ROWS, pieces=None):
@@ -110,10 +122,7 @@ def check(model, tolerance=2e-5):
 @pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_family(kind, placed):
-    model = make(kind)
-    if placed and kind != "decoder":
-        place(model)
-    check(model)
+    check(made(kind, placed))
 
 
 @pytest.mark.parametrize("kind", ["decoder", "llama", "gemma3"])
@@ -148,8 +157,7 @@ def test_recomputed_layers_are_isolated_in_backward(placed, reentrant, kind):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3 windows", "gemma2", "phi3"])
 def test_a_placed_model_runs_its_own_loop(kind):
-    model = make(kind)
-    place(model)
+    model = made(kind)
     counted = [module.delegated for module in model.modules() if hasattr(module, "delegated")]
     before = [dict(counter) for counter in counted]
     hidden_of(model.train(), inputs_of(batch_of()[0]))
@@ -161,9 +169,7 @@ def test_positions_that_restart_mark_examples_for_a_placed_model(kind):
     """As transformers and TRL pack rows: without other fields. Rows longer than the window stay in the loop, too."""
     batch, _ = batch_of()
     inputs = {name: batch[name] for name in ("input_ids", "position_ids", "labels")}
-    model = make(kind)
-    want = outputs(model, inputs)
-    place(model)
+    want, model = outputs(make(kind), inputs), made(kind)
     before = model.model.delegated.total()
     assert_close(outputs(model, inputs), want)
     assert model.model.delegated.total() == before
@@ -191,9 +197,7 @@ def test_no_host_read(kind, placed):
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one")
     sim = simgpu()
-    model = make(kind)
-    if placed and kind != "decoder":
-        place(model)
+    model = made(kind, placed)
     model.to(sim)
     model.eval()
     batch = {name: value.to(sim) for name, value in inputs_of(batch_of()[0]).items()}
@@ -312,8 +316,7 @@ def test_transformers_sdpa_without_segments_is_as_before():
 
 def test_a_step_on_packed_rows_is_the_padded_one():
     """TrainStep, two micro-batches of packed rows: same loss, count, norm and weights as with one example a row."""
-    packed_model, padded_model = make("llama"), make("llama")
-    place(packed_model)
+    packed_model, padded_model = made("llama"), make("llama")
     first, rows = batch_of()
     second, others = batch_of([[9, 30], [2, 4], [25]])
     results = []

@@ -1,5 +1,7 @@
 """Placed models whose layers mix tokens by a recurrence: the loss and gradients of transformers."""
 
+import functools
+
 import pytest
 import torch
 
@@ -10,12 +12,17 @@ from tests.place.models import assert_close, batch, place, training_run, twin
 KINDS = ["Qwen3_5", "Qwen3Next", *cases.MAMBA]
 
 
+@functools.cache
+def pair(kind):
+    """(a placed model, the same one as it was, the placement)"""
+    model = cases.build(kind)
+    return model, twin(model), place(model, strict=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_and_gradients_of_transformers(kind):
     """Of several chunks, with padding and without."""
-    model = cases.build(kind)
-    other = twin(model)
-    placement = place(model, strict=True)
+    model, other, placement = pair(kind)
     assert placement.verified and any("chunk_scan" in str(row.kernel) for row in placement.rows), str(placement)
     inputs = batch()
     long = {name: t.repeat(1, 8)[:, :90] for name, t in inputs.items()}
@@ -29,11 +36,9 @@ def test_the_loss_and_gradients_of_transformers(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_takes_the_modules_own_forward(kind):
-    model = cases.build(kind)
     (prompt,) = cases.prompts(20)
-    want = cases.hugging_face(model, prompt, 6)
-    place(model)
-    assert cases.hugging_face(model, prompt, 6) == want
+    placed, other = pair(kind)[:2]
+    assert cases.hugging_face(placed.eval(), prompt, 6) == cases.hugging_face(other.eval(), prompt, 6)
 
 
 @pytest.mark.parametrize(
