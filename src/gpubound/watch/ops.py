@@ -309,22 +309,15 @@ def dense(t: torch.Tensor) -> bool:
 
 _LOOKS: dict[str, Callable[..., tuple[Move, ...]]] = {
     "repeat_interleave": _repeats,
-    "index": _indexes,
-    "_unsafe_index": _indexes,
-    "index_put": _indexes,
-    "_index_put_impl": _indexes,
-    "_unsafe_index_put": _indexes,
+    **dict.fromkeys(("index", "_unsafe_index", "index_put", "_index_put_impl", "_unsafe_index_put"), _indexes),
     "_to_copy": _converted,
-    "copy": _copied,
-    "_foreach_copy": _copied,
+    **dict.fromkeys(("copy", "_foreach_copy"), _copied),
     "lift_fresh": _lifted,
-    "masked_fill": _filled,
-    "index_fill": _filled,
+    **dict.fromkeys(("masked_fill", "index_fill"), _filled),
     "normal": _drawn,
     "where": _chosen,
     "histc": _binned,
-    "linspace": _spaced,
-    "logspace": _spaced,
+    **dict.fromkeys(("linspace", "logspace"), _spaced),
 }
 
 

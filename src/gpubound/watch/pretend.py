@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from ..device import PRETENDED
 from ..errors import DeviceError
 from .ops import announce, composite, mixes, on_host, tensors
-from .pretend_ops import COMPOSED, attention, autocast
+from .pretend_ops import COMPOSED, aten, attention, autocast
 
 NAME = PRETENDED
 
@@ -221,22 +221,9 @@ def _factory(op) -> Callable:
     return factory
 
 
-_aten = torch.ops.aten
-FACTORIES = {
-    "empty.memory_format": _empty,
-    "empty_strided": _empty_strided,
-    "arange": _factory(_aten.arange.default),
-    "arange.start": _factory(_aten.arange.start),
-    "arange.start_step": _factory(_aten.arange.start_step),
-    "eye": _factory(_aten.eye.default),
-    "eye.m": _factory(_aten.eye.m),
-    "tril_indices": _factory(_aten.tril_indices.default),
-    "triu_indices": _factory(_aten.triu_indices.default),
-}
-KERNELS = FACTORIES | {
-    "copy_": _dispatched(_aten.copy_.default),
-    "_local_scalar_dense": _dispatched(_aten._local_scalar_dense.default),
-}
+RESIZED = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "tril_indices", "triu_indices")
+FACTORIES = {"empty.memory_format": _empty, "empty_strided": _empty_strided} | {n: _factory(aten(n)) for n in RESIZED}
+KERNELS = FACTORIES | {name: _dispatched(aten(name)) for name in ("copy_", "_local_scalar_dense")}
 
 _pinned: dict[int, StorageWeakRef] = {}  # CPU storages that count as pinned
 

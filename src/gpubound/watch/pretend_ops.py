@@ -168,10 +168,15 @@ def autocast(library: torch.library.Library) -> list[torch.library.Library]:
     return [rest]
 
 
-def _casting(name: str, names: tuple[str, ...]):
+def aten(name: str) -> torch._ops.OpOverload:
+    """Return the op of a name as torch.library has it, such as "arange.start"."""
     base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def _casting(name: str, names: tuple[str, ...]):
     keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("AutocastPrivateUse1"))
-    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    op = aten(name)
 
     def is_cast(value: Any) -> bool:
         return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
