@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.record.sampled import Samples
+from gpubound.doctor.record.tape import Tape
 from gpubound.watch.ledger import LedgerRow
 from gpubound.watch.source_line import Place, Site, Stack
 
@@ -25,8 +26,8 @@ def row(kind: str, what: str, place: Place, a_step: float = 1, detail: str = "",
 
 def seen(loop: Synthetic | None, *rows: LedgerRow, line: Place | None = None, kinds: tuple = ("sync",), **more) -> Measurements:
     """Evidence of a tape and rows. The tape's calls of `kinds` are located at `line`."""
-    tape = loop.tape() if loop else None
-    located = {n: line for n, call in enumerate(tape.calls if tape else ()) if line and call.kind in kinds}
+    tape = loop.tape() if loop else Tape()
+    located = {n: line for n, call in enumerate(tape.calls) if line and call.kind in kinds}
     counted = frozenset({"syncs", "pageable_copies"})
     return Measurements("train.py", "a GPU", rows, STEPS, counted, tape, located=located, **more)
 

@@ -161,7 +161,7 @@ class Measurements:
     rows: Sequence[LedgerRow] = ()  # of `steps` steps under the sensors
     steps: int = 0
     counted: frozenset[str] = frozenset()  # the ledger's totals that a running sensor counted
-    tape: Tape | None = None  # recorded without sensors
+    tape: Tape = field(default_factory=Tape)  # recorded without sensors
     step_ms: Sequence[float] = ()  # of each step timed without hooks
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
@@ -214,11 +214,10 @@ class Measurements:
 
     @property
     def taped_steps(self) -> int:
-        return max(len(self.tape.steps), 1) if self.tape else 1
+        return max(len(self.tape.steps), 1)
 
     @cached_property
     def order(self) -> HostDependencies:
-        assert self.tape is not None
         return HostDependencies(self.tape)
 
     @cached_property
@@ -236,7 +235,7 @@ class Measurements:
 
     def cut(self, count: int) -> Measurements:
         """Return the measurements with the first `count` steps of the tape alone."""
-        if self.tape is None or count >= len(self.tape.steps):
+        if count >= len(self.tape.steps):
             return self
         part = self.tape.cut(0, count)
         lines = {id(self.tape.calls[call]): place for call, place in self.located.items()}
@@ -255,7 +254,7 @@ class Prices:
         self.bar: Bar | None = None
         self.replay: Replay | None = None
         self.refused = ""
-        if evidence.tape is None:
+        if not evidence.tape:
             self.refused = "no tape was recorded"
         else:
             try:
@@ -331,14 +330,14 @@ class Prices:
     def inside(self, wanted: Callable[[Span], bool]) -> frozenset[int]:
         """Return the calls that a thread made within its spans of this kind."""
         tape = self.evidence.tape
-        return frozenset() if tape is None else frozenset(tape.spans_around(range(len(tape.calls)), wanted))
+        return frozenset(tape.spans_around(range(len(tape.calls)), wanted))
 
     @cached_property
     def pace(self) -> float | None:
         """Median of the milliseconds from one launch of a thread to its next one without a wait between."""
-        tape, intervals = self.evidence.tape, []
+        intervals: list[float] = []
         last: dict[int, float | None] = {}
-        for call in tape.calls if tape else ():
+        for call in self.evidence.tape.calls:
             if call.kind == "launch" and (before := last.get(call.thread)) is not None:
                 intervals.append(call.start - before)
             last[call.thread] = call.start if call.kind == "launch" else None
@@ -355,7 +354,7 @@ class Prices:
 
     def idle_in(self, wanted: Callable[[Span], bool]) -> float | None:
         """Estimate how long a step's device is idle while the host is in spans of this kind."""
-        if self.bar is None or self.evidence.tape is None:
+        if self.bar is None:
             return None
         gaps = sorted((gap.start, gap.end) for gap in self.bar.gaps if gap.cause == "host_late")
         starts = [start for start, _ in gaps]

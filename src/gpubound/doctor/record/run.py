@@ -188,7 +188,7 @@ def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:
             f"nothing of {evidence.script} reached the device in {evidence.steps} steps, so this dry run shows nothing. In a "
             f'dry run of a script the device is "cuda", in one of a function {pretend.NAME}:0; check which one it chooses.'
         )
-    if evidence.tape is not None and idle(evidence):
+    if evidence.tape and idle(evidence):
         return replace(evidence, counted=frozenset(), absent={"counts": UNUSED} | dict(evidence.absent))
     return evidence
 

@@ -107,6 +107,10 @@ class Tape:
             object.__setattr__(self, name, tuple(sorted(getattr(self, name), key=attrgetter("start"))))
         object.__setattr__(self, "steps", tuple(sorted((float(start), float(end)) for start, end in self.steps)))
 
+    def __bool__(self) -> bool:
+        """Return whether anything was recorded."""
+        return bool(self.calls or self.work or self.spans or self.steps)
+
     @property
     def window(self) -> tuple[float, float]:
         """Times from the first step's start to the last one's end; without steps, from the first event to the last."""

@@ -118,7 +118,7 @@ ROWS = {"calls": Call, "work": Work, "spans": Span, "marks": Mark}
 
 def page(verdict: Verdict, evidence: Measurements | None = None, proof: Proof | None = None, patch: str = "") -> str:
     """Return the page as HTML. `proof`, of this `patch`, gets a separate tab."""
-    packed = Payload() if evidence is None or evidence.tape is None else _packed(verdict, evidence)
+    packed = Payload() if evidence is None or not evidence.tape else _packed(verdict, evidence)
     return _template().render(
         verdict=verdict,
         words=words,

@@ -51,8 +51,8 @@ def conversions(evidence: Measurements, prices: Prices) -> Iterator[StallCandida
 
 def copying(evidence: Measurements, prices: Prices, count: float, amount: float) -> float | None:
     """Estimate the cost of copies on the device: their launches, or their bytes at the rate of the tape's other copies."""
-    works = evidence.tape.work if evidence.tape else ()
-    rates = [work.bytes / (work.end - work.start) for work in works if work.kind == "d2d" and work.bytes >= 1 << 20]
+    large = (work for work in evidence.tape.work if work.kind == "d2d" and work.bytes >= 1 << 20)
+    rates = [work.bytes / (work.end - work.start) for work in large]
     return max(prices.of_launches(count) or 0.0, amount / max(rates) / 1e3) if rates else None
 
 
@@ -89,7 +89,7 @@ def computing(evidence: Measurements) -> Iterator[tuple[list[LedgerRow], float]]
 def idle(evidence: Measurements) -> bool:
     """Return whether no work reached a device at all."""
     ran = any(row.kind in ("launch", "h2d", "d2h") for row in evidence.rows)
-    return not ran and not (evidence.tape and evidence.tape.work)
+    return not ran and not evidence.tape.work
 
 
 def _own(row: LedgerRow) -> bool:
@@ -101,7 +101,7 @@ def _own(row: LedgerRow) -> bool:
 
 def waited(evidence: Measurements, prices: Prices, rows: list[LedgerRow]) -> float | None:
     """Return the device's idle time in ops of these names that launched nothing, divided among the lines with such ops."""
-    if prices.bar is None or evidence.tape is None:
+    if prices.bar is None:
         return None
     starts = sorted((c.thread, c.start) for c in evidence.tape.calls if c.kind in ("launch", "copy", "graph"))
 
@@ -144,7 +144,7 @@ def optimizer(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate
 
 def fused(evidence: Measurements, prices: Prices) -> float | None:
     """Estimate what a fused update would save: the greater of its passes over memory and of its launches."""
-    spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "optimizer"] if evidence.tape else []
+    spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "optimizer"]
     calls = prices.inside(lambda span: span.kind == "optimizer")
     work, (host, _) = prices.without_work(calls, FUSED, spans), prices.saved(calls, spans)
     return None if work is None or host is None else max(work, FEW * host)
@@ -200,12 +200,9 @@ def _forward_of(ops: frozenset[str]) -> Callable[[LedgerRow], bool]:
 
 
 def products(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    tape = evidence.tape
-    if tape is None:
-        return
-    own = (
-        line_of(busiest(evidence, _forward_of(SOFTMAX))) if any(MATH in span.name for span in tape.spans) else None
-    )  # attention's own line
+    tape, own = evidence.tape, None
+    if any(MATH in span.name for span in tape.spans):
+        own = line_of(busiest(evidence, _forward_of(SOFTMAX)))  # attention's own line
     for names, gain, sort, fix in SORTS:
         works = [work for work in tape.work if work.kind == "kernel" and names.search(work.name)]
         numbers = {work.correlation for work in works} - {0}
@@ -219,7 +216,7 @@ def products(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]
 
 
 def attention(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name] if evidence.tape else []
+    spans = [n for n, span in enumerate(evidence.tape.spans) if MATH in span.name]
     if count := len(spans) / evidence.taped_steps:
         ms = prices.without_work(prices.inside(lambda span: MATH in span.name), MATH_GAIN, spans)
         place = busiest(evidence, _forward_of(SOFTMAX))
@@ -232,7 +229,7 @@ LATE = 3.0  # times the median: one rank came late, and the others waited inside
 
 def communication(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     bar = prices.bar
-    if bar is None or evidence.tape is None or (share := prices.shares["shares"]["comm"]) < EXPOSED:
+    if bar is None or (share := prices.shares["shares"]["comm"]) < EXPOSED:
         return
     lasted = sorted(work.end - work.start for work in evidence.tape.work if work.kind == "comm")
     text = f"{share:.0f} % of the step is communication alone"

@@ -171,7 +171,7 @@ def _together(pairs: list[tuple[StallCandidate, Finding]], prices: Prices) -> fl
 def _without_line(evidence: Measurements) -> frozenset[int]:
     """Waits inside steps without a known line; calls for memory are reported by their kind. After the last step the recorder
     itself waits."""
-    if evidence.tape is None or not evidence.tape.steps:
+    if not evidence.tape.steps:
         return frozenset()
     (begin, _), (_, end) = evidence.tape.steps[0], evidence.tape.steps[-1]
     known = {n for n, place in evidence.located.items() if line_of(place)}
@@ -181,7 +181,7 @@ def _without_line(evidence: Measurements) -> frozenset[int]:
 
 def _unlocated(evidence: Measurements, prices: Prices) -> list[str]:
     lost = _without_line(evidence)
-    if not lost or evidence.tape is None:
+    if not lost:
         return []
     calls = evidence.tape.calls
     names = ", ".join(sorted({calls[n].name for n in lost}))

@@ -154,7 +154,7 @@ def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     """Yield the host's time that is left when it never stalls. A graph costs one launch."""
     ceiling, alone = prices.ceiling, prices.launch_free
-    if ceiling is None or alone is None or prices.step_ms is None or evidence.tape is None:
+    if ceiling is None or alone is None or prices.step_ms is None:
         return
     if ceiling - alone < BOUND * prices.step_ms:
         return

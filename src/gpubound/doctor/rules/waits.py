@@ -48,9 +48,9 @@ def writes_checkpoint(row: LedgerRow) -> bool:
 
 
 def checkpoints(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "checkpoint"] if evidence.tape else []
+    spans = [n for n, span in enumerate(evidence.tape.spans) if span.kind == "checkpoint"]
     rows = [row for row in evidence.rows if writes_checkpoint(row) and row.kind in ("sync", "d2h")]
-    locations = [evidence.named_lines.get(evidence.tape.spans[n].name) for n in spans] if evidence.tape else []
+    locations = [evidence.named_lines.get(evidence.tape.spans[n].name) for n in spans]
     place = next((p for p in [*locations, *(row.place for row in rows)] if p is not None and line_of(p)), Place())
     if not spans and not rows:
         return
@@ -58,7 +58,7 @@ def checkpoints(evidence: Measurements, prices: Prices) -> Iterator[StallCandida
     for row in rows:
         calls |= evidence.calls_at(row.place)
     count = len(spans) / evidence.taped_steps if spans else 1 / max(evidence.steps, 1)
-    waits = frozenset(n for n in calls if evidence.tape and evidence.tape.calls[n].waits)
+    waits = frozenset(n for n in calls if evidence.tape.calls[n].waits)
     yield StallCandidate("checkpoint", place, count, f"{count:.3g} checkpoints a step", waits, frozenset(spans))
 
 
@@ -69,7 +69,7 @@ MORE = "raise num_workers or prefetch_factor, or do less for an item: the worker
 def spans_of(evidence: Measurements, kind: str) -> dict[Line | None, tuple[Place, list[int]]]:
     """Return the spans of a kind, grouped by line."""
     by_line_: dict[Line | None, tuple[Place, list[int]]] = {}
-    for n, span in enumerate(evidence.tape.spans if evidence.tape else ()):
+    for n, span in enumerate(evidence.tape.spans):
         if span.kind == kind:
             place = evidence.named_lines.get(span.name, Place())
             by_line_.setdefault(line_of(place), (place, []))[1].append(n)
@@ -78,14 +78,13 @@ def spans_of(evidence: Measurements, kind: str) -> dict[Line | None, tuple[Place
 
 def lasting(evidence: Measurements, spans: list[int]) -> float:
     """Milliseconds a step."""
-    every = evidence.tape.spans if evidence.tape else ()
-    return sum(every[n].end - every[n].start for n in spans) / evidence.taped_steps / 1e3
+    return sum(evidence.tape.spans[n].end - evidence.tape.spans[n].start for n in spans) / evidence.taped_steps / 1e3
 
 
 def data(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     times = prices.replay.loading if prices.replay else 1.0  # longer than on the tape: a recorded host is slow
     for place, spans in spans_of(evidence, "data").values():
-        workers = evidence.tape is not None and any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
+        workers = any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
         text = f"the host is {times * lasting(evidence, spans):.3g} ms a step in the loader"
         count = len(spans) / evidence.taped_steps
         yield StallCandidate("data", place, count, text, spans=frozenset(spans), fix=MORE if workers else "")
@@ -130,7 +129,7 @@ STEADY = 0.5  # a step
 
 
 def driver_calls(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
-    tape = evidence.tape.calls if evidence.tape else ()
+    tape = evidence.tape.calls
     emptied = any(row.what == EMPTIED for row in evidence.rows)
     again = frozenset(n for n, call in enumerate(tape) if call.kind == "alloc" and emptied)
     claimed: frozenset[int] = frozenset()
@@ -181,7 +180,7 @@ def copies(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         text += f"; the same index on lines {', '.join(map(str, lines))}" if len(lines) > 1 else ""
         calls = frozenset[int]().union(*(evidence.calls_at(row.place) for row in rows))
         staged = rows[0].pageable  # the host has nothing to do for a copy of pinned memory
-        prepared = copy_preparation(evidence.tape, calls) if evidence.tape and staged else frozenset[int]()
+        prepared = copy_preparation(evidence.tape, calls) if staged else frozenset[int]()
         fix = CONVERTED if prepared and kind != "d2h" else fix
         claim = StallCandidate(kind, rows[0].place, count, text, calls, prepared, fix=fix, waits=True)
         if len(lines) > 1 and (ms := prices.saved(calls, prepared)[0]) is not None:  # a box of the page leaves out one line
@@ -241,7 +240,7 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
 
 def masking(evidence: Measurements, prices: Prices) -> float | None:
     """Estimate the saving of a step without masks as indices: its waits, and the kernels that gather and scatter."""
-    spans = evidence.tape.spans if evidence.tape else ()
+    spans = evidence.tape.spans
     chosen = sorted((s.thread, s.start) for s in spans if s.name == "aten::nonzero")
 
     def masked(span: Span) -> bool:
