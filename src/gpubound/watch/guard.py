@@ -109,22 +109,21 @@ class NoStall(ContextDecorator):
 class _Forbidding(ops.OpMode):
     def __init__(self, guard: NoStall):
         self.guard, self.origins = guard, Origins()
-        super().__init__(functools.partial(_run, guard, self.origins))
+        super().__init__(self._run)
 
-
-def _run(guard: NoStall, origins: Origins, func, args, kwargs):
-    origins.note(func._opname)
-    if _thread.decided:  # an inner guard has decided about this op
-        return func(*args, **kwargs)
-    for move in ops.moves(func, args, kwargs):
-        if move.stalls:
-            what = f"{move.what}, {move.manner}" if move.bytes else move.what
-            guard.meet(origins, move.kind, what, str(move.device), move.cause)
-    _thread.decided = True
-    try:
-        return func(*args, **kwargs)
-    finally:
-        _thread.decided = False
+    def _run(self, func, args, kwargs):
+        self.origins.note(func._opname)
+        if _thread.decided:  # an inner guard has decided about this op
+            return func(*args, **kwargs)
+        for move in ops.moves(func, args, kwargs):
+            if move.stalls:
+                what = f"{move.what}, {move.manner}" if move.bytes else move.what
+                self.guard.meet(self.origins, move.kind, what, str(move.device), move.cause)
+        _thread.decided = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            _thread.decided = False
 
 
 def _entered() -> list[_Forbidding]:
