@@ -13,6 +13,7 @@ from gpubound.cli.env import Env
 from gpubound.cli.generate import Generate
 from gpubound.cli.place import PlaceOptions
 from gpubound.cli.train_options import Train
+from tests import drawn
 
 # A GPU that no machine has: whatever else is right, the command ends there.
 NOWHERE = ["--device", "cuda:99"]
@@ -36,7 +37,7 @@ def call(argv, capsys):
 def test_no_arguments_end_in_a_traceback(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda called, **_: subprocess.CompletedProcess(called, 0))  # of bench
-    words = st.sampled_from(OPTIONS[command]) | st.sampled_from(WORDS) | st.text(max_size=6)
+    words = st.sampled_from(OPTIONS[command]) | st.sampled_from(WORDS) | drawn.text(max_size=6)
 
     @settings(max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(words, max_size=4))

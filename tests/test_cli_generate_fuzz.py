@@ -17,7 +17,7 @@ from gpubound.data.tokenizer import ends_of_turn
 from gpubound.errors import GpuboundError
 from gpubound.generate.load import open_saved
 
-from . import by_heart
+from . import by_heart, drawn
 from .by_heart import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,9 +32,9 @@ EXAMPLES = settings(
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | drawn.text(max_size=8)
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(drawn.text(max_size=5), inner, max_size=3)
 )
 NEAR = st.sampled_from(
     [-1, 0, 1, 2, 3, 7, 16, 64, 10**6, 10**12, "64", "silu", "float32", 1.5, float("nan"), [], {}, None, True]
@@ -126,7 +126,7 @@ PIECES = st.sampled_from([
 
 
 @EXAMPLES
-@given(template=st.lists(PIECES, max_size=12).map("".join) | st.text(max_size=20))
+@given(template=st.lists(PIECES, max_size=12).map("".join) | drawn.text(max_size=20))
 def test_a_chat_template_that_is_anything(template):
     try:
         render(template, [{"role": "user", "content": "a"}], True, eos_token="<e>")

@@ -16,6 +16,7 @@ from gpubound.data.formats import FORMATS, serialized, strings
 from gpubound.data.shards import _FIXED, _PAGE, MAGIC, MANIFEST, read_shard, write_shard
 from gpubound.data.texts import Texts
 from gpubound.errors import GpuboundError
+from tests import drawn
 
 REFUSALS = (GpuboundError, ValueError)
 bounded = settings(
@@ -23,9 +24,9 @@ bounded = settings(
 )
 
 TOKENIZER = train_tokenizer(["some text"], 270)
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | drawn.text(max_size=8)
 anything = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(drawn.text(max_size=8), inner, max_size=3)
 )
 
 
@@ -98,7 +99,7 @@ def test_manifests(shard, content):
     tried(Corpus.open, shard.parent, named=shard.parent / MANIFEST)
 
 
-words = st.text(max_size=4) | st.sampled_from(["one", "user", "assistant", "gpt", " "])
+words = drawn.text(max_size=4) | st.sampled_from(["one", "user", "assistant", "gpt", " "])
 calls = anything | st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": words, "arguments": anything})}))
 plain = st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant"]), "content": words})
 odd = st.fixed_dictionaries({"role": words, "content": words | anything, "tool_calls": calls}) | st.fixed_dictionaries(
@@ -128,7 +129,7 @@ def test_jsonl(tmp_path, content, key):
 
 
 @bounded
-@given(content=st.binary(max_size=60), separator=st.none() | st.text(min_size=1, max_size=2))
+@given(content=st.binary(max_size=60), separator=st.none() | drawn.text(min_size=1, max_size=2))
 def test_plain_text(tmp_path, content, separator):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
@@ -163,7 +164,7 @@ trees = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.dictionaries(drawn.text(max_size=3) | st.integers(), inner, max_size=3)
     ),
     max_leaves=6,
 )

@@ -12,19 +12,20 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from gpubound.cli import main
 from gpubound.monitor.tape import FIGURES, KINDS
+from tests import drawn
 
 BOUNDED = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["nan", "inf", 10**400]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | drawn.text(max_size=8) | st.sampled_from(["nan", "inf", 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(drawn.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
 ABOUTS = st.dictionaries(st.sampled_from([*KINDS, "finished", "other"]), VALUES, max_size=4)
-STARTS = st.lists(st.fixed_dictionaries({"date": VALUES | st.text(), "command": VALUES | st.text()}), max_size=2)
+STARTS = st.lists(st.fixed_dictionaries({"date": VALUES | drawn.text(), "command": VALUES | drawn.text()}), max_size=2)
 NUMBERS = st.floats() | st.integers(-(10**6), 10**6) | st.sampled_from(["nan", "inf", "-inf", 1e308, -1e308, 5e-324])
 RECORDS = st.fixed_dictionaries(
     {"step": st.integers(0, 2**53 - 1) | st.integers(0, 9)},
-    optional=dict.fromkeys(FIGURES, NUMBERS) | {"phase": st.text(max_size=6), "other": VALUES},
+    optional=dict.fromkeys(FIGURES, NUMBERS) | {"phase": drawn.text(max_size=6), "other": VALUES},
 )
 
 

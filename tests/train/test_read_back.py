@@ -16,18 +16,19 @@ from gpubound.cli.train_options import Train, from_file
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
 from gpubound.train.checkpoint.files import STATE, TENSORS
+from tests import drawn
 from tests.messages import message
 
 bounded = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 KEYS = [field.name for field in dataclasses.fields(Train)]
 ODD = ("1e-3", "nan", "1e999", "\0", "[/b]", "1_000", "0x10", "999999999999 GB", "٣", "cuda:9", "")
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(ODD)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | drawn.text(max_size=8) | st.sampled_from(ODD)
 values = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(drawn.text(max_size=3), inner, max_size=3)
 )
 phases = st.lists(st.dictionaries(st.sampled_from([*KEYS, "name"]), leaves, max_size=4), max_size=3)
-configs = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=5) | st.integers(0, 3), values, max_size=5)
+configs = st.dictionaries(st.sampled_from(KEYS) | drawn.text(max_size=5) | st.integers(0, 3), values, max_size=5)
 LAUGHS = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'lol'}]\n" for n in range(12))
 
 

@@ -333,10 +333,11 @@ def _module(family: str) -> Any:
 def _known(module: nn.Module) -> tuple[str | None, str | None]:
     """Return (family, role) of a module, or (None, None)."""
     kind = getattr(type(module), "original", type(module))
-    for family, types in FAMILIES.items():
-        for model_type, prefix in types.items():
-            if kind.__module__ == f"transformers.models.{model_type}.modeling_{model_type}":
-                return family, kind.__name__.removeprefix(prefix)
+    if kind.__module__.startswith("transformers.models."):
+        model_type = kind.__module__.split(".")[2]
+        for family, types in FAMILIES.items():
+            if model_type in types and kind.__module__.endswith(f".modeling_{model_type}"):
+                return family, kind.__name__.removeprefix(types[model_type])
     return None, None
 
 

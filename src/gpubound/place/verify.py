@@ -212,11 +212,11 @@ def for_comparison(module: nn.Module, train_all: bool) -> Iterator[None]:
     """
     before = [(p, p.requires_grad, p.__dict__.pop("main_grad", None)) for p in module.parameters()]
     options = {"recompute_bytes": 0, "rounds_inputs": False, "attention_dropout": 0.0, "residual_dropout": 0.0}
-    # A number alone: attention_dropout is a module in some models.
-    switched = [
-        (m, {name: value for name, value in options.items() if isinstance(getattr(m, name, None), int | float)})
-        for m in module.modules()
-    ]
+    # A number alone: attention_dropout is a module in some models, which nn.Module would look for at length.
+    switched: list[tuple[nn.Module, dict[str, Any]]] = []
+    for m in module.modules():
+        own = ((name, vars(m).get(name, getattr(type(m), name, None))) for name in options)
+        switched.append((m, {name: options[name] for name, value in own if isinstance(value, int | float)}))
     undo = switch(switched)
     try:
         for p, _, _ in before if train_all else ():
