@@ -44,7 +44,7 @@ def imported(package: str) -> dict[str, str | None]:
     """The names that a package takes from its own modules, with what it calls each: None for a plain import."""
     tree = ast.parse((ROOT / package / "__init__.py").read_text())
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-    return {alias.name: alias.asname for node in froms for alias in node.names}
+    return {alias.name: alias.asname for node in froms for alias in node.names if not alias.name.startswith("_")}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -17,6 +17,7 @@ limit("24 GB")                 uses no more of the GPU's memory, as on a smaller
 """
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,17 @@ __all__ = sorted(
         "strict",
     ]
 )
+
+
+def _lazy(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package that imports its names, from these modules, when they are first used."""
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f".{modules[name]}", package), name)
+
+    return find, lambda: sorted({*vars(sys.modules[package]), *modules})
 
 
 class _Front(ModuleType):

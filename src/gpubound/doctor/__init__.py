@@ -2,19 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+from .. import _lazy
+
 if TYPE_CHECKING:
     from .record.run import doctor
 
 __all__ = ["doctor"]
-
-
-def __getattr__(name: str):
-    if name != "doctor":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .record.run import doctor
-
-    return doctor
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy(__name__, {"doctor": "record.run"})

@@ -7,8 +7,9 @@
 docs/rl.md has the calls.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .. import _lazy
 
 if TYPE_CHECKING:
     from .client import Client as Client
@@ -18,13 +19,4 @@ if TYPE_CHECKING:
 _MODULES = {"Client": "client", "Policies": "policies", "Server": "server"}  # imported when first used: a client needs no torch
 
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy(__name__, _MODULES)

@@ -15,6 +15,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .. import _lazy
+
 if TYPE_CHECKING:
     from .accumulate import Accumulators as Accumulators
     from .adamw import AdamW as AdamW
@@ -37,16 +39,7 @@ _MODULES = {
 }
 
 __all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy(__name__, _MODULES)
 
 
 class _Callable(ModuleType):

@@ -9,22 +9,13 @@ The names below are imported when they are first used: pytest loads this package
 and Triton start.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .. import _lazy
 
 if TYPE_CHECKING:
     from .guard import no_stall
     from .ledger import Ledger, watch
 
-_HOMES = {"Ledger": "ledger", "watch": "ledger", "no_stall": "guard"}
 __all__ = ["Ledger", "no_stall", "watch"]
-
-
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = _lazy(__name__, {"Ledger": "ledger", "watch": "ledger", "no_stall": "guard"})
