@@ -72,12 +72,11 @@ def test_corrupt_payload(path, section, at):
 
 
 def test_every_byte_of_the_header_is_covered(path):
-    whole = path.read_bytes()
-    length = _FIXED.unpack_from(whole)[2]
+    length = _FIXED.unpack_from(path.read_bytes())[2]
     for at in range(_FIXED.size + length):
         flip(path, at)
         assert str(path) in refused(path, verify=False), at
-        path.write_bytes(whole)
+        flip(path, at)
     read_shard(path)
 
 
