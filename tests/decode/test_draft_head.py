@@ -194,6 +194,10 @@ class TestRefusals:
             text = refusal(ValueError, lambda tokens=tokens: DraftHead.for_model(cases.shared("Qwen3").model, tokens))
             assert text.startswith("DraftHead: tokens: got ")
 
+    def test_a_misspelt_size(self):
+        sentence = refusal(TypeError, lambda: DraftHead.for_model(cases.shared("Qwen3").model, intermedate=8))
+        assert sentence.startswith("DraftHead.for_model() ") and sentence.endswith("did you mean 'intermediate'?")
+
     def test_a_config_without_a_width_of_mlps(self):
         config = GPT2Config(vocab_size=128, n_embd=16, n_layer=3, n_head=2, bos_token_id=1, eos_token_id=1)
         assert DraftHead.for_model(GPT2LMHeadModel(config)).config.intermediate == 64

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, write_atomic, writing
-from ..formatting import shown
+from ..formatting import shown, unexpected
 from ..kernels import rope
 from ..layers.attention import Rope, RopeTable, attend
 from ..layers.block import MLP, RMSNorm
@@ -124,7 +124,10 @@ class DraftHead(nn.Module):
         tokens  ids that the head may draft, such as the most frequent ones; None: all
         sizes   fields of the layer that differ from the model's: intermediate, heads, kv_heads
         """
-        config = replace(layer_config(model), **sizes)
+        config = layer_config(model)
+        if unknown := sizes.keys() - vars(config).keys():
+            raise unexpected("DraftHead.for_model", unknown, vars(config))
+        config = replace(config, **sizes)
         chosen: Any = None
         if tokens is not None:
             with suppress(TypeError, ValueError, RuntimeError):
