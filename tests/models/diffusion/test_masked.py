@@ -259,6 +259,15 @@ def test_refused_requests(prompts, tokens, how, named):
         MaskedSampler(BothWays(), mask_token=MASK).generate(prompts, tokens, **how)
 
 
+def test_more_positions_than_the_model_is_made_for(said):
+    model = Decoder(DecoderConfig(16, 32, 1, 2, 1, 16, causal=False, positions=12))
+    sampler = MaskedSampler(model, mask_token=MASK)
+    sampler.generate([1] * 4, 8, steps=1)
+    for length in (5, 6):
+        sampler.generate([1] * length, 8, steps=1)
+    assert said() == message("models/diffusion/masked:more_positions_than_the_m")
+
+
 def test_a_misspelt_setting():
     with pytest.raises(TypeError, match=r"^generate\(\) got .* 'step'; did you mean 'steps'\?$"):
         MaskedSampler(BothWays(), mask_token=MASK).generate([1], 8, step=2)

@@ -37,7 +37,7 @@ from ...graph.guards import ReentryGuard
 from ...kernels import sample
 from ...kernels.sampling import Into, Rows, Settings
 from ...layers.embedding_and_head import head_of
-from ...trace import fallback
+from ...trace import fallback, notice
 from ..folder import MASK_ID
 from ..language_model import hidden_of, logits_of, why_not_head
 from ..registry import mode
@@ -271,9 +271,16 @@ class MaskedSampler:
         for number, prompt in enumerate(ids):
             if self.mask_token in prompt:
                 raise ValueError(f"generate: prompt {number} holds the mask token {self.mask_token}; leave it out.")
+        longest, positions = max(map(len, ids)) + tokens, getattr(getattr(self.model, "config", None), "positions", None)
+        if positions is not None and longest > positions:
+            notice(
+                f"generate: tokens: got {tokens}, and a prompt has {longest - tokens}, together more than the {positions} "
+                f"positions that the model is made for; ask for fewer.",
+                key=f"generate: {tokens} tokens of {positions}",
+            )
         check_count("block", block or 1)
         width, rows = head_of(self.model).weight.shape[1], len(ids) * n * (2 if guidance else 1)
-        needed = 4 * rows * ((max(map(len, ids)) + tokens) * width + (block or tokens) * self.vocab)
+        needed = 4 * rows * (longest * width + (block or tokens) * self.vocab)
         free = usable_bytes(self.device) if self.device.type == "cuda" else host_bytes()
         if free is not None and needed > free:
             raise ValueError(
