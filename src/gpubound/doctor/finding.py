@@ -13,7 +13,7 @@ to the folder in which the doctor ran, or to the parent of their package.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from math import inf
 from typing import Any
 
@@ -114,7 +114,7 @@ class Finding:
             "fix": self.fix,
             "patch": self.patch,
             "node": self.node,
-            **{name: _site_dict(getattr(self, name)) for name in _SITES},
+            **{name: (site := getattr(self, name)) and asdict(site.portable) for name in _SITES},
         }
 
     @classmethod
@@ -124,13 +124,6 @@ class Finding:
 
 
 _SITES = ("site", "via", "built")
-
-
-def _site_dict(site: Site | None) -> dict[str, Any] | None:
-    if site is None:
-        return None
-    short = site.portable
-    return {each.name: getattr(short, each.name) for each in fields(short)}
 
 
 @dataclass(frozen=True)

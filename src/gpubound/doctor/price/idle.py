@@ -265,8 +265,9 @@ class _Blame:
         queued = self._queued(mine)
         root: tuple[int, float] | None = None  # the wait that drained the queue, and until when it causes gaps
         for start, end, work in idle:
-            late = self._late_call(work, end)
-            if late is None:
+            # The launch that ends the gap; at the end of the tape, where there is none, the last call before.
+            late = bisect_right(self._starts, end) - 1 if work is None else self.order.launch[work]
+            if late < 0:
                 gaps.append(Gap(device, start, end, "unlocated"))
             elif work is not None and self._ends[late] <= start:
                 gaps.append(Gap(device, start, end, "device_side", call=late))
@@ -278,13 +279,6 @@ class _Blame:
                     root = None
                 gaps += self._host_late(device, start, end, work, late, root[0] if root else None)
         return gaps
-
-    def _late_call(self, work: int | None, end: float) -> int | None:
-        """Return the launch that ends a gap; at the end of the tape, where there is none, the last call before."""
-        if work is not None:
-            return self.order.launch[work] if self.order.launch[work] >= 0 else None
-        before = bisect_right(self._starts, end) - 1
-        return before if before >= 0 else None
 
     def _queued(self, mine: list[int]) -> list[float]:
         """Return the times when the device came to works that were queued already: there the host was ahead."""
