@@ -244,8 +244,8 @@ class Ledger:
         if over := {name: limit for name, limit in limits.items() if totals[name] > limit}:
             text = ", ".join(f"{name} {totals[name]:g} (allowed {limit:g})" for name, limit in over.items())
             sums = [TOTALS[name] for name in over]
-            behind = [row for row in self.rows if any(row.kind in kinds.split() and getattr(row, what) for kinds, what in sums)]
-            raise BudgetError("\n".join([f"over budget: {text}.", *_table(behind)]))
+            rows = [row for row in self.rows if any(row.kind in names.split() and getattr(row, what) for names, what in sums)]
+            raise BudgetError("\n".join([f"over budget: {text}.", *_table(rows)]))
 
     def as_dict(self) -> dict:
         """Everything as plain values, for JSON."""

@@ -182,8 +182,8 @@ def _casting(name: str, names: tuple[str, ...]):
         return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
 
     def kernel(*args, **kwargs):
-        wide = names is WIDEST and any(is_cast(value) and value.dtype == torch.float32 for value in (*args, *kwargs.values()))
-        to = torch.float32 if names is FP32 or wide else torch.get_autocast_dtype(PRETENDED)
+        fp32 = any(is_cast(value) and value.dtype == torch.float32 for value in (*args, *kwargs.values()))
+        to = torch.float32 if names is FP32 or (names is WIDEST and fp32) else torch.get_autocast_dtype(PRETENDED)
 
         def cast(value):
             return value.to(to) if is_cast(value) else value
