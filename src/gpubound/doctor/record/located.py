@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -99,48 +98,41 @@ def unchanged() -> Iterator[dict[tuple[str, Place], LedgerRow]]:
     """Count, inside the block, conversions such as `.to()` that return their argument: a row of kind "noop" per user's line."""
     rows: dict[tuple[str, Place], LedgerRow] = {}
     inside = _Inside()
+
+    def of_tensor(original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        result = original(tensor, *args, **kwargs)
+        took = time.perf_counter() - began
+        if inside.changed is not None:
+            inside.changed |= result is not tensor
+        elif result is tensor:
+            add(original.__name__, took)
+        return result
+
+    def of_module(original: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        outer, inside.changed = inside.changed, False
+        began = time.perf_counter()
+        try:
+            result = original(module, *args, **kwargs)
+            took = time.perf_counter() - began
+            if outer is None and not inside.changed:
+                add(original.__name__, took)
+        finally:
+            inside.changed = None if outer is None else outer or inside.changed
+        return result
+
+    def add(name: str, seconds: float) -> None:
+        place = here()
+        if place.site is not None and (place.via is None or owner(place.via.file) is TORCH):  # else a library's, not the user's
+            row = rows.setdefault((name, place), LedgerRow("noop", f".{name}()", place))
+            row.count += 1
+            row.ms += 1e3 * seconds
+
     with ExitStack() as stack:
         for name in CONVERSIONS:
-            stack.enter_context(hooked(torch.Tensor, name, functools.partial(_of_tensors, name, rows, inside)))
-            stack.enter_context(hooked(torch.nn.Module, name, functools.partial(_of_modules, name, rows, inside)))
+            stack.enter_context(hooked(torch.Tensor, name, of_tensor))
+            stack.enter_context(hooked(torch.nn.Module, name, of_module))
         yield rows
-
-
-def _of_tensors(
-    name: str, rows: dict, inside: _Inside, original: Callable, tensor: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    began = time.perf_counter()
-    result = original(tensor, *args, **kwargs)
-    took = time.perf_counter() - began
-    if inside.changed is not None:
-        inside.changed |= result is not tensor
-    elif result is tensor:
-        _add(rows, name, took)
-    return result
-
-
-def _of_modules(
-    name: str, rows: dict, inside: _Inside, original: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any
-) -> Any:
-    outer, inside.changed = inside.changed, False
-    began = time.perf_counter()
-    try:
-        result = original(module, *args, **kwargs)
-        took = time.perf_counter() - began
-        if outer is None and not inside.changed:
-            _add(rows, name, took)
-    finally:
-        inside.changed = None if outer is None else outer or inside.changed
-    return result
-
-
-def _add(rows: dict, name: str, seconds: float) -> None:
-    place = here()
-    if place.site is None or (place.via is not None and owner(place.via.file) is not TORCH):
-        return  # in a library, which the user cannot fix
-    row = rows.setdefault((name, place), LedgerRow("noop", f".{name}()", place))
-    row.count += 1
-    row.ms += 1e3 * seconds
 
 
 class WatchedPhase(Phase):
