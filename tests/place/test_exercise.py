@@ -170,6 +170,14 @@ def test_sampled_gradients_are_those_of_one_backward():
     assert not used._backward_hooks and used.grad is None
 
 
+def test_cudnn_compiles_nothing_for_a_comparison():
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    assert enabled()
+    with verify.for_comparison(nn.Linear(2, 2), train_all=False):
+        assert not enabled()
+    assert enabled()
+
+
 def test_a_spent_copy_keeps_no_weight():
     """fp32 weights of a layer and their gradients, both whole, were the most that placing an 8b model took."""
     torch.manual_seed(0)
