@@ -62,19 +62,7 @@ _HOMES = {
 
 _PACKAGES = ("kernels", "lora", "distributed", "rl", "train")
 
-__all__ = sorted(
-    [
-        *_HOMES,
-        *(name for name in dir() if name.endswith("Error")),
-        "__version__",
-        "kernels",
-        "lora",
-        "distributed",
-        "rl",
-        "train",
-        "strict",
-    ]
-)
+__all__ = sorted([*_HOMES, *_PACKAGES, *(name for name in dir() if name.endswith("Error")), "__version__", "strict"])
 
 
 def _lazy(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

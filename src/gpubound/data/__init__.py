@@ -14,20 +14,8 @@ Store        batches that pass, stay on the device, or are copied ahead        s
 Tree         a batch's leaves, padded and packed into one buffer               leaves.py
 """
 
-from .batches import CorpusFeed
-from .corpus import Corpus
-from .feeds import Feed, Stats, feed
-from .source_code import python_stdlib_texts, torch_source_texts
-from .tokenizer import Tokenizer, train_tokenizer
-
-__all__ = [
-    "Corpus",
-    "CorpusFeed",
-    "Feed",
-    "Stats",
-    "Tokenizer",
-    "feed",
-    "python_stdlib_texts",
-    "torch_source_texts",
-    "train_tokenizer",
-]
+from .batches import CorpusFeed as CorpusFeed
+from .corpus import Corpus as Corpus
+from .feeds import Feed as Feed, Stats as Stats, feed as feed
+from .source_code import python_stdlib_texts as python_stdlib_texts, torch_source_texts as torch_source_texts
+from .tokenizer import Tokenizer as Tokenizer, train_tokenizer as train_tokenizer

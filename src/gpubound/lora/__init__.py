@@ -20,8 +20,3 @@ from .model import (
     remove as remove,
     rows as rows,
 )
-
-__all__ = [
-    "add", "dequantize_base", "disable", "enable", "load", "merge", "parameters", "quantize_base", "remove", "rows", "save",
-    "unmerge",
-]  # fmt: skip
