@@ -6,6 +6,7 @@ import torch
 import gpubound as gb
 from gpubound.models.hf_loading import load_foreign
 
+from ..decode.cases import assert_greedy
 from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
 from .wrappers import IMAGE, KINDS, PLAIN, build, with_image
 
@@ -14,14 +15,9 @@ PROMPTS = [[1, 2, 3, 8], list(range(20, 42))]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_is_decoded_by_the_fused_kernels(kind):
-    model = build(kind)
-    fast = gb.decoder(model, 2, 48)
+    fast = gb.decoder(build(kind), 2, 48)
     assert fast.path == "" and fast.certificate.logits_error is not None
-    got = fast.generate(PROMPTS, max_new_tokens=9, stop=()).tokens
-    for prompt, row in zip(PROMPTS, got):
-        ids = torch.tensor([prompt])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=9, pad_token_id=0)
-        assert row == want[0, len(prompt) :].tolist()
+    assert_greedy(fast, PROMPTS, 9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from tests.decode.cases import assert_greedy
 from tests.messages import message
 
 from .test_model import inputs, made, reference_kernels  # noqa: F401
@@ -39,12 +40,11 @@ def test_tokens_are_those_of_the_whole_text_read_anew(name):
     texts = [ids[:length] for ids, length in zip(inputs(model, 3)[0], (9, 4, 1))]
     fast = gb.decoder(model, 3, 32, fused=fused)
     assert (fast.path == "") == (fused and name in FUSED)
-    got = fast.generate([ids.tolist() for ids in texts], max_new_tokens=8, stop=()).tokens
-    assert got == [greedy(model, ids, 8) for ids in texts]
+    got = assert_greedy(fast, [ids.tolist() for ids in texts], 8)
     assert fast.generate([texts[2].tolist()], max_new_tokens=8, stop=()).tokens == got[2:]
     with torch.no_grad():
         model.model.layers[0].self_attn.o_proj.weight.mul_(-1)  # the next request reads the weights as they are now
-    assert fast.generate([texts[0].tolist()], max_new_tokens=8, stop=()).tokens == [greedy(model, texts[0], 8)]
+    assert assert_greedy(fast, [texts[0].tolist()], 8) != got[:1]
     scores = model(texts[0][None])[0].log_softmax(-1)[:-1].gather(-1, texts[0][1:, None])[:, 0]
     assert fast.score([texts[0].tolist()])[0] == pytest.approx(scores.tolist(), abs=1e-4)
 
