@@ -336,7 +336,7 @@ def test_a_step_on_packed_rows_is_the_padded_one():
 
 # On a GPU: the captured step, in 16 bits through torch's variable-length kernel.
 
-GPU_KINDS = ["decoder", "llama", "qwen3 windows", "mistral", "gemma3"]
+GPU_KINDS = ["decoder", "llama", "qwen3 windows", "mistral", "gemma3", "nemotron"]
 
 
 def big(kind):
