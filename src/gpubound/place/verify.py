@@ -349,9 +349,8 @@ def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
         if gradient is None:  # of a weight that is streamed
             return None
         found[name] = sample(gradient)
-        if (
-            gradient.numel() * gradient.itemsize >= CACHED
-        ):  # or the embeddings' has no room where the head's was, once others are in it
+        if gradient.numel() * gradient.itemsize >= CACHED:
+            # Of the last one: or the embeddings' has no room where the head's was, once others are in it.
             facts.release_cached(total.device, CACHED)
         # What backward keeps instead: one element, expanded.
         return gradient.new_zeros(()).expand_as(gradient) if type(gradient) is Tensor and not gradient.is_sparse else None
