@@ -78,7 +78,7 @@ _printed: set[str] = set()
 
 
 def notice(text: str, level: int = logging.INFO, key: str | None = None) -> None:
-    """Log one line, once in this process. key: what is said once, where the text has numbers that change"""
+    """Log one line, once in this process. key: what is logged once, where the text has numbers that change"""
     if (key or text) not in _printed:
         _printed.add(key or text)
         say(text, level, stacklevel=3)

@@ -51,9 +51,9 @@ def as_integers(t: Tensor) -> Tensor:
 
 def _example(g: torch.Generator, *shape: Any) -> tuple:
     """Two rows, two copies of each, over blocks of 4 positions. The values are in the range of bytes, too."""
-    *width, tokens, kind, many = shape or (24, 5, torch.int32, True)
+    *width, tokens, dtype, many = shape or (24, 5, torch.int32, True)
     cache, new = (frozen(20 * draw(g, *size, *width).abs()) for size in ((12, 2, 4), (2, tokens, 2)))
-    blocks = torch.stack([ints(*range(6)), ints(*range(6, 12))])[:, None].expand(2, 2, 6).to(kind).contiguous()
+    blocks = torch.stack([ints(*range(6)), ints(*range(6, 12))])[:, None].expand(2, 2, 6).to(dtype).contiguous()
     return cache, new, blocks, ints(3, 0) if many else 2
 
 

@@ -342,13 +342,13 @@ def _sketched(model: nn.Module, outputs: Callable[[], tuple[Named, Named]], trai
 
 def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
     """Return samples of the gradients. All of them would be a second model: each is freed as soon as it has been sampled."""
-    found: Named = {}
+    samples: Named = {}
     facts.release_cached(total.device, CACHED)
 
     def sampled(name: str, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # of a weight that is streamed
             return None
-        found[name] = sample(gradient)
+        samples[name] = sample(gradient)
         if gradient.numel() * gradient.itemsize >= CACHED:
             # Of the last one: or the embeddings' has no room where the head's was, once others are in it.
             facts.release_cached(total.device, CACHED)
@@ -363,8 +363,8 @@ def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
             hook.remove()
     for name, t in leaves.items():
         if (streamed := take_sampled(t)) is not None:
-            found[name] = streamed
-    return {name: found[name] for name in leaves if name in found}
+            samples[name] = streamed
+    return {name: samples[name] for name in leaves if name in samples}
 
 
 def _language_loss(model: Any) -> tuple[Named, Named]:

@@ -19,7 +19,7 @@ TOKENS, WARPS = 16, 4  # of a program
 def _write_tokens_kernel(cache_ptr, new_ptr, blocks_ptr, start_ptr, first, tokens, copies, pages, total,
                          row_stride, token_stride, head_stride, L, W: tl.constexpr, WIDTH: tl.constexpr,
                          TOKENS: tl.constexpr):  # fmt: skip
-    """W: words of a head; WIDTH: the power of two from there."""
+    """W: words of a head; WIDTH: the least power of two that holds them."""
     row, head, heads = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     token, word = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, WIDTH)
     inside = token < tokens
@@ -33,9 +33,9 @@ def _write_tokens_kernel(cache_ptr, new_ptr, blocks_ptr, start_ptr, first, token
     known = inside & (position >= 0) & (page < pages)
     for copy in range(copies):
         block = tl.load(blocks_ptr + (row * copies + copy) * pages + page, mask=known, other=-1).to(tl.int64)
-        there = (block >= 0) & (block < total)
+        exists = (block >= 0) & (block < total)
         at = (block * heads + head) * L + position % L
-        tl.store(cache_ptr + at[:, None] * W + word[None], x, mask=mask & there[:, None])
+        tl.store(cache_ptr + at[:, None] * W + word[None], x, mask=mask & exists[:, None])
 
 
 @torch.no_grad()
@@ -45,10 +45,10 @@ def write_tokens(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int
         stored, values = stored[..., None], values[..., None]
     elif values.stride(-1) != 1:
         values = values.contiguous()
-    for wide in (torch.int64, torch.int32):
+    for word in (torch.int64, torch.int32):
         steps = (values.shape[-1], values.storage_offset(), stored.storage_offset(), *values.stride()[:-1])
-        if new.dim() == 4 and not any(step * values.itemsize % wide.itemsize for step in steps):
-            stored, values = stored.view(wide), values.view(wide)
+        if new.dim() == 4 and not any(step * values.itemsize % word.itemsize for step in steps):
+            stored, values = stored.view(word), values.view(word)
             break
     (rows, tokens, heads, width), tile = values.shape, min(TOKENS, power_of_two(new.shape[1]))
     each = isinstance(start, Tensor)
