@@ -65,8 +65,13 @@ def write_tokens_reference(cache: Tensor, new: Tensor, blocks: Tensor, start: Te
     page = (position // size)[:, None].expand(-1, blocks.shape[1], -1)  # (B, C, T)
     known = (page >= 0) & (page < blocks.shape[2])
     block = blocks.long().gather(2, page.clamp(0, blocks.shape[2] - 1))
-    known &= (block >= 0) & (block < len(cache))
-    at = (position % size)[:, None].expand_as(block)
-    values = as_integers(new)[:, None].expand(-1, blocks.shape[1], *new.shape[1:])
-    as_integers(cache)[block[known], :, at[known]] = values[known]
+    known = (known & (block >= 0) & (block < len(cache))).flatten()
+    if not known.numel():
+        return cache
+    # A mask as an index would wait for the device: others are written as the first known one is, or without any as they were.
+    same = torch.where(known, torch.arange(known.numel(), device=known.device), known.int().argmax())
+    block, at = (index.flatten()[same] for index in (block, (position % size)[:, None].expand_as(block)))
+    block, old = block.clamp(0, len(cache) - 1), as_integers(cache)
+    values = as_integers(new)[:, None].expand(-1, blocks.shape[1], *new.shape[1:]).flatten(0, 2)[same]
+    old[block, :, at] = torch.where(known.any(), values, old[block, :, at])
     return cache
