@@ -276,7 +276,7 @@ def _join_help_lines(kind: Any) -> None:
 
 
 def _default_hint(default: str) -> str:
-    return "" if default in (UNSET, "", "''", "False", "True") else f"(default: {default})"
+    return "" if default in (UNSET, "", "''", "False", "True", "None") else f"(default: {default})"
 
 
 def fill(paragraph: str, columns: int = 0, first: str = "", rest: str = "") -> str:
