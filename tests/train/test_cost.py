@@ -70,9 +70,12 @@ def test_it_is_told_at_the_end_of_a_run(tmp_path):
     assert outcome.verdict == f"8 steps. {told}." and outcome.tape.about["price"] == pytest.approx(1.5)
 
 
-def test_what_cannot_be_measured_is_left_out(tmp_path, said):
+@pytest.mark.parametrize("kind", [MeasureError, ValueError, torch.OutOfMemoryError])
+def test_what_cannot_be_measured_is_left_out(kind, tmp_path, said):
+    """Whatever it raises: the run has finished, and its export follows."""
+
     def price(self):
-        raise MeasureError("no norm.\nNone at all.")
+        raise kind("no norm.\nNone at all.")
 
     before = session.Outcome(RunTape.create(tmp_path), "8 steps.", failed=False)
     assert session.with_adapter_cost(type("Run", (), {"price": price, "ranks": ALONE})(), before) is before

@@ -283,8 +283,8 @@ def with_adapter_cost(run: Run, outcome: Outcome) -> Outcome:
         return outcome
     try:
         cost = run.price()
-    except (MeasureError, torch.OutOfMemoryError) as error:
-        notice(f"the price of the adapters is left out: {str(error).splitlines()[0]}")
+    except Exception as error:  # a measurement does not end a finished run, whose export follows; the reason is reported
+        notice(f"the price of the adapters is left out: {(str(error) or type(error).__name__).splitlines()[0]}")
         return outcome
     outcome.tape.tell(price=cost.ratio)
     return dataclasses.replace(outcome, verdict=f"{outcome.verdict} {cost}.")

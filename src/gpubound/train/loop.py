@@ -26,7 +26,7 @@ from .. import lora
 from ..data import Tokenizer
 from ..distributed import ALONE, Ranks, local_shard
 from ..distributed.ranks import Poll
-from ..errors import DataError
+from ..errors import DataError, MeasureError
 from ..measure.memory_phases import MemoryPhases
 from ..models.registry import family_of, mode, put_back
 from ..models.storing import stored_state
@@ -35,7 +35,7 @@ from . import export_metadata
 from .adapters import add as add_adapters, load_trained_state, merge as merge_adapters, trained_state
 from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
 from .checkpoint.resume import convert_tensors, restore_rng, rng_states
-from .cost import Price, price_of
+from .cost import Price, frozen_alone, price_of
 from .ema import Ema
 from .objectives import Objective
 from .recipe import Recipe
@@ -383,6 +383,9 @@ class Run:
     def price(self) -> Price:
         """Return what the adapters of a finished run cost. No step can follow."""
         assert self.ranks.alone, "the other ranks do not take part"
+        with frozen_alone(self.model):
+            if self.objective.needs_reference(self.model):
+                raise MeasureError("the loss compares with the model without its adapters, which a frozen step would train.")
         position, recipe = self.feed.state_dict(), self.stage.recipe
         batches = [self.feed.take()] * recipe.accumulate
         self.feed.load_state_dict(position)
