@@ -91,6 +91,7 @@ def test_a_step_to_capture_never_waits(name, monkeypatch):
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
 
 
+@pytest.mark.slow
 def test_ours_beside_the_captured_forward_and_the_roofline(bench, capsys):
     model = lively("glm4-9b")
     measure_rows(bench, "glm4-9b", model, 1, rounds=3, rate=1e12)
@@ -103,6 +104,7 @@ def test_ours_beside_the_captured_forward_and_the_roofline(bench, capsys):
     assert "graph's tokens lie 0.000 deviations below the model's own in the mean" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_leaves_the_roofline(bench, monkeypatch):
     def broken(model, rows):
         raise RuntimeError("not permitted when stream is capturing\nmore")
@@ -154,6 +156,7 @@ def test_contestants_agree_and_run_in_turn(tmp_path, capsys):
     assert bench.unmeasured == [f"{case}: eager raised OutOfMemoryError: no room"] and len(bench.lines) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_is_reported_and_begun_again(bench, monkeypatch):
     begun = []
 

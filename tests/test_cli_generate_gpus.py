@@ -41,6 +41,7 @@ def begin_on_reference(*given):
     return begin(*given)
 
 
+@pytest.mark.slow
 def test_two_copies_answer_as_one_and_a_broken_run_is_gone_on_with(ckpt, run, tmp_path, monkeypatch):
     monkeypatch.setattr(replicas, "start_replica", begin_on_reference)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))

@@ -169,6 +169,7 @@ class Ended:
         self.message, self.exitcode, self.pid, self.timestamp = json.loads(note.read_text())["message"], code, 1, 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fate, code, sentence",
     [

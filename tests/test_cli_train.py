@@ -258,6 +258,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "command"), list(zip(HOSTILE.values(), ("train", "plan") * 3)), ids=HOSTILE)
 def test_a_config_that_would_never_be_read_is_refused(tmp_path, capsys, command, text):
     (tmp_path / "c.yaml").write_text(text)
@@ -457,6 +458,7 @@ def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, ca
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_signals_save_and_say_how_to_go_on(config, tmp_path):
     """Ctrl-C, then SIGTERM on the resumed run, as another process sees them: exit code 0 and a checkpoint of the last step."""
     out = tmp_path / "it's mine"  # to be quoted in the line that goes on

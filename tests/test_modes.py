@@ -181,6 +181,7 @@ def factories(path: Path) -> list[tuple[str, int, set[str | None]]]:
     ]
 
 
+@pytest.mark.slow
 def test_no_tensor_is_made_by_the_callers_defaults():
     """With torch.set_default_device("cuda") or a default dtype, a tensor that names neither is another one."""
     bare = []

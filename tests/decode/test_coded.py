@@ -108,6 +108,7 @@ def test_families_are_decoded_by_their_codes(device, family):
         assert "quantized_norm_gate_up" in repr(assert_greedy(model, rows, verify=rows == 12))
 
 
+@pytest.mark.slow
 def test_adapters_are_added_to_the_products_of_codes(device):
     torch.manual_seed(0)
     model = Decoder(CONFIG, device=device).eval()

@@ -27,6 +27,7 @@ def decoder(kind: str, device, rows: int = 3, **options) -> gb.FastDecoder:
     return fast
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_ragged_batch_gives_the_models_tokens(kind, device):
     """Prompts of one token and of several chunks in one batch; the rows held other texts before."""

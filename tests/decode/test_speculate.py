@@ -176,6 +176,7 @@ def test_the_steps_of_a_launch_do_not_matter(k):
         compare(fast, cases.shared("Mistral"), cases.prompts(), max_new_tokens=16, **how)
 
 
+@pytest.mark.slow
 def test_a_stream_brings_several_tokens_at_a_time(monkeypatch):
     monkeypatch.setattr("gpubound.decode.certificate.STEPS", 12)  # which makes the launches of eight steps
     fast, plain = shared.__wrapped__("Llama", "same"), cases.shared("Llama")

@@ -77,6 +77,7 @@ def noted(optimizer):
         return notes
 
 
+@pytest.mark.slow
 def test_sums_begin_while_the_last_backward_runs():
     for said in on_ranks(2, noted, "adamw"):
         assert said[:3] == ["layer 2", "layer 1", "layer 0"], "of two micro-batches only the last"
@@ -216,6 +217,7 @@ def kinds():
         return drawn
 
 
+@pytest.mark.slow
 def test_replicas_stay_the_same_and_draw_apart():
     first, second = on_ranks(2, kinds)
     assert all(a != b for a, b in zip(first, second)), "dropout differs between ranks"

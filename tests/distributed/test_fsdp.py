@@ -258,6 +258,7 @@ def own(optimizer, recast=False, graph="auto"):
         return losses, {name: whole(p) for name, p in model.named_parameters()}, said
 
 
+@pytest.mark.slow
 def test_a_users_own_sharded_model_takes_the_steps_of_plain_torch():
     world = 4
     torch.manual_seed(0)

@@ -290,6 +290,7 @@ def test_a_released_graph_is_not_replayed_and_can_be_captured_again(captured):
     torch.testing.assert_close(captured.recapture(x)(x), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), torch.jit.script])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_wrapper_that_keeps_training_elsewhere(wrap):

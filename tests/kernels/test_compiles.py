@@ -59,6 +59,7 @@ norms.rms_norm = leaking
 """
 
 
+@pytest.mark.slow
 def test_a_name_that_leaks_from_a_loop_is_seen(tmp_path):
     """Triton reads a kernel's source from its file."""
     (tmp_path / "leaking.py").write_text(BROKEN)

@@ -156,6 +156,7 @@ def test_in_16_bits(kind, autocast):
     assert a.dtype == dtype and (a.float() - b.float()).norm() < 0.05 * b.float().norm()
 
 
+@pytest.mark.slow
 @kinds
 def test_compiled_and_transformed_code_sees_the_numbers(kind):
     layer, x = layer_in(kind), draw(5, INPUTS).requires_grad_()

@@ -158,6 +158,7 @@ def test_ctrl_c_beside_a_step_with_overlap_loses_nothing(tmp_path):
     assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
 
 
+@pytest.mark.slow
 def test_exact_has_no_gap(tmp_path):
     keys = {"steps": 2, "exact": True, "precision": "bf16", "passes": 2, "temperature": 0.7, "kl": 0.1}
     assert [record["largest_gap"] for record in train(tmp_path, model=wide_policy(), **keys).tape.steps()] == [0, 0]

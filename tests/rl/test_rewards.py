@@ -37,11 +37,13 @@ def test_unit_tests_run_the_last_block_of_code():
     ],
     ids=["computes", "sleeps", "memory", "disk", "exit code", "exit", "os._exit", "errors"],
 )
+@pytest.mark.slow
 def test_code_meets_its_limits(code, words):
     passed, why, _ = run_code(code, seconds=0.5)
     assert not passed and words in why
 
 
+@pytest.mark.slow
 def test_an_answer_cannot_exit_before_its_tests():
     answers = [
         "def f(n): exit(0)",

@@ -32,6 +32,7 @@ def test_stopped_and_resumed_it_is_the_same_run(corpus, tmp_path):
     assert records[-1]["held_out"] == whole.evaluations[6] and records[-1]["perplexity"] > 1
 
 
+@pytest.mark.slow
 def test_an_export_holds_the_mask_token(corpus, tmp_path):
     run, _ = train(recipe(corpus, tmp_path / "run", **DIFFUSION | {"steps": 1}))
     built = run.stages[0].training.tokenizer()

@@ -58,6 +58,7 @@ def test_stopped_in_the_middle_of_an_epoch(corpus, tmp_path):
     assert_same(second, whole)
 
 
+@pytest.mark.slow
 def test_more_epochs_extend_a_run_and_a_finished_one_says_so(corpus, tmp_path, capsys):
     first, _ = train(in_epochs(corpus, tmp_path, 0.5))
     again = prepare(in_epochs(corpus, tmp_path, 0.5), resume=True, progress=False)
@@ -82,6 +83,7 @@ def files(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_every_source_of_eval_data_has_its_loss(files):
     paths = tuple(str(files / f"{name}.txt") for name in ("code", "prose"))
     run, records = train(recipe(files / "train.txt", files / "run", vocabulary=300, eval_data=paths, eval_every=2, steps=4))
@@ -176,6 +178,7 @@ def test_the_numbers_of_the_optimizer(corpus, tmp_path):
 # What a resumed run may change
 
 
+@pytest.mark.slow
 def test_the_rate_changes_on_the_way_where_it_is_allowed(corpus, tmp_path, capsys):
     train(recipe(corpus, tmp_path, schedule="constant"), until=6)
     lower = recipe(corpus, tmp_path, schedule="constant", lr=1e-4)

@@ -166,6 +166,7 @@ class TestShapes:
             assert captures == (0 if graph == "off" else 3 * 2), "back again, the first ones serve"
         assert runs[0] == runs[1]
 
+    @pytest.mark.slow
     def test_hooks_that_come_and_go_make_another_graph(self):
         """On a module, on all modules, on a parameter; and a forward or a module without weights that is another since."""
 

@@ -33,6 +33,7 @@ def of_classes(rows, base, out, **changes):
     return recipe("", out, **options | {"steps": 16, "lr": 3e-3, "eval_every": 8} | changes)
 
 
+@pytest.mark.slow
 def test_a_run_learns_classes_and_exports_what_transformers_loads(rows, base, tmp_path):
     run, records = train(of_classes(rows, base, tmp_path / "run"))
     held_out = [record for record in records if "held_out" in record]
@@ -70,6 +71,7 @@ def test_adapters_and_the_head_train_and_are_merged(rows, base, tmp_path):
         gb.train(**vars(of_classes(rows, base, tmp_path / "bare", **lora)), export=str(tmp_path / "adapters"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_whole_one_to_the_bit(rows, base, tmp_path):
     short = {"steps": 4, "eval_every": 0}
     whole, _ = train(of_classes(rows, base, tmp_path / "whole", **short))
@@ -78,6 +80,7 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(rows, base, tmp_path):
     assert_same(whole, resumed)
 
 
+@pytest.mark.slow
 def test_a_run_brings_matches_together(rows, base, tmp_path):
     contrastive = {"data": (str(rows / "matches.jsonl"),), "objective": "contrastive", "micro_batch": 8, "eval_every": 4}
     run, records = train(of_classes(rows, base, tmp_path, objective_options={"temperature": 0.1}, **contrastive))

@@ -40,6 +40,7 @@ def of_pairs(pairs, out, **changes):
     return recipe("", out, **options | dpo | {"validation": 0.18, "eval_every": 3, "pack": "pairs"} | changes)
 
 
+@pytest.mark.slow
 def test_a_run_begins_at_its_reference_and_prefers_what_was_chosen(pairs, tmp_path):
     run, records = train(of_pairs(pairs, tmp_path))
     assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-5), "the model is its own reference"
@@ -65,6 +66,7 @@ def test_adapters_train_on_packed_pairs(pairs, tmp_path_factory, tmp_path):
     run.export(tmp_path / "adapter")
 
 
+@pytest.mark.slow
 def test_each_row_gets_the_value_of_its_own_answer(pairs, tmp_path):
     run = prepare(of_pairs(pairs, tmp_path), progress=False)
     check_values(run)

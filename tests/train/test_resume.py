@@ -53,6 +53,7 @@ def test_with_more_steps_it_is_the_longer_run(corpus, tmp_path, until):
     assert_same(longer, whole)
 
 
+@pytest.mark.slow
 def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(trace, "_printed", set())
     _, before = train(recipe(corpus, tmp_path, steps=8))

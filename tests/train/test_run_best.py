@@ -55,6 +55,7 @@ def test_the_average_is_what_its_recurrence_says(corpus, tmp_path):
     assert torch.equal(weight, history[-1]), "the run goes on with its own weights"
 
 
+@pytest.mark.slow
 def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch):
     run = prepare(recipe(corpus, tmp_path, steps=40, eval_every=3, patience=2), progress=False)
     coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12: the best is step 6's

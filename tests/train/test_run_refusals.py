@@ -20,6 +20,7 @@ from .runs import recipe, texts, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_not_even_one_row_fits():
     def attempt(recipe):
         raise torch.OutOfMemoryError("CUDA out of memory.")

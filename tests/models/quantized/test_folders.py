@@ -186,6 +186,7 @@ def test_missing_and_misshapen_parts_are_named(tmp_path):
         load_hf(tmp_path)
 
 
+@pytest.mark.slow
 def test_reading_holds_the_codes_and_one_layer(tmp_path):
     config = DecoderConfig(hidden=256, intermediate=1024, layers=6, heads=4, kv_heads=2, vocabulary=64)
     write(tmp_path, "awq", config)

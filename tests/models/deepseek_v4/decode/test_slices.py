@@ -146,6 +146,7 @@ def test_a_copy_that_broke_off_is_made_by_the_next_request(monkeypatch):
     assert found == likeliest(model, prompt, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "split": "tensors"}], ids=str)
 def test_graphs_are_made_anew_behind_a_call_of_rebind(how, monkeypatch):
     """What they have read is freed. A write through `.data` is no change that a decoder sees by itself."""
