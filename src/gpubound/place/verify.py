@@ -51,7 +51,8 @@ LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bf
 GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}
 FLOOR = 1e-3  # of the largest gradient: one that is zero in exact arithmetic is rounding alone
 PART = 1 << 24  # elements of two tensors whose difference exists at a time
-CACHED = 1 << 26  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
+CACHED = 1 << 24  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
+LARGE = 1 << 26  # bytes of a gradient after which they are counted, too
 
 Named = dict[str, Tensor]
 """Outputs and gradients of a run by name, without the gradients that are None"""
@@ -349,7 +350,7 @@ def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
         if gradient is None:  # of a weight that is streamed
             return None
         samples[name] = sample(gradient)
-        if gradient.numel() * gradient.itemsize >= CACHED:
+        if gradient.numel() * gradient.itemsize >= LARGE:
             # Of the last one: or the embeddings' has no room where the head's was, once others are in it.
             facts.release_cached(total.device, CACHED)
         # What backward keeps instead: one element, expanded.
