@@ -1,6 +1,6 @@
 # The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
-#   make test     the suite on the CPU                  make test-slow    its tests of more than half a second
+#   make test     the suite on the CPU                  make test-slow    its tests of more than 0.35 s
 #   make check    lint, format, types, wording
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | families | checkpoint | memory | rl
@@ -33,7 +33,7 @@ CPU_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY
 test: $(VENV)/.installed
 	$(CPU_TESTS) -m "not gpu and not slow" $(ARGS)
 
-# 3 % of the tests take half of the time: runs of the command line, all families at once, processes of several ranks.
+# Few tests take half of the time: runs of the command line, all families at once, processes of several ranks.
 test-slow: $(VENV)/.installed
 	$(CPU_TESTS) -m "slow and not gpu" $(ARGS)
 

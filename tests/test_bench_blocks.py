@@ -59,6 +59,7 @@ def test_another_function_on_the_cpu_is_not_timed(bench, monkeypatch):
     assert not bench.lines and bench.wrong[0].startswith("swiglu glu, 1x8x32, fp32: ours and the CPU's differ by 9.9e-03 ")
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_a_dry_run(capfd):
     assert guarded("bench", bench_blocks.main, ["--dry", "--only", "swiglu", "--parts", "large"]) == 0

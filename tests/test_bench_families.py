@@ -68,6 +68,7 @@ def test_a_training_case_names_its_layers(name):
         assert layers_of(name, train) == ("" if full == fewer else f", {fewer} of {full} layers")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ONE_FAST)
 def test_ours_and_the_captured_forward_give_the_same_tokens(name):
     model = lively(name)
@@ -116,6 +117,7 @@ def test_a_peer_that_fails_leaves_the_roofline(bench, monkeypatch):
     assert bench.unmeasured == [said]
 
 
+@pytest.mark.slow
 def test_who_computes_something_else_is_not_timed(bench, monkeypatch):
     right = bench_families.ours
     monkeypatch.setattr(bench_families, "ours", lambda decoder: lambda ids: (right(decoder)(ids) + 1) % 256)

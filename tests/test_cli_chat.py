@@ -129,6 +129,7 @@ class Terminal:
         os.close(self.file)
 
 
+@pytest.mark.slow
 def test_a_conversation_at_a_terminal(ckpt):
     """Replies arrive, /clear forgets, Ctrl-D ends with the figures of it all."""
     with Terminal(ckpt, "--chat") as terminal:

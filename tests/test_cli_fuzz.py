@@ -33,6 +33,7 @@ def call(argv, capsys):
     return code, capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", OPTIONS)
 def test_no_arguments_end_in_a_traceback(command, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

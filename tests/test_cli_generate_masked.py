@@ -83,6 +83,7 @@ def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):
     assert code == 2 and message("cli_generate_masked:options_of_the_other_kin.2", causal).within(err)
 
 
+@pytest.mark.slow
 def test_published_folders(command, tmp_path):
     """LLaDA's is trained for a step, and generated from before and after it; Dream's has no tokenizer.json."""
     write(tmp_path / "llada", LLADA, tokenizer=True)

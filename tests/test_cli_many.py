@@ -314,6 +314,7 @@ def test_the_launcher_refuses_what_every_rank_would(config, tmp_path, monkeypatc
     assert said in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_launcher_refuses_to_begin_a_run_twice(config, tmp_path, monkeypatch, capsys):
     assert cli.main(["train", str(config)]) == 0
     monkeypatch.setattr(launch, "launch", lambda *args: pytest.fail("ranks were started"))

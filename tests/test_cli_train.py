@@ -388,6 +388,7 @@ def test_a_run_does_not_replace_a_run_json_of_another_origin(config, tmp_path, c
     assert "run.json" in capsys.readouterr().err and (tmp_path / "run" / "run.json").read_text() == '{"name": "mine"}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [5, 65_000], ids=["within the vocabulary", "beyond it"])
 def test_resuming_verifies_the_corpus_that_the_run_built(config, tmp_path, capsys, token):
     (tmp_path / "text.txt").write_text("\n\n".join(texts()))
@@ -537,6 +538,7 @@ def lines(out) -> int:
     return len((out / "steps.jsonl").read_text().splitlines()) if (out / "steps.jsonl").exists() else 0
 
 
+@pytest.mark.slow
 def test_phases_from_a_file(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("\n".join(texts()))
     chat = {"messages": [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "well, thank you"}]}

@@ -47,6 +47,7 @@ def test_a_cell_says_when_it_failed(capfd, monkeypatch):
     assert "FAILED  one-thread (seed 1)" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_forked_python_does_what_python_does(tmp_path):
     """Its files, arguments, environment and folder, its warnings, and how it ends: a code, an error, or a signal."""
     asked = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE'], sys.stdin.read(), __name__); sys.exit(3)"

@@ -100,6 +100,7 @@ def drawn(feed, rounds, fetch):
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", ["stream", "documents"])
 @pytest.mark.parametrize("mode, fetch", [("resident", False), ("resident", True), ("ring", False)])
 def test_ranks_share_one_sequence_and_any_number_of_them_goes_on_with_it(corpus, pack, mode, fetch):

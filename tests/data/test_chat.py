@@ -262,6 +262,7 @@ def test_a_forked_process_renders_by_itself():
     assert render_once(0) == f"<|im_start|>user\none?{END}"
 
 
+@pytest.mark.slow
 def test_the_next_chat_is_rendered_after_one_that_did_not_end(monkeypatch):
     monkeypatch.setattr(chats, "_process", None)
     monkeypatch.setattr(chats, "TEMPLATE_SECONDS", 0.2)

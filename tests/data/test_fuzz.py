@@ -56,6 +56,7 @@ def shard(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @bounded
 @given(data=st.data())
 def test_shard_headers(shard, data):

@@ -119,6 +119,7 @@ def test_rows_in_any_company_and_order(form, how, device):
 
 
 # Each form once, and each draft with and without pages: what is drafted knows no form.
+@pytest.mark.slow
 @pytest.mark.parametrize(("form", "draft"), [*zip(FORMS, (False, True, True, False))])
 def test_speculation_gives_the_tokens_of_plain_steps(form, draft, device):
     """Drafts go back and beyond a row's end: what they wrote there is nobody's."""

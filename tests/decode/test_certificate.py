@@ -243,6 +243,7 @@ def test_weights_that_are_not_finite():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mistral", "own"])
 def test_cache_rows_beyond_the_live_length_may_hold_anything(kind):
     fast = gb.decoder(cases.build(kind), 3, cases.ROOM)

@@ -64,6 +64,7 @@ class TestTokens:
         fast = gb.decoder(cases.build("Mixtral", device=device), 2, cases.ROOM, verify=False)
         assert fast.generate(cases.prompts(45, 30), max_new_tokens=9).tokens == want
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("draft", ["text", "model"])
     def test_speculative_steps(self, draft, device):
         """Five tokens of each row at once: 5 rows to the kernels, or 15, which are grouped."""

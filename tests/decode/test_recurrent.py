@@ -80,6 +80,7 @@ def test_formats_of_cache_and_weights(kind, options, device):
     assert [one.tokens for one in queue.sequences] == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAN_GO_BACK)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_drafts_that_are_taken_back(kind, rows, device):

@@ -71,6 +71,7 @@ def test_log_probabilities_come_with_their_tokens(draft):
     compare(shared("Qwen3", draft), cases.shared("Qwen3"), cases.prompts(), max_new_tokens=9, logprobs=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 3, 15])
 def test_any_number_of_tokens(tokens):
     """One row alone, whose step of up to eight tokens is computed by the kernels of plain steps; fifteen are wide."""
@@ -136,6 +137,7 @@ def test_limits_in_the_middle_of_what_was_accepted(draft):
         compare(fast, plain, cases.prompts(2, 7, 4), max_new_tokens=new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "draft"), [({}, "text"), (SAMPLED, "other"), ({}, "same")], ids=str)
 def test_up_to_the_last_place_of_the_cache(how, draft):
     """Rows reach max_length at different times; what they draft beyond it comes to nothing."""
@@ -213,6 +215,7 @@ def test_the_models_own_forward_speculates_too(draft):
         assert found.tokens_a_step > (4.5 if draft == "same" else 1)
 
 
+@pytest.mark.slow
 def test_several_tokens_at_once_have_the_logits_of_one_by_one_to_the_bit(monkeypatch):
     """The kernels themselves, interpreted: logits and cache of four tokens at once and one by one, with normed heads."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

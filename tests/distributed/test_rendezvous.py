@@ -96,6 +96,7 @@ def speaks_aside(late):
         return ranks.aside().gather(ranks.rank)
 
 
+@pytest.mark.slow
 def test_ranks_that_begin_again_do_not_call_those_before():
     """torch's agent keeps one store over all starts. A rank that is early found the address of one that was gone."""
     processes, pipes, store = started(2, speaks_aside, None)

@@ -164,6 +164,7 @@ def fails_on_one(folder, stage):
         return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_said_by_its_name_and_costs_nothing(tmp_path):
     works = {stage: partial(fails_on_one, tmp_path / stage, stage) for stage in ("staging", "write", "sync")}
     for stage, ranks in each_on_ranks(2, works).items():

@@ -281,6 +281,7 @@ def test_what_waits_for_ever_is_named_and_ended(what):
     assert last.startswith("gpubound doctor: ended feeder") and last.endswith(", which waited for the script.")
 
 
+@pytest.mark.slow
 def test_what_ends_in_time_is_waited_for():
     work = "threading.Thread(target=lambda: (time.sleep(0.2), print('saved')), name='saver').start()"
     done = ended(f"{work}\nend_anyway(3, before)\nsys.exit(3)")

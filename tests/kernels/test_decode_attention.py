@@ -197,6 +197,7 @@ def test_sinks_agree_with_the_reference(device, dtype, dependent, window):
         parity(case, max(TOLERANCE[dtype], 1e-5), window=window, splits=16, dependent=dependent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dependent", [0, EARLY])
 def test_gated_heads_are_heads_times_their_gates(device, dtype, dependent):

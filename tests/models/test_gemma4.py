@@ -27,6 +27,7 @@ def mixed(**options):
 
 
 class TestDecoding:
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"speculate": 3}, {"max_batch": 12}], ids=str)
     def test_experts_next_to_a_dense_mlp(self, options):
         given = cases.prompts(*range(2, 2 + options.get("max_batch", 3)))

@@ -132,6 +132,7 @@ def test_with_our_adapters(kind):
     check(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
 def test_with_pefts_adapters(placed):
     peft, model = pytest.importorskip("peft"), make("llama")

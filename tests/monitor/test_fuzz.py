@@ -58,6 +58,7 @@ def test_a_made_up_tape_is_a_page(about, starts, records):
         assert code == 2 and re.search(r"run\.json: \w+ (is|holds) ", err) and "Traceback" not in err
 
 
+@pytest.mark.slow
 @BOUNDED
 @given(st.binary(max_size=12), st.integers(0, 120), st.booleans())
 def test_a_damaged_tape_is_a_page_or_a_sentence(junk, at, in_steps):

@@ -215,6 +215,7 @@ SMALL = {"optimizer": AdamW8bit(), "precision": "bf16-split", "in_backward": Tru
         pytest.param("8b", 1, 2048, QLORA, 6.59, 6.11, 10.34, marks=pytest.mark.slow),  # it quantises a block
     ],
 )
+@pytest.mark.slow
 def test_the_peaks_of_phases_are_those_measured_on_an_h200(shape, rows, seq, options, place, make, steps):
     """GiB of placed models in bf16: allocated, of steps reserved (LOG.md)."""
     model = Decoder(DecoderConfig(*SHAPES[shape], tied=shape in ("135m", "1b", "3b")), device=META)

@@ -50,6 +50,7 @@ def test_a_prediction_that_is_off_is_found(monkeypatch):
     assert {row.unit for row in check_plan.compared() if not row.holds} == {"tok/s"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", check_plan.CASES, ids=" ".join)
 def test_a_checked_case_is_the_one_that_the_benchmark_measures(name):
     bench, case = name
@@ -197,6 +198,7 @@ def totals(step: StepConfig) -> dict[str, int]:
     return dict(found)
 
 
+@pytest.mark.slow
 def test_a_step_sends_what_its_collectives_say():
     """Two ranks: a TrainStep of replicas and torch's fully_shard, counted at torch's dispatcher."""
 

@@ -105,6 +105,7 @@ def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
 OVERLAP = {"overlap": True, "row_tokens": 20, "micro_batch": 2}
 
 
+@pytest.mark.slow
 def test_overlap_samples_from_the_weights_before_the_update(tmp_path):
     """Beside a loop of this test, which samples the next step's answers, and then takes the step in one call."""
     run = train(tmp_path / "run", steps=4, **OVERLAP)
@@ -351,6 +352,7 @@ def test_the_loss_is_that_of_the_answers_whatever_the_rows(tmp_path):
         assert got["reward"] == want["reward"]
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_an_evaluation_loses_no_step(tmp_path):
     def known(prompts, completion_ids):
         return [1.0 if prompts[0] != [2] else float("nan")] * len(completion_ids)

@@ -236,6 +236,7 @@ def test_a_call_that_fails_leaves_nothing_in_the_next(monkeypatch):
     assert_equal(weights(some, "first"), weights(other, "first"))
 
 
+@pytest.mark.slow
 def test_a_state_without_a_moment_is_refused_whole(pair, tmp_path):
     train(pair, ["first"], 1)
     pair.save_state("first", tmp_path / "first")

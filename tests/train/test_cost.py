@@ -22,6 +22,7 @@ from .test_step_adapters import WAYS, FrozenProducts
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["our decoder", "placed"])
 def test_the_frozen_step_is_forward_and_dx(way):
     """Every frozen matrix is multiplied by in backward, and no product makes a weight's gradient or an adapter's."""

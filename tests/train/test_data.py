@@ -187,6 +187,7 @@ def defaults(corpus, tmp_path, **changes) -> Recipe:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count, seq, micro_batch", [(300, 512, 8), (144, 512, 8), (40, 128, 8), (12, 64, 5)])
 def test_the_defaults_fit_a_small_set_of_chats(corpus, tmp_path, capsys, count, seq, micro_batch):
     run = prepare(defaults(corpus, tmp_path, data=(chats(tmp_path, count),)), progress=False)

@@ -41,6 +41,7 @@ def assert_same(one: TrainStep, other: TrainStep) -> None:
     assert all(p.equal(q) for p, q in zip(one.model.parameters(), other.model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread", "small_parts")
 @pytest.mark.parametrize("options", OPTIONS, ids=spelled)
 def test_the_numbers_are_those_of_a_step_with_its_state_on_the_device(options):

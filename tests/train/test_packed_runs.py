@@ -55,6 +55,7 @@ def test_every_example_in_a_row_is_whole(chats, tmp_path, pack, train_on):
         assert whole[question] in text and whole[question] in learnt and (question in learnt) == (train_on == "all")
 
 
+@pytest.mark.slow
 def test_epochs_of_packed_rows_and_what_they_are_evaluated_on(chats, tmp_path):
     run, records = train(of_chats(chats, tmp_path, steps=None, epochs=2.0, eval_every=2))
     (held_out,) = run.stage.eval_sets

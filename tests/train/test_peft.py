@@ -77,6 +77,7 @@ def assert_same_adapters(ours, theirs):
             assert (p - trained[name]).norm() <= 1e-4 * trained[name].norm(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_adapters_train_as_in_plain_torch(way, monkeypatch):
     monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: pytest.fail(why))

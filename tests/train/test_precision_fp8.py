@@ -86,6 +86,7 @@ def test_captured_is_eager_and_micro_batches_add_up():
     torch.testing.assert_close(one, whole, rtol=1e-2, atol=0)
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted_bit_for_bit():
     data = list(windows(8))
     first = step_of(decoder())
@@ -108,6 +109,7 @@ def test_a_state_from_before_the_first_step_leaves_the_scales_to_be_found():
     assert torch.equal(losses(step, 3), losses(step_of(decoder()), 3))
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_take_the_same_steps():
     assert torch.equal(losses(step_of(decoder(), recompute="blocks"), 4), losses(step_of(decoder()), 4))
 

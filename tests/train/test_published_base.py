@@ -36,6 +36,7 @@ def test_gradients_of_adapters_are_those_over_the_dequantised_base(tmp_path, nam
             torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6 * q.grad.abs().max().item(), msg=key)
 
 
+@pytest.mark.slow
 def test_a_train_step_lowers_the_loss_and_leaves_the_codes(tmp_path):
     write(tmp_path, "gptq-asymmetric")
     model = load_hf(tmp_path, dtype=torch.float32)

@@ -99,6 +99,7 @@ def test_what_was_trained_with_may_not_change(book, stopped, changes, more, said
     assert f" {said}. " in refused and ("{allow: [lr]}" in refused) == ("lr" in said)
 
 
+@pytest.mark.slow
 def test_a_path_may_be_written_otherwise(corpus, tmp_path, monkeypatch):
     """What it leads to counts: relative, from the root, by a detour or a link."""
     monkeypatch.chdir(tmp_path)
@@ -133,6 +134,7 @@ def test_it_may_end_where_it_was_stopped(corpus, tmp_path):
     assert run.finished and run.done == 5 and records == []
 
 
+@pytest.mark.slow
 def test_a_phase_that_is_over_keeps_its_steps(book, tmp_path):
     train(recipe("", tmp_path, **phases(book)), until=5)
     with pytest.raises(ValueError, check=message("train/resume:a_phase_that_is_over_kee")):

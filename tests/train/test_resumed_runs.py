@@ -37,6 +37,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
     assert_same(second, whole)
 
 
+@pytest.mark.slow
 def test_the_order_of_the_data_is_kept(corpus, tmp_path):
     """The batches themselves, not their losses: those of steps 8 to 12 come in the same order after a resumption."""
     whole = prepare(recipe(corpus, tmp_path / "whole"), progress=False)

@@ -16,6 +16,7 @@ from .runs import assert_same, losses, recipe, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_rates_are_the_recipes(corpus, tmp_path):
     """In steps, with a fifth of them warm-up, and a fall over the last half of all. Every shape: test_schedule.py."""
     options = {"steps": 10, "warmup": 0.2, "decay": 0.5, "final": 0.0}

@@ -71,6 +71,7 @@ def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch)
     assert again.finished and records == [], "a run that ended early has ended"
 
 
+@pytest.mark.slow
 def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
     """Not the last ones, which the run keeps for going on."""
     from gpubound.models import load_hf

@@ -93,6 +93,7 @@ def test_a_checkpoint_does_not_hold_up_the_step(corpus, tmp_path, monkeypatch):
     assert in_time == [True, True] and run.checkpoints.latest().step == 4
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_after_the_records_up_to_its_step(corpus, tmp_path, monkeypatch):
     """And after they are on disk, which `first` sees to."""
     run = prepare(recipe(corpus, tmp_path, save_every=2, eval_every=3), progress=False)

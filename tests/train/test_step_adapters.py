@@ -202,6 +202,7 @@ def test_fp16_halves_its_loss_scale_until_it_fits(way):
     step.close()
 
 
+@pytest.mark.slow
 def test_what_it_has_trained_of_a_wrapped_model_peft_saves(tmp_path):
     """What `TrainStep` has trained, PEFT saves and reads."""
     peft = pytest.importorskip("peft")

@@ -65,6 +65,7 @@ def peaks(monkeypatch, make: Callable[[str], TrainStep], batch) -> tuple[int, in
     return (*found, live.copied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), AdamW8bit(lr=1e-3)], ids=["adamw", "adamw8bit"])
 def test_the_first_step_needs_no_more_than_a_step(optimizer, monkeypatch):
     elsewhere(monkeypatch)

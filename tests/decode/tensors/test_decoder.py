@@ -52,6 +52,7 @@ def test_a_step_gives_the_logits_of_one_device(rows):
         token, position = fast.logits.argmax(1).int(), position + 1
 
 
+@pytest.mark.slow
 def test_settings_stops_and_figures():
     """Drawn tokens, penalties and log-probabilities are those of a decoder on one device; the cache's forms too."""
     kept = {"cache": "int8", "pages": 12, "verify": False}

@@ -93,6 +93,7 @@ def enumerated(model: nn.Module, ids: torch.Tensor) -> float:
     return total / n
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_mean_is_the_bound_that_all_masks_give():
     model = BothWays(places=3).double()

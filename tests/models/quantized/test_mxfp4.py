@@ -49,6 +49,7 @@ def write(folder):
     return model
 
 
+@pytest.mark.slow
 def test_experts_stay_in_mxfp4(tmp_path, monkeypatch):
     twin = write(tmp_path)
     model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)

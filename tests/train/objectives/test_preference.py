@@ -124,6 +124,7 @@ def test_steps_equal_a_loop_of_plain_torch(accumulate):
     check_steps(Preference(beta=0.2), [batch(pairs=2, seed=seed) for seed in range(2 * accumulate)], accumulate, mean)
 
 
+@pytest.mark.slow
 def test_training_widens_the_margin_of_the_pairs():
     model = decoder()
     gb.lora.add(model, rank=4)

@@ -100,6 +100,7 @@ def test_what_was_recorded_at_one_length_serves_any_other():
         torch.testing.assert_close(found, want[list(place)], **EXACT)
 
 
+@pytest.mark.slow
 def test_nothing_is_read_that_the_text_did_not_write():
     body, ids = body_of(), text(70)
     clean = []
@@ -144,6 +145,7 @@ def test_greedy_tokens_are_those_of_generate():
     assert str(fast).count("of 4 tokens: 6 by index") == 1 and fast.path == ""
 
 
+@pytest.mark.slow
 def test_a_padded_batch_gives_the_tokens_of_its_prompts_alone():
     """As a tokenizer pads it, on the left or on the right; transformers' own tokens would change."""
     fast, prompts = gb.decoder(model_of(), 2, ROOM, verify=False), [text(5, seed=2), text(13, seed=3)]
