@@ -195,11 +195,11 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
 
     prog = f"gpubound {command}"
     names = {f"--{field.name.rstrip('_').replace('_', '-')}" for field in fields(kind)}  # type: ignore[arg-type]  # from_ is --from
-    appended = {
-        name for name, of in get_type_hints(kind, include_extras=True).items() if tyro.conf.UseAppendAction in get_args(of)
-    }
-    types = {name: get_origin(of) for name, of in get_type_hints(kind).items() if name not in appended}
-    lists = {f"--{name.replace('_', '-')}" for name, of in types.items() if of in (tuple, list)}
+    lists = set[str]()
+    for name, of in get_type_hints(kind, include_extras=True).items():
+        plain, *marks = get_args(of) if get_origin(of) is Annotated else (of,)
+        if get_origin(plain) in (tuple, list) and tyro.conf.UseAppendAction not in marks:
+            lists.add(f"--{name.replace('_', '-')}")
     before: set[str] = set()
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
