@@ -192,6 +192,9 @@ def share_of_cores(processes: int) -> str:
     return str(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
+_growing = False
+
+
 def grow_segments(device: torch.device) -> None:
     """Let torch's allocator take further memory in expandable segments, unless PYTORCH_ALLOC_CONF sets it.
 
@@ -211,9 +214,6 @@ def growing_segments(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _set_growing(device, before)
-
-
-_growing = False
 
 
 def _set_growing(device: torch.device, growing: bool) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from .dispatch import implementation, require
 from .registry import definition, draw, frozen, ints
 
+TOKENS = 16  # of a program
+
 
 def write_tokens(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int) -> Tensor:
     """Write `new` to the positions from `start` on of each copy of its row; return the cache.
@@ -37,7 +39,7 @@ def write_tokens(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int
         require("write_tokens", "blocks", blocks, torch.int32, (len(new), "copies", "blocks"), new.device)
     if isinstance(start, Tensor):
         require("write_tokens", "start", start, torch.int32, (len(new),), new.device)
-    shape = *new.shape[3:], min(16, new.shape[1]), blocks.dtype, isinstance(start, Tensor)
+    shape = *new.shape[3:], min(TOKENS, new.shape[1]), blocks.dtype, isinstance(start, Tensor)
     return implementation("write_tokens", cache, None, shape)(cache, new, blocks, start)
 
 
@@ -68,7 +70,8 @@ def write_tokens_reference(cache: Tensor, new: Tensor, blocks: Tensor, start: Te
     known = (known & (block >= 0) & (block < len(cache))).flatten()
     if not known.numel():
         return cache
-    # A mask as an index would wait for the device: others are written as the first known one is, or without any as they were.
+    # A boolean index would wait for the device. A position without a block repeats the write of the first one that has a block;
+    # where none has, the values that are there are written again.
     same = torch.where(known, torch.arange(known.numel(), device=known.device), known.int().argmax())
     block, at = (index.flatten()[same] for index in (block, (position % size)[:, None].expand_as(block)))
     block, old = block.clamp(0, len(cache) - 1), as_integers(cache)

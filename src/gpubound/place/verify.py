@@ -52,7 +52,7 @@ GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1,
 FLOOR = 1e-3  # of the largest gradient: one that is zero in exact arithmetic is rounding alone
 PART = 1 << 24  # elements of two tensors whose difference exists at a time
 CACHED = 1 << 24  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
-LARGE = 1 << 26  # bytes of a gradient after which they are counted, too
+LARGE = 1 << 26  # bytes of a gradient: after a larger one, unused memory is released before the next
 
 Named = dict[str, Tensor]
 """Outputs and gradients of a run by name, without the gradients that are None"""
@@ -351,7 +351,7 @@ def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
             return None
         samples[name] = sample(gradient)
         if gradient.numel() * gradient.itemsize >= LARGE:
-            # Of the last one: or the embeddings' has no room where the head's was, once others are in it.
+            # Otherwise smaller gradients take the place of the head's, and the embeddings' needs as much again.
             facts.release_cached(total.device, CACHED)
         # What backward keeps instead: one element, expanded.
         return gradient.new_zeros(()).expand_as(gradient) if type(gradient) is Tensor and not gradient.is_sparse else None

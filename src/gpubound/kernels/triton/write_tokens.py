@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import cdiv, power_of_two
-from ..write_tokens import as_integers
+from ..write_tokens import TOKENS, as_integers
 from ._launch import bump_versions
 
-TOKENS, WARPS = 16, 4  # of a program
+WARPS = 4  # of a program
 
 
 @triton.jit(do_not_specialize=["first", "tokens", "copies", "pages", "total"])
