@@ -1,4 +1,4 @@
-"""The suite's footing: what each process does; `footing.py` has what those that run tests do."""
+"""The suite's footing: hooks of every process; `footing.py` has those of the processes that run tests."""
 
 import gc
 import os
@@ -14,9 +14,10 @@ WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if GPUS > 1 and WORKER:  # a GPU each, in turn, before the driver is asked for them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % GPUS))
 
-# The process of `-n 2` that hands tests out begins with the workers 2 s sooner without torch.
-ALONE = WORKER or "--pdb" in sys.argv or re.search(r"\s-n\s*[1-9al]", " ".join(sys.argv)) is None
-pytest_plugins = ["tests.footing"] if ALONE else []
+# The process of `-n 2` that distributes the tests starts the workers 2 s sooner without torch. A plugin that is imported later,
+# when options are parsed, comes after the kernels' files.
+RUNS_TESTS = WORKER or "--pdb" in sys.argv or re.search(r"\s-n\s*[1-9al]", " ".join(sys.argv)) is None
+pytest_plugins = ["tests.footing"] if RUNS_TESTS else []
 
 
 def pytest_configure(config):

@@ -38,13 +38,15 @@ def poisoned_empty():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def one_thread():
+def single_thread():
     """Two threads on products this small wait for each other longer than they work, the more so beside other processes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+one_thread = pytest.fixture(single_thread, name="one_thread")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from gpubound.decode import weight_view
 from gpubound.decode.runner import RING
 from gpubound.kernels import dispatch
 from gpubound.watch.pretend import simgpu
+from tests.footing import single_thread
 
 
 @pytest.fixture(autouse=True)
@@ -18,13 +19,8 @@ def kernels_path(monkeypatch):
         monkeypatch.setattr("gpubound.decode.certificate.STEPS", 4)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small only lose by being shared out: test_static* take 6 s on two busy cores, and 95 with two threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# On two busy cores, tests of other models' own forward took 95 s with two threads, and 6 with one.
+one_thread = pytest.fixture(single_thread, name="one_thread", autouse=True, scope="module")
 
 
 @pytest.fixture
