@@ -1,6 +1,6 @@
 """Fine-tune real weights from one command each, beside TRL on the same examples: all weights, adapters, preferences.
 
-python -m benchmarks.real_weights BASE [--only sft,lora,dpo] [--peers trl,trl-liger] [--seeds 3] [--out FOLDER] [--results FILE]
+python -m benchmarks.real_weights BASE [--only sft,lora,dpo] [--peers trl,trl-fp32] [--seeds 3] [--out FOLDER] [--results FILE]
 
 BASE is SmolLM2-135M-Instruct as a Hugging Face folder; the examples are those of examples/docstring_chats.py. The runs with
 seed 0 have the GPU for themselves while they train; those with other seeds share it, and only their losses count. Everything is
@@ -28,7 +28,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """What each run has, ours and TRL's: linear schedule to 0 after 5 steps, AdamW with betas 0.9 and 0.999, no decay, norm 1."""
 WARMUP = 5
-PEERS = ("trl", "trl-liger")  # as it comes, and with Liger's kernels; both pack
+# TRL as it comes, with Liger's kernels, and without autocast: what rounding to bf16 does to small adapters.
+PEERS = ("trl", "trl-liger", "trl-fp32")
 HELD_OUT_PAIRS = 128
 
 
@@ -68,7 +69,8 @@ class Session:
         job = {
             "run": run, "base": self.model(run), "train": str(train), "held_out": str(held_out), "seed": seed,
             "out": str(self.out / f"{run}-{peer}-{seed}"), "liger": peer == "trl-liger", "device": self.device,
-            "warmup": WARMUP, "lock": str(self.out / "gpu.lock") if alone else None, **SETTINGS[run],
+            "autocast": peer != "trl-fp32" and self.device == "cuda", "warmup": WARMUP,
+            "lock": str(self.out / "gpu.lock") if alone else None, **SETTINGS[run],
         }  # fmt: skip
         return self.start(f"{run}-{peer}-{seed}", "benchmarks.real_weights_trl", json.dumps(job))
 
@@ -248,8 +250,8 @@ def measured(session: Session, runs: list[str], peers: list[str], options: argpa
             for run in runs:
                 if Path(session.model(run)).exists():
                     others[f"{run}-ours-{seed}"] = session.ours(run, seed)
-                    if "trl" in peers:
-                        others[f"{run}-trl-{seed}"] = session.theirs(run, "trl", seed, alone=False)
+                    for peer in {"trl", "trl-fp32"}.intersection(peers):
+                        others[f"{run}-{peer}-{seed}"] = session.theirs(run, peer, seed, alone=False)
     judgements = {"before": judged(session.base, chats, session.device)}
     for name in found:
         if (session.out / f"{name}-hf").exists():
@@ -268,14 +270,18 @@ def measured(session: Session, runs: list[str], peers: list[str], options: argpa
 
 
 def compared(run: str, found: dict[str, dict[str, Any]]) -> str:
-    """The last held-out losses of all seeds of a run, ours and TRL's, and how far their means are apart."""
-    last = {who: [f["held_out"][-1] for name, f in found.items() if name.startswith(f"{run}-{who}-") and name[-1].isdigit()
-                  and "liger" not in name] for who in ("ours", "trl")}  # fmt: skip
-    if not all(last.values()):
-        return ""
-    text = "; ".join(f"{who} {' '.join(f'{loss:.4f}' for loss in losses)}" for who, losses in last.items())
-    spread = max(max(losses) - min(losses) for losses in last.values())
-    return f"{run}: {text}; means differ by {abs(mean(last['ours']) - mean(last['trl'])):.4f}, seeds by up to {spread:.4f}"
+    """The last held-out losses of all seeds of a run, ours and the peers', and how far the means are apart."""
+    last: dict[str, list[float]] = {}
+    for name, of in found.items():
+        if name.startswith(f"{run}-"):
+            last.setdefault(name.removeprefix(f"{run}-").rpartition("-")[0], []).append(of["held_out"][-1])
+    ours = last.pop("ours", [])
+    lines = [f"{run}: ours {' '.join(f'{loss:.4f}' for loss in ours)}"]
+    for who, losses in last.items() if ours else ():
+        spread = max(max(each) - min(each) for each in (ours, losses))
+        apart = f"means differ by {abs(mean(ours) - mean(losses)):.4f}, seeds by up to {spread:.4f}"
+        lines.append(f"{who} {' '.join(f'{loss:.4f}' for loss in losses)}: {apart}")
+    return "; ".join(lines) if lines[1:] else ""
 
 
 def device_name() -> str:

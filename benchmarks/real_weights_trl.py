@@ -20,7 +20,7 @@ def tokenized(tokenizer: Any, chat: list[dict[str, str]]) -> dict[str, list[int]
     return {"input_ids": ids, "completion_mask": [0] * len(prompt) + [1] * (len(ids) - len(prompt))}
 
 
-def held_out_loss(model: Any, rows: list[dict[str, list[int]]], device: str) -> float:
+def held_out_loss(model: Any, rows: list[dict[str, list[int]]], device: str, autocast: bool = True) -> float:
     """The mean loss of the tokens that are learnt, 64 padded rows at a time."""
     import torch
     import torch.nn.functional as F
@@ -34,7 +34,7 @@ def held_out_loss(model: Any, rows: list[dict[str, list[int]]], device: str) -> 
             for key in ("input_ids", "completion_mask")
         )
         labels = torch.where(learnt.bool(), ids, -100)[:, 1:].flatten()
-        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=autocast and device == "cuda"):
             logits = model(input_ids=ids).logits[:, :-1].float().flatten(0, 1)
         total += F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
         tokens += int((labels != -100).sum())
@@ -95,12 +95,12 @@ def main(job: dict[str, Any]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(job["base"])
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(job["base"], dtype=torch.float32)  # fp32 weights under bf16 autocast
+    model = AutoModelForCausalLM.from_pretrained(job["base"], dtype=torch.float32)  # under bf16 autocast, as Trainer does it
     rows, held_out = ([json.loads(line) for line in Path(job[name]).read_text().splitlines()] for name in ("train", "held_out"))
     wanted: dict[str, Any] = {
         "output_dir": str(out), "seed": job["seed"], "num_train_epochs": job["epochs"], "learning_rate": job["lr"],
         "per_device_train_batch_size": job["micro_batch"] // (2 if pairs else 1), "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "bf16": on_gpu, "use_cpu": not on_gpu,
+        "bf16": job["autocast"], "use_cpu": not on_gpu,
         "gradient_checkpointing": False, "use_liger_kernel": job["liger"], "report_to": [], "save_strategy": "no",
         "logging_steps": 10, "disable_tqdm": True, "optim": "adamw_torch_fused" if on_gpu else "adamw_torch",
     }  # fmt: skip
@@ -132,7 +132,7 @@ def main(job: dict[str, Any]) -> None:
             results["seconds"].append(time.perf_counter() - began[0])
             if not pairs:
                 model.eval()
-                results["held_out"].append(held_out_loss(model, test, job["device"]))
+                results["held_out"].append(held_out_loss(model, test, job["device"], job["autocast"]))
                 model.train()
 
         def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:

@@ -60,7 +60,9 @@ def test_records_become_the_figures_of_a_run(tmp_path):
     found = of_ours(tmp_path, "sft-ours-0")
     assert found == {"held_out": [2.0, 1.5], "accuracy": [], "loss": [3.0, 2.0, 1.0, 0.0], "epoch_s": 1.0, "steps": 4}
     runs = {"sft-ours-0": found, "sft-ours-1": {"held_out": [1.7]}, "sft-trl-0": {"held_out": [1.62]}, "sft-trl-liger-0": found}
-    assert "differ by 0.0200, seeds by up to 0.2000" in compared("sft", runs) and compared("dpo", runs) == ""
+    text = compared("sft", runs | {"sft-trl-fp32-0": {"held_out": [1.6]}})
+    assert "trl 1.6200: means differ by 0.0200, seeds by up to 0.2000" in text and compared("dpo", runs) == ""
+    assert "trl-fp32 1.6000: means differ by 0.0000" in text and "trl-liger 1.5000" in text
 
 
 def test_both_have_the_same_rates():
