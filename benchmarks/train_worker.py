@@ -29,7 +29,7 @@ def llama(job: Job, dtype: torch.dtype) -> nn.Module:
 
     config = llama_config(SHAPES[job.shape], job.seq)
     torch.manual_seed(0)
-    # In plain segments the weights in 16 bits lie in pieces of what the fp32 ones left: of 8b, 3.2 GiB stay reserved and unused.
+    # In plain segments the weights in 16 bits lie in pieces of what the fp32 ones left: of 8b, 3.2 GiB stay reserved.
     with growing_segments(torch.device(job.device)):
         with torch.device(job.device):
             model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
