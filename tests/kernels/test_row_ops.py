@@ -1,10 +1,13 @@
 """LayerNorm of rows and activations of products in a decoding step: parity, their definitions, refusals."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from gpubound import kernels
+from gpubound.kernels.decode_product import EARLY, FENCE, LATE, Norm
 from gpubound.kernels.registry import load
 from gpubound.kernels.row_ops import ACTIVATED, LayerNorm
 
@@ -57,3 +60,26 @@ def test_wrong_arguments_are_refused(device):
         kernels.layer_norm_rows(x, LayerNorm(weight, weight[:4].clone(), 1e-5), x.clone())
     with pytest.raises(ValueError, match="x must be"):
         kernels.layer_norm_rows(x.double(), LayerNorm(weight, None, 1e-5), x.clone())
+
+
+def test_kernels_without_weights_let_their_successor_start_at_once(device, monkeypatch):
+    """In a chain whose products do so late; a fence stays one."""
+    x, weight, out = (
+        draw(device, torch.float32, 1, 64),
+        draw(device, torch.float32, 64, seed=1),
+        torch.empty(1, 64, device=device),
+    )
+    calls = {
+        "norm_rows": lambda mode: (x, Norm(weight, 1e-5), out, mode),
+        "add_norm": lambda mode: (out, Norm(weight, 1e-5), x, mode),
+        "layer_norm_rows": lambda mode: (x, LayerNorm(weight, None, 1e-5), out, mode),
+        "activate_rows": lambda mode: (x, "silu", out, mode),
+    }
+    for name, arguments in calls.items():
+        module, asked = importlib.import_module(load("triton", name).__module__), []
+        monkeypatch.setattr(
+            module, "options", lambda warps, mode, asked=asked: asked.append(mode) or {"num_warps": warps, "DEPENDENT": 0}
+        )
+        for mode in (0, EARLY, LATE, FENCE):
+            load("triton", name)(*arguments(mode))
+        assert asked == [0, EARLY, EARLY, FENCE], name

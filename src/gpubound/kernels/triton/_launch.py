@@ -7,7 +7,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from ...device import interpreted
-from ..decode_product import chain_mode
+from ..decode_product import EARLY, LATE, chain_mode
 from ..plans import Job, plan_for, plan_traced, step_down
 from ..plans.types import MatrixPlan
 
@@ -60,6 +60,12 @@ def options(warps: int, dependent: int = 0) -> dict[str, Any]:
     if interpreted() or not dependent:
         return {"num_warps": warps, "DEPENDENT": 0}
     return {"num_warps": warps, "DEPENDENT": dependent, "launch_pdl": True}
+
+
+def at_once(dependent: int) -> int:
+    """Return the mode of a kernel without weights. In a LATE chain too, its successor asks for weights while it runs: there is
+    room, for it begins when all programs of the product before it have theirs."""
+    return EARLY if dependent == LATE else dependent
 
 
 def bump_versions(*tensors: torch.Tensor | None) -> None:

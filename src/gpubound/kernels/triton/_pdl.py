@@ -3,7 +3,7 @@
 PDL (`dependent`): a kernel starts while its predecessor still runs and requests its first weights, which depend on no kernel,
 before it waits for x. An EARLY kernel lets its successor start at once, so that the weights of later kernels stream early; a
 LATE one after it has loaded its own weights, because where a weight keeps the GPU busy, successors only take its room; a FENCE
-after its wait.
+after its wait. In a LATE chain, kernels without weights (norms, activations, attention) are EARLY.
 
 Reads before the wait. A wait ends when the previous launch, and all launches before it, have ended. A launch begins when every
 program of its predecessor has triggered it or ended, which implies nothing about older launches: where all are EARLY, several

@@ -19,7 +19,7 @@ from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
-from ._launch import bump_versions, launch_product, options
+from ._launch import at_once, bump_versions, launch_product, options
 from ._math import capped
 from ._pdl import _begin, _end, _gained, _products, _row, _tile, _wait
 from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
@@ -324,7 +324,9 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, factor_ptr, eps, K: tl.constexpr, C
 def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
     weight, eps, offset = norm
     block = power_of_two(x.shape[1])
-    _norm_rows_kernel[(x.shape[0],)](x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), dependent))
+    _norm_rows_kernel[(x.shape[0],)](
+        x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), at_once(dependent))
+    )
     bump_versions(out)
     return out
 
@@ -334,7 +336,7 @@ def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tenso
     weight, eps, offset = norm
     block = power_of_two(x.shape[1])
     rest = x.shape[1], block, offset
-    _add_norm_kernel[(x.shape[0],)](y, weight, x, factor, eps, *rest, **options(_warps(block), dependent))
+    _add_norm_kernel[(x.shape[0],)](y, weight, x, factor, eps, *rest, **options(_warps(block), at_once(dependent)))
     bump_versions(y, x)
     return x
 

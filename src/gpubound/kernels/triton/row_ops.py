@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..plans import power_of_two
 from ..row_ops import LayerNorm
-from ._launch import bump_versions, options
+from ._launch import at_once, bump_versions, options
 from ._pdl import _begin, _end, _wait
 
 BLOCK = 512  # elements of a program that activates
@@ -62,7 +62,7 @@ def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0)
     block = power_of_two(x.shape[1])
     _layer_norm_rows_kernel[(len(x),)](
         x, norm.weight, norm.bias, out, norm.eps, x.shape[1], block, norm.offset,
-        **options(max(1, min(8, block // 512)), dependent),
+        **options(max(1, min(8, block // 512)), at_once(dependent)),
     )  # fmt: skip
     bump_versions(out)
     return out
@@ -71,6 +71,6 @@ def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0)
 @torch.no_grad()
 def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
     count = x.numel()
-    _activate_rows_kernel[(triton.cdiv(count, BLOCK),)](x, by, out, count, BLOCK, activation, **options(4, dependent))
+    _activate_rows_kernel[(triton.cdiv(count, BLOCK),)](x, by, out, count, BLOCK, activation, **options(4, at_once(dependent)))
     bump_versions(out)
     return out
