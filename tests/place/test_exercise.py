@@ -170,6 +170,16 @@ def test_sampled_gradients_are_those_of_one_backward():
     assert not used._backward_hooks and used.grad is None
 
 
+def test_memory_is_released_before_the_last_gradient_of_a_backward(monkeypatch):
+    """The embeddings' is one of the two largest, and the pieces that layers have left hold no part of it."""
+    table, weight = torch.randn(5, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    computed: list[str] = []
+    table.register_hook(lambda gradient: computed.append("table"))
+    monkeypatch.setattr(verify.facts, "release_cached", lambda device, most: computed.append("released"))
+    verify._sampled_gradients((table[[1, 2]] @ weight).sum(), {"table": table, "weight": weight})
+    assert computed == ["released", "released", "table"]
+
+
 def test_cudnn_compiles_nothing_for_a_comparison():
     enabled = torch.backends.cuda.cudnn_sdp_enabled
     assert enabled()

@@ -350,8 +350,8 @@ def _sampled_gradients(total: Tensor, leaves: Named) -> Named:
         if gradient is None:  # of a weight that is streamed
             return None
         samples[name] = sample(gradient)
-        if gradient.numel() * gradient.itemsize >= LARGE:
-            # Otherwise smaller gradients take the place of the head's, and the embeddings' needs as much again.
+        if gradient.numel() * gradient.itemsize >= LARGE or len(samples) == len(leaves) - 1:
+            # Otherwise smaller gradients take the place of the head's, and the embeddings', the last one, needs as much again.
             facts.release_cached(total.device, CACHED)
         # What backward keeps instead: one element, expanded.
         return gradient.new_zeros(()).expand_as(gradient) if type(gradient) is Tensor and not gradient.is_sparse else None
