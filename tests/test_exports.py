@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import inspect
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import gpubound as gb
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .kernels.apart import apart
 
@@ -71,6 +73,39 @@ def test_an_unknown_name():
     with pytest.raises(AttributeError) as error:
         gb.plaice  # noqa: B018
     assert str(error.value) == message("exports:an_unknown_name")
+
+
+MISSPELT = (
+    lambda: gb.place(None, devise="cpu"),
+    lambda: gb.TrainStep(None, "causal_lm", optimiser=None),
+    lambda: gb.feed([], bach_size=4),
+    lambda: gb.capture(print, tolerence=0),
+    lambda: gb.lora.add(None, rnk=8),
+    lambda: gb.AdamW(learning=1),
+    lambda: gb.Corpus.build([], None, "x", shard_token=300),
+    lambda: gb.rl.UnitTests(second=1),
+    lambda: gb.distributed.launched(world=2),
+    lambda: gb.no_stall(alow=1),
+    lambda: gb.Corpus.batches(None, 8, 2, bukets=3),
+    lambda: gb.Corpus.open("x", verfy=False),
+)
+
+
+@pytest.mark.parametrize("number", range(1, 1 + len(MISSPELT)))
+def test_a_misspelt_keyword(number):
+    assert refusal(TypeError, MISSPELT[number - 1]) == message("exports:a_misspelt_keyword" + f".{number}")
+
+
+def test_a_public_function_is_pickled_and_read_as_it_was_written():
+    for call in (gb.place, gb.feed, gb.lora.add, gb.rl.run_code):
+        assert pickle.loads(pickle.dumps(call)) is call
+        assert f"def {call.__name__}(" in inspect.getsource(call) and call.__doc__
+    assert next(iter(inspect.signature(gb.AdamW).parameters)) == "lr"
+
+
+def test_a_step_is_called_directly():
+    for call in (gb.TrainStep.__call__, gb.train.StepResult.__init__, gb.Captured.__call__):
+        assert not hasattr(call, "__wrapped__")
 
 
 def test_the_plugin_and_the_package_import_neither_torch_nor_triton():

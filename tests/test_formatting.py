@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpubound.formatting import duration, hint, nearest, quantity, readable
+from gpubound.formatting import duration, hint, nearest, quantity, readable, suggest_keywords
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,15 @@ def test_a_refused_name_ends_with_what_there_is():
     assert hint("stpes", known, "the keys are") == "did you mean 'steps'?"
     assert hint(7, known, "the keys are") == "the keys are steps, lr."
     assert hint("x", (), "its options are") == "its options are none."
+
+
+def test_a_type_error_of_the_calls_own_code_stays():
+    def length(of, **others):
+        return len(of)
+
+    assert suggest_keywords(length, "length")([1]) == 1
+    for keywords in ({}, {"too": 1}):
+        with pytest.raises(TypeError, match="has no len"):
+            suggest_keywords(length, "length")(of=3, **keywords)
+    with pytest.raises(TypeError, match="missing 1 required"):
+        suggest_keywords(length, "length")()

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .errors import *  # noqa: F403
+from .formatting import suggest_keywords as _suggest_keywords
 from .trace import strict as strict
 from .version import __version__ as __version__
 
@@ -61,8 +62,44 @@ _HOMES = {
 }
 
 _PACKAGES = ("kernels", "lora", "distributed", "rl", "train")
+_EAGER = ("data", "distributed", "lora")  # they import what they export
 
 __all__ = sorted([*_HOMES, *_PACKAGES, *(name for name in dir() if name.endswith("Error")), "__version__", "strict"])
+
+
+_RESULTS = (
+    "Captured",
+    "Certificate",
+    "FastDecoder",
+    "Feed",
+    "Ledger",
+    "Placement",
+    "Ranks",
+    "Stats",
+    "StepResult",
+    "StepValues",
+)
+"""classes that only the library calls, some in every step"""
+_exported = set[Any]()
+
+
+def _export(package: str, name: str, value: Any) -> Any:
+    """Return a public function or class whose refusal of a misspelt keyword names the right one.
+
+    A function is wrapped, and pickled by its name in the package. Of a class, what makes objects is: no call of an object."""
+    if name in _RESULTS or not callable(value) or isinstance(value, ModuleType) or value in _exported:
+        return value
+    if isinstance(value, type):
+        for key, member in list(vars(value).items()):
+            if key == "__init__":
+                setattr(value, key, _suggest_keywords(member, name))
+            elif isinstance(member, classmethod | staticmethod) and not key.startswith("_"):
+                setattr(value, key, type(member)(_suggest_keywords(member.__func__, f"{name}.{key}")))
+    else:
+        value = _suggest_keywords(value, name)
+        value.__module__ = package
+    _exported.add(value)
+    return value
 
 
 def _lazy(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -71,7 +108,9 @@ def _lazy(package: str, modules: dict[str, str]) -> tuple[Callable[[str], Any], 
     def find(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f".{modules[name]}", package), name)
+        value = _export(package, name, getattr(import_module(f".{modules[name]}", package), name))
+        setattr(sys.modules[package], name, value)
+        return value
 
     return find, lambda: sorted({*vars(sys.modules[package]), *modules})
 
@@ -81,6 +120,9 @@ class _Front(ModuleType):
     them: importing a package binds it to its name in its parent, and that alone is left undone."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in _EAGER and isinstance(value, ModuleType):
+            names = [key for key in vars(value) if not key.startswith("_")]
+            vars(value).update({key: _export(value.__name__, key, getattr(value, key)) for key in names})
         if not (name in _HOMES and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
@@ -89,7 +131,7 @@ class _Front(ModuleType):
             return import_module(f".{name}", __name__)
         if name not in _HOMES:
             raise AttributeError(f"module 'gpubound' has no attribute {name!r}")
-        value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+        value = _export(__name__, name, getattr(import_module(f".{_HOMES[name]}", __name__), name))
         setattr(self, name, value)
         return value
 

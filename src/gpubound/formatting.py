@@ -1,9 +1,11 @@
 """Formatters of numbers, sizes, durations, values and misspelt names for every message."""
 
 import difflib
+import inspect
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 PRINTABLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -130,6 +132,24 @@ def unexpected(call: str, names: Iterable[str], known: Iterable[str]) -> TypeErr
     """
     name = min(names)
     return TypeError(f"{call}() got an unexpected keyword argument {name!r}; {hint(name, known, 'it takes')}")
+
+
+def suggest_keywords(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that calls `call`, and whose refusal of an unknown keyword is `unexpected`. Python 3.13 adds a similar
+    name to its own, and not what else there is."""
+
+    @wraps(call)
+    def suggesting(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            return call(*arguments, **keywords)
+        except TypeError:
+            known = inspect.signature(call).parameters
+            unknown = keywords.keys() - known.keys()
+            if not unknown or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+                raise  # by the call's own code
+        raise unexpected(name, unknown, [one for one in known if one not in ("self", "cls")])
+
+    return suggesting
 
 
 def listed(names: Any) -> list[Any]:

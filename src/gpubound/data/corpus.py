@@ -9,6 +9,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json
+from ..formatting import suggest_keywords
 from .batches import CorpusFeed, batches
 from .build import build
 from .formats import group_of
@@ -70,7 +71,7 @@ class Corpus:
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":
         """Tokenise `texts` into shards in the folder `path`; see `gpubound.data.build.build` for the options. An existing
         corpus is verified as by `open`."""
-        built = build(texts, tokenizer, Path(path), **options)
+        built = suggest_keywords(build, "Corpus.build")(texts, tokenizer, Path(path), **options)
         return Corpus.open(path, verify=not built)
 
     @property
@@ -80,7 +81,7 @@ class Corpus:
 
     def batches(self, seq: int, micro_batch: int, device: Any = None, **options: Any) -> CorpusFeed:
         """Return a CorpusFeed of `micro_batch` rows of `seq` tokens; see `gpubound.data.batches.batches` for the options."""
-        return batches(self, seq, micro_batch, device, **options)
+        return suggest_keywords(batches, "corpus.batches")(self, seq, micro_batch, device, **options)
 
     def make_feed(
         self, device: Any, *, seq: int | None, batch_size: int | None, seed: int | None, mode: str, **options: Any
