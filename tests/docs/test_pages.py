@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import re
 from importlib import import_module
@@ -192,7 +193,7 @@ def _place(name: str) -> str:
     """Where the object behind a dotted name is defined, so that gb.place and gpubound.place.placer.place are one."""
     home, _, last = name.rpartition(".")
     try:
-        thing = getattr(gb if home == "gpubound" else import_module(home), last)
+        thing = inspect.unwrap(getattr(gb if home == "gpubound" else import_module(home), last))
     except (ImportError, AttributeError):
         pytest.fail(f"api.md: there is no {name}")
     return f"{getattr(thing, '__module__', home)}.{getattr(thing, '__qualname__', last)}"
