@@ -10,6 +10,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+from gpubound.train.checkpoint.staging import Staging
 from tests.messages import message, refusal
 
 from .. import forked
@@ -33,6 +34,15 @@ def test_the_snapshot_is_of_the_moment_of_the_call(tmp_path):
     weight.fill_(-1.0)  # the training goes on while the thread writes
     store.wait()
     assert store.latest().tensors()["weight"].min().item() == 1.0
+
+
+def test_only_who_waits_for_the_disk_has_the_copies_made_on_the_host(tmp_path, monkeypatch):
+    asked, take = [], Staging.take
+    monkeypatch.setattr(Staging, "take", lambda *args: (asked.append(args[2]), take(*args))[1])
+    store = Checkpoints(tmp_path)
+    for step, wait in ((1, False), (2, True)):
+        store.save(step, tensors(step), {}, wait=wait)
+    assert asked == [False, True]
 
 
 def test_views_of_one_storage_are_saved(tmp_path):

@@ -101,6 +101,16 @@ def test_what_finds_no_room_goes_to_the_host_at_once(memory, expected, room, her
 
 
 @pytest.mark.gpu
+def test_a_caller_who_waits_gets_no_copies_on_the_device(memory):
+    staging, tensors, before = Staging(), given(), torch.cuda.memory_allocated()
+    copies = staging.take(tensors, to_host=True)
+    assert torch.cuda.memory_allocated() - before < 1 << 16 and not any(t.is_cuda for t in copies.values())
+    got = staging.give(copies)
+    assert all(torch.equal(got[name], t.cpu()) for name, t in tensors.items())
+    assert not staging._wanted and not trace.fallbacks
+
+
+@pytest.mark.gpu
 def test_another_shape_under_a_known_name(memory):
     memory["free"] = 0
     staging = Staging()

@@ -117,22 +117,24 @@ class Checkpoints:
         A lower `score`, a number or a list, is better. The result is done when the checkpoint is written; `wait()` raises the
         error of a failed write.
         """
-        self.snapshot(step, tensors, facts, score)
+        self.snapshot(step, tensors, facts, score, wait)
         writing = self.write()
         assert writing is not None  # there is a snapshot
         if wait:
             self.wait()
         return writing
 
-    def snapshot(self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None) -> None:
-        """Copy the tensors as they are now; `write` writes the copies later."""
+    def snapshot(
+        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, to_host: bool = False
+    ) -> None:
+        """Copy the tensors as they are now, with `to_host` straight to the host; `write` writes the copies later."""
         self.write()
         self.wait()  # one snapshot at a time; an earlier write's error is raised here too
         tell_if_saved_apart(self.ranks, self.folder)
         if self._writers.alone:  # every rank is here now, as making a new group requires
             self._writers = self.ranks.aside()
         sharded, shards = self._shards_to_write(tensors)
-        copies = self._staging.take({name: shard.local for name, shard in shards.items()})
+        copies = self._staging.take({name: shard.local for name, shard in shards.items()}, to_host)
         shards = {name: shards[name].moved(copy) for name, copy in copies.items()}
         self._snapshot = step, sharded, shards, dict(facts) | ({} if score is None else {"score": score})
 
