@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import kernels
-from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.decode_product import EARLY, FENCE, Norm
 from gpubound.kernels.delta_rule import DeltaParameters, DeltaShape, chunked_delta_rule
 
 from .cases import agree, assert_chunks_match, draw, pairwise, same
@@ -84,6 +84,30 @@ def test_steps_are_the_recurrence(device, heads, widths, grouped, taps):
         got = agree("delta_step", *now, position, ring, state, parameters, shape, out, limit=2e-5)
         ring, state, out = got[3], got[4], got[7]
         same("rows", out.double(), want[:, t], 1e-5)
+
+
+@pytest.mark.gpu
+def test_a_chain_of_launches_reads_what_the_step_before_has_left(device):
+    """Position, ring and state are read before the wait; the first product of a step is the fence."""
+    shape, steps = DeltaShape(16, 32, 128, 128), 6
+    parameters = parameters_of(device, torch.bfloat16, shape, 4)
+    weight, gate = (draw(device, torch.bfloat16, rows, shape.inner, seed=rows) / 64 for rows in (shape.columns, 64))
+    positions = torch.arange(steps, device=device, dtype=torch.int32)[:, None]
+
+    def run(fence, mode):
+        ring = torch.zeros(1, 4, shape.channels, device=device)
+        state = torch.full((1, *shape.matrix), float("nan"), device=device)
+        x, gates = (torch.empty(1, rows, device=device) for rows in (shape.columns, 64))
+        outs = draw(device, torch.float32, steps + 1, 1, shape.inner, seed=9)
+        for position, before, out in zip(positions, outs, outs[1:]):
+            kernels.norm_product(before, None, weight, out=x, dependent=fence)
+            kernels.norm_product(before, None, gate, out=gates, dependent=mode)
+            kernels.delta_step(x, gates, position, ring, state, parameters, shape, out, mode)
+        return outs, state
+
+    # fp32 but for the weights, six times through sums of 4,096 terms
+    for got, want in zip(run(FENCE, EARLY), run(0, 0)):
+        same("rows", got, want, 1e-4)
 
 
 def test_a_position_that_does_not_exist_gives_nan_and_changes_nothing(device):

@@ -13,6 +13,7 @@ without a wait:
 
 weights, norms, tables      in every kernel: no step writes them
 position, old keys, pages   in attention: written by the previous token choice; the q k v product of the first layer is a fence
+position, state             in recurrences: likewise; the matrix and the ring are as the previous step has left them
 sums of hc_write            written by the previous hc_write; turn_heads and routed_gate_up are fences
 the exchanged streams       likewise
 x of an AHEAD product       if a fence is between it and the writer of x: the shared expert's down, after routed_gate_up

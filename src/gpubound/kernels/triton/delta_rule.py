@@ -12,23 +12,23 @@ from ..delta_rule import TINY, DeltaParameters, DeltaShape
 from ..plans import power_of_two
 from ._launch import bump_versions, options
 from ._pdl import _begin, _end, _wait
-from ._ring import _convolved
+from ._ring import _apart, _convolved, _earlier, warps_of
 
 _TINY = tl.constexpr(TINY)
 
 
 @triton.jit
 def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr, dt_ptr, norm_ptr, eps, offset,
-                       out_ptr, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, GROUPED: tl.constexpr,
-                       PLACES: tl.constexpr, TAPS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+                       out_ptr, x_stride, gates_stride, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+                       GROUPED: tl.constexpr, PLACES: tl.constexpr, TAPS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
                        DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    row, h = tl.program_id(0), tl.program_id(1)
+    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     SHARE: tl.constexpr = H // N
     C: tl.constexpr = 2 * N * D + H * E
     n, j = h // SHARE, h % SHARE
     d, e = tl.arange(0, BD), tl.arange(0, BE)
-    in_key, in_value = d < D, e < E
+    part, in_value = tl.arange(0, 2)[:, None], e < E
     if GROUPED:
         q_at = n * (2 * D + 2 * SHARE * E)
         k_at = q_at + D
@@ -43,38 +43,41 @@ def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv
         z_at = C + h * E
         b_at = h
         a_at = H + h
+    # Written before the last fence (_pdl.py): the position by the choice of a token, the rest by the step before.
+    position = tl.load(position_ptr + row, cache_modifier=".cg")
+    tile = state_ptr + (row * H + h) * D * E + d[:, None] * E + e[None]
+    inside = (d < D)[:, None] & in_value[None]
+    S = tl.load(tile, mask=inside, other=0.0, cache_modifier=".cg")
+    ring_ptr += row * PLACES * C
+    qk_channel, in_key = part * (N * D) + n * D + d[None], (d < D)[None] & (part < 2)
+    v_channel = 2 * N * D + h * E + e
+    qk_own, qk_before = _earlier(ring_ptr, conv_ptr, None, qk_channel, in_key, position, C, PLACES, TAPS)
+    v_own, v_before = _earlier(ring_ptr, conv_ptr, None, v_channel, in_value, position, C, PLACES, TAPS)
+    S = tl.where(tl.zeros([BD, BE], tl.int32) + position > 0, S, 0.0)
     rate = -tl.exp(tl.load(a_ptr + h).to(tl.float32))
     shift = tl.load(dt_ptr + h).to(tl.float32)
     gain = tl.load(norm_ptr + e, mask=in_value, other=0.0).to(tl.float32) + offset
     _wait(DEPENDENT)
     _end(DEPENDENT)
-    position = tl.load(position_ptr + row)
-    x_ptr += row.to(tl.int64) * (C + H * E)
-    gates_ptr += row.to(tl.int64) * 2 * H
-    ring_ptr += row.to(tl.int64) * PLACES * C
-    tile = state_ptr + (row.to(tl.int64) * H + h) * D * E + d[:, None] * E + e[None]
-    both = in_key[:, None] & in_value[None]
-    begun = tl.zeros([BD, BE], tl.int32) + position > 0
-    S = tl.load(tile, mask=both & begun, other=0.0)  # asked for first: it is most of what is read
-    first = tl.zeros([BD], tl.int32) + j == 0
-    q = _convolved(x_ptr + q_at + d, ring_ptr, conv_ptr, None, n * D + d, in_key, position, first, C, PLACES, TAPS, BD)
-    k = _convolved(x_ptr + k_at + d, ring_ptr, conv_ptr, None, N * D + n * D + d, in_key, position, first, C, PLACES, TAPS, BD)
-    v = _convolved(x_ptr + v_at + e, ring_ptr, conv_ptr, None, 2 * N * D + h * E + e, in_value, position, in_value, C, PLACES,
-                   TAPS, BE)  # fmt: skip
-    q = q / tl.sqrt((tl.sum(q * q, 0) + _TINY) * D)
-    k = k / tl.sqrt(tl.sum(k * k, 0) + _TINY)
+    x_ptr += row * x_stride
+    gates_ptr += row * gates_stride
     a = tl.load(gates_ptr + a_at) + shift
-    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-    beta = 1.0 / (1.0 + tl.exp(-tl.load(gates_ptr + b_at)))
-    S = S * tl.exp(rate * soft)
-    change = beta * (v - tl.sum(S * k[:, None], 0))
-    S = S + k[:, None] * change[None]
-    o = tl.sum(S * q[:, None], 0)
-    tl.store(tile, S, mask=both & (tl.zeros([BD, BE], tl.int32) + position >= 0))
+    b = tl.load(gates_ptr + b_at)
     z = tl.load(x_ptr + z_at + e, mask=in_value, other=0.0)
+    qk_at = x_ptr + q_at + part * (k_at - q_at) + d[None]
+    qk = _convolved(qk_at, qk_own, qk_before, ring_ptr, qk_channel, in_key, position, 0 * qk_channel + j == 0, C, PLACES)
+    v = _convolved(x_ptr + v_at + e, v_own, v_before, ring_ptr, v_channel, in_value, position, in_value, C, PLACES)
+    q, k = _apart(qk / tl.sqrt((tl.sum(qk * qk, 1)[:, None] + _TINY) * tl.where(part == 0, D, 1)), part, 0)
+    soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    decay, beta = tl.exp(rate * soft), 1.0 / (1.0 + tl.exp(-b))
+    # Both sums are over the old matrix, since S'ᵀ q = decay Sᵀ q + (k q) change: out, which others wait for, goes first.
+    change = beta * (v - decay * tl.sum(S * k[:, None], 0))
+    o = decay * tl.sum(S * q[:, None], 0) + tl.sum(q * k, 0) * change
     y = o / tl.sqrt(tl.sum(o * o, 0) / E + eps) * gain * (z / (1.0 + tl.exp(-z)))
     y = tl.where(tl.zeros([BE], tl.int32) + position >= 0, y, float("nan"))
-    tl.store(out_ptr + (row.to(tl.int64) * H + h) * E + e, y.to(out_ptr.dtype.element_ty), mask=in_value)
+    tl.store(out_ptr + (row * H + h) * E + e, y.to(out_ptr.dtype.element_ty), mask=in_value)
+    S = S * decay + k[:, None] * change[None]
+    tl.store(tile, S, mask=inside & (tl.zeros([BD, BE], tl.int32) + position >= 0))
 
 
 @torch.no_grad()
@@ -85,8 +88,8 @@ def delta_step(
     conv, a_log, dt, norm = parameters
     D, E = power_of_two(shape.key_width), power_of_two(shape.value_width)
     _delta_step_kernel[(len(x), shape.value_heads)](
-        x, gates, position, ring, state, conv, a_log, dt, norm.weight, norm.eps, norm.offset, out, *shape, ring.shape[1],
-        conv.shape[1], D, E, **options(8 if D * E > 8192 else 4, dependent),
+        x, gates, position, ring, state, conv, a_log, dt, norm.weight, norm.eps, norm.offset, out, x.stride(0),
+        gates.stride(0), *shape, ring.shape[1], conv.shape[1], D, E, **options(warps_of(D, D * E), dependent),
     )  # fmt: skip
     bump_versions(out, ring, state)
     return out, ring, state

@@ -13,7 +13,7 @@ from ..mamba import MambaParameters, MambaShape
 from ..plans import power_of_two
 from ._launch import bump_versions, options
 from ._pdl import _begin, _end, _wait
-from ._ring import _convolved
+from ._ring import _apart, _convolved, _earlier, warps_of
 
 
 @triton.jit
@@ -22,42 +22,43 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
                        PLACES: tl.constexpr, TAPS: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
                        DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    row, h = tl.program_id(0), tl.program_id(1)
+    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     SHARE: tl.constexpr = H // G
     INNER: tl.constexpr = H * P
     C: tl.constexpr = INNER + 2 * G * N
-    group = h // SHARE
-    p, n = tl.arange(0, BP), tl.arange(0, BN)
+    p, n, part = tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, 2)
     in_head, in_state = p < P, n < N
+    # Written before the last fence (_pdl.py): the position by the choice of a token, the rest by the step before.
+    position = tl.load(position_ptr + row, cache_modifier=".cg")
+    tile = state_ptr + (row * H + h) * P * N + p[:, None] * N + n[None]
+    inside = in_head[:, None] & in_state[None]
+    S = tl.load(tile, mask=inside, other=0.0, cache_modifier=".cg")
+    ring_ptr += row * PLACES * C
+    x_channel, in_x = h * P + p[None] + 0 * part[:, None], in_head[None] & (part == 0)[:, None]  # a row of zeros (_apart)
+    bc_channel, in_bc = INNER + (part[None] * G + h // SHARE) * N + n[:, None], in_state[:, None] & (part < 2)[None]
+    x_own, x_before = _earlier(ring_ptr, conv_ptr, bias_ptr, x_channel, in_x, position, C, PLACES, TAPS)
+    bc_own, bc_before = _earlier(ring_ptr, conv_ptr, bias_ptr, bc_channel, in_bc, position, C, PLACES, TAPS)
+    S = tl.where(tl.zeros([BP, BN], tl.int32) + position > 0, S, 0.0)
     decay = -tl.exp(tl.load(a_ptr + h).to(tl.float32))
     shift = tl.load(dt_ptr + h).to(tl.float32)
     skip = tl.load(skip_ptr + h).to(tl.float32)
     _wait(DEPENDENT)
     _end(DEPENDENT)
-    position = tl.load(position_ptr + row)
-    x_ptr += row.to(tl.int64) * (INNER + C + H)
-    ring_ptr += row.to(tl.int64) * PLACES * C
-    tile = state_ptr + (row.to(tl.int64) * H + h) * P * N + p[:, None] * N + n[None]
-    both = in_head[:, None] & in_state[None]
-    begun = tl.zeros([BP, BN], tl.int32) + position > 0
-    S = tl.load(tile, mask=both & begun, other=0.0)  # asked for first: it is most of what is read
-    first = tl.zeros([BN], tl.int32) + h % SHARE == 0
+    x_ptr += row * (INNER + C + H)
     inputs = x_ptr + INNER
-    x = _convolved(inputs + h * P + p, ring_ptr, conv_ptr, bias_ptr, h * P + p, in_head, position, in_head, C, PLACES, TAPS,
-                   BP)  # fmt: skip
-    b = _convolved(inputs + INNER + group * N + n, ring_ptr, conv_ptr, bias_ptr, INNER + group * N + n, in_state, position,
-                   first, C, PLACES, TAPS, BN)  # fmt: skip
-    c = _convolved(inputs + INNER + (G + group) * N + n, ring_ptr, conv_ptr, bias_ptr, INNER + (G + group) * N + n, in_state,
-                   position, first, C, PLACES, TAPS, BN)  # fmt: skip
     dt = tl.load(inputs + C + h) * rate + shift
+    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0) * gate
+    x = _convolved(inputs + x_channel, x_own, x_before, ring_ptr, x_channel, in_x, position, in_x, C, PLACES)
+    first = 0 * bc_channel + h % SHARE == 0
+    bc = _convolved(inputs + bc_channel, bc_own, bc_before, ring_ptr, bc_channel, in_bc, position, first, C, PLACES)
+    x, (b, c) = tl.sum(x, 0), _apart(bc, part[None], 1)
     dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
     dt = tl.where(dt < least, least, dt)  # a NaN stays
     S = S * tl.exp(decay * dt) + (dt * x)[:, None] * b[None]
     y = tl.sum(S * c[None], 1) + skip * x
-    tl.store(tile, S, mask=both & (tl.zeros([BP, BN], tl.int32) + position >= 0))
-    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0) * gate
     y = tl.where(tl.zeros([BP], tl.int32) + position >= 0, y * z / (1.0 + tl.exp(-z)) * scale, float("nan"))
-    tl.store(out_ptr + row.to(tl.int64) * INNER + h * P + p, y.to(out_ptr.dtype.element_ty), mask=in_head)
+    tl.store(out_ptr + row * INNER + h * P + p, y.to(out_ptr.dtype.element_ty), mask=in_head)
+    tl.store(tile, S, mask=inside & (tl.zeros([BP, BN], tl.int32) + position >= 0))
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def mamba_step(
     BP, BN = power_of_two(P), power_of_two(N)
     _mamba_step_kernel[(len(x), H)](
         x, position, ring, state, conv, bias, a_log, dt, skip, out, *factors, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
-        **options(8 if BP * BN > 8192 else 4, dependent),
+        **options(warps_of(BN, BP * BN), dependent),
     )  # fmt: skip
     bump_versions(out, ring, state)
     return out, ring, state

@@ -30,11 +30,11 @@ def _short_conv_kernel(x_ptr, position_ptr, ring_ptr, weight_ptr, bias_ptr, out_
     total = tl.zeros([BLOCK], tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    position = tl.load(position_ptr + row, cache_modifier=".cg") + tl.zeros([BLOCK], tl.int32)  # before the fence: _pdl.py
     _wait(DEPENDENT)
     _end(DEPENDENT)
     x_ptr += row.to(tl.int64) * 3 * channels
     ring_ptr += (row // TOKENS).to(tl.int64) * PLACES * channels
-    position = tl.load(position_ptr + row) + tl.zeros([BLOCK], tl.int32)
     x = _product(x_ptr, col, channels, inside, kind)
     total += own * x
     for j in tl.static_range(1, TAPS):
