@@ -95,6 +95,7 @@ SHAPED = {
     "send_products": (True,),
     "send_words": (3,),
     "short_conv": (4, True, 2),
+    "sink_attention": (6, 2, 24, True, False),
     "sinkhorn": (3, 2),
     "sparse_attention": (32, True, False, True),
     "swiglu": (72, False),

@@ -29,7 +29,7 @@ def test_attention_is_ours_and_the_rest_stays(kind):
     placement = place(model, strict=True)
     assert_close(training_run(model, batch()), want)
     found = rows(placement)
-    assert found["model.layers.1.self_attn"].kernel.startswith("torch" if kind == "gpt_oss" else "q, k, v as one product")
+    assert found["model.layers.1.self_attn"].kernel.startswith("q, k, v as one product")
     assert found["model.layers.1.mlp.experts"].why == "unchanged"
     assert found["(the model)"].kernel == "loss without whole logits: reference linear_cross_entropy"
     assert placement.unsupported is None and placement.fallbacks == 0

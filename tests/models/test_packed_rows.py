@@ -37,6 +37,7 @@ OWN["qwen2_moe"] = {
     "shared_expert_intermediate_size": 24,
 }
 OWN["qwen2_moe"] |= QWEN
+OWN["gpt_oss"] = {"sliding_window": 6}
 KINDS = [
     "decoder",
     "llama",
@@ -54,6 +55,7 @@ KINDS = [
     "deepseek_v3",
     "olmoe",
     "nemotron",
+    "gpt_oss",
 ]
 
 
@@ -145,7 +147,7 @@ def test_with_pefts_adapters(placed):
 
 @pytest.mark.parametrize("placed", [False, True], ids=["as it is", "placed"])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3 windows", "nemotron"])
+@pytest.mark.parametrize("kind", ["qwen3 windows", "nemotron", "gpt_oss"])
 def test_recomputed_layers_are_isolated_in_backward(placed, reentrant, kind):
     model = make(kind)
     want = trained(model, batch_of()[0])
@@ -156,7 +158,7 @@ def test_recomputed_layers_are_isolated_in_backward(placed, reentrant, kind):
     assert_close(trained(model, batch_of()[0]), want)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3 windows", "gemma2", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3 windows", "gemma2", "phi3", "gpt_oss"])
 def test_a_placed_model_runs_its_own_loop(kind):
     model = made(kind)
     counted = [module.delegated for module in model.modules() if hasattr(module, "delegated")]

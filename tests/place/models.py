@@ -13,7 +13,7 @@ CONFIGS = [
     "llama", "llama tied", "llama biased", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3", "gemma4",
     "gemma4_unified", "olmo2", "phi3", "ministral", "ministral3", "cwm", "seed_oss", "vaultgemma", "granite", "exaone4", "glm",
     "glm4", "ernie4_5", "olmo3", "cohere", "cohere2", "starcoder2", "phi", "arcee", "helium", "jais2", "olmo", "deepseek_v2",
-    "deepseek_v3", "youtu", "minicpm3",
+    "deepseek_v3", "youtu", "minicpm3", "gpt_oss",
 ]  # fmt: skip
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -58,6 +58,7 @@ OPTIONS = {
     "glm": {"rope_parameters": HALF},
     "glm4": {"rope_parameters": HALF, "attention_bias": True},
     "ernie4_5": {"use_bias": True},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5},
     "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.4, "attention_multiplier": 0.7},
     "ministral": {"layer_types": GEMMA["layer_types"], "sliding_window": 5},
     "cwm": {
@@ -124,8 +125,8 @@ def tiny(kind="llama", dtype=torch.float32, attention="sdpa", **options):
     family = kind.partition(" ")[0]
     config = AutoConfig.for_model(f"{family}_text" if family in ("gemma3", "gemma4", "gemma4_unified") else family, **chosen)
     torch.manual_seed(0)
-    if kind in ("gemma2", "vaultgemma") and attention == "sdpa":
-        attention = "eager"  # SDPA leaves its cap out, where transformers does not refuse it
+    if kind in ("gemma2", "gpt_oss", "vaultgemma") and attention == "sdpa":
+        attention = "eager"  # SDPA leaves caps and sinks out, where transformers does not refuse it
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -69,6 +69,7 @@ from .rope import rope as rope, rope_qkv as rope_qkv
 from .row_ops import activate_rows as activate_rows, layer_norm_rows as layer_norm_rows
 from .sampling import pick as pick, sample as sample
 from .short_conv import short_conv as short_conv
+from .sink_attention import sink_attention as sink_attention
 from .tiled_product import (
     tiled_add_product as tiled_add_product,
     tiled_norm_gate_up as tiled_norm_gate_up,

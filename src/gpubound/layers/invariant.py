@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels import invariant_attention, invariant_linear
 from ..kernels.dispatch import SIXTEEN_BITS
-from .packed_attention import WIDEST, Segments
+from ..kernels.sink_attention import WIDEST
+from .packed_attention import Segments
 
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
 OTHERS = {

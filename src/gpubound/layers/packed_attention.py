@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.dispatch import SIXTEEN_BITS, transformed
+from ..kernels.sink_attention import no_flash
 from ..trace import fallback
-
-WIDEST, SMALL = 256, 192  # heads of torch's flash attention, in multiples of 8, on data centre and on other GPUs
 
 
 class Segments:
@@ -128,17 +127,12 @@ def _unable(q: Tensor, k: Tensor, v: Tensor, segments: Segments, dtype: torch.dt
         return "the batch has no cu_seqlens"
     if dtype not in SIXTEEN_BITS:
         return f"it computes in 16 bits, not in {dtype}"
-    if width > WIDEST or width % 8 or v.shape[-1] != width:
-        return f"its heads are up to {WIDEST} wide, a multiple of 8, not {width} and {v.shape[-1]}"
+    if v.shape[-1] != width:
+        return f"its heads are as wide as those of the values, not {width} and {v.shape[-1]}"
     if dropout:
         return f"it has no dropout, and attention drops {dropout:g} of its weights"
     if q.shape[2] != k.shape[2]:
         return "keys of a cache"
     if transformed():
         return "torch.func and forward-mode transforms (vmap, grad, jvp) have no rule for it"
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability < (8, 0):
-        return "it needs a GPU of compute capability 8.0"
-    if width > SMALL and capability not in ((8, 0), (9, 0), (10, 0)):
-        return f"its backward for heads wider than {SMALL} needs more shared memory than this GPU has"
-    return None
+    return no_flash(q.device, width)

@@ -41,8 +41,12 @@ class CappedAttention(HFAttention):
         dropout = self.attention_dropout if self.training else 0.0
         if isinstance(mask, Segments):
             mask = mask.bias(q.dtype, self.sliding_window)
-        kwargs |= {"sliding_window": self.sliding_window, "softcap": self.attn_logit_softcapping}
+        kwargs |= {"sliding_window": self.sliding_window, **self.beyond_sdpa()}
         return function(self, q, k, v, mask, dropout=dropout, scaling=self.scaling, **kwargs)
+
+    def beyond_sdpa(self) -> dict[str, Any]:
+        """Return the arguments of transformers' function that SDPA lacks."""
+        return {"softcap": self.attn_logit_softcapping}
 
     def fused_kernels(self) -> Kernels:
         words, ops = Attention.fused_kernels(self)

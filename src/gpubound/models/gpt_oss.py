@@ -1,19 +1,128 @@
 """gpt-oss: attention with sinks, a window in every other layer, and experts with biases and clamped units.
 
-Placing swaps norms and the loss; attention and experts stay those of transformers.
+Placing swaps norms, attention, the loop over layers and the loss; experts stay those of transformers. transformers computes
+attention with sinks over whole masks in memory. The loop makes none for a batch without padding.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
-from ..layers.fused_weights import hooked
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from ..kernels import sink_attention
+from ..layers.attention import Attention, Mask, Rope, RopeTable
+from ..layers.fused_weights import Kernels, hooked
+from ..layers.invariant import CONTEXT
+from ..layers.packed_attention import Segments
 from .decoding import AttentionWeights, ColumnExpertWeights, Linear
-from .hf_modules import norm
+from .gemma import CappedAttention
+from .hf_modules import HFNorm, attention, norm
+from .layer_types import TypedStack, typed_stack
 from .mixtral import sparse_causal_lm
+from .packed_rows import SEGMENTS, restarts
 from .reader import Reader, SingleAngles, weight_of
-from .registry import Maker, role_of
+from .registry import Maker, Swap, role_of
 
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "ForCausalLM": sparse_causal_lm}
+CAUSAL = object()
+"""mask of a batch in which a token attends to all before it, as far as its layer's window: to eager attention, None is all"""
+
+
+class SinkAttention(CappedAttention):
+    """Attention with sinks by the op. Masks, keys of a cache, dropout and exact rows are for transformers' function."""
+
+    sinks: Tensor
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        packed = isinstance(mask, Segments) and mask.cu_seqlens is not None
+        if not (packed or mask is CAUSAL) or cached or self.drops() or exact():
+            return super().attended(q, k, v, mask, cached, **kwargs)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        bounds = mask.bounds() if packed else None
+        return sink_attention(q, k, v, self.sinks, self.scaling, self.window(), bounds), None
+
+    def drops(self) -> bool:
+        return self.training and self.attention_dropout > 0
+
+    def beyond_sdpa(self) -> dict[str, Any]:
+        return {"s_aux": self.sinks}
+
+    def angles(self, embeddings: tuple[Tensor, Tensor]) -> Rope:
+        cos, sin = ((t[0] if len(t) == 1 else t).float() for t in embeddings)
+        return cos, sin
+
+    def fused_kernels(self) -> Kernels:
+        words, ops = Attention.fused_kernels(self)
+        return words.removesuffix("; SDPA"), (*ops, "sink_attention")
+
+
+def exact() -> bool:
+    """Return whether rows are to have the same bits in any batch. transformers' function is refused then, with a sentence."""
+    return not torch.compiler.is_compiling() and getattr(CONTEXT, "mode", None) is not None
+
+
+def run_sparse(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Any = None) -> tuple[Tensor, Tensor]:
+    children = block._modules
+    y, x = children["input_layernorm"].add(x, pending)
+    y, x = children["post_attention_layernorm"].add(x, children["self_attn"].mix(y, rope, mask))
+    return x, children["mlp"](y)[0]
+
+
+class SinkStack(TypedStack):
+    PARTS: ClassVar[dict[str, type]] = {
+        "input_layernorm": HFNorm,
+        "self_attn": SinkAttention,
+        "post_attention_layernorm": HFNorm,
+    }
+    step = staticmethod(run_sparse)
+    output = MoeModelOutputWithPast
+
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        asked, config = kwargs.get("output_router_logits"), self.config
+        if config.output_router_logits if asked is None else asked:
+            return "the router's logits were asked for"
+        if self.training and config.attention_dropout > 0:
+            return f"attention drops {config.attention_dropout:g} of its weights"
+        if exact():
+            return "attention with sinks has no batch-invariant kernel"
+        positions, others = kwargs.get("position_ids"), (kwargs.get("attention_mask"), kwargs.get(SEGMENTS))
+        if others == (None, None) and positions is not None and restarts(positions, len(positions)):
+            return "transformers does not look for packed rows in position_ids"
+        return super().unable(kwargs | {"output_router_logits": None})
+
+    def run(self, x: Tensor, positions: Tensor | None, attention_mask: Mask) -> Tensor:
+        if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+            capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+            if not capturing and bool(attention_mask.all()):  # synchronises once, as transformers does for SDPA
+                attention_mask = None
+        return super().run(x, positions, attention_mask)
+
+    def mask_of(self, kind: str, x: Tensor, attention_mask: Mask) -> Any:
+        return CAUSAL if attention_mask is None else super().mask_of(kind, x, attention_mask)
+
+
+def sink_stack(module: Any, _: Any) -> Swap:
+    swap = typed_stack(module, None, SinkStack)
+    swap.attributes["tables"] = dict.fromkeys(swap.attributes["tables"], RopeTable(SingleAngles(module.rotary_emb)))
+    return swap
+
+
+def sinks_attention(module: Any, stack: Any) -> Swap:
+    swap, config = attention(module, stack, SinkAttention), module.config
+    heads = config.num_attention_heads, config.num_key_value_heads, module.head_dim
+    call = "sink_attention", (*heads, module.sliding_window is not None, False)
+    return replace(swap, calls=(*swap.calls, call))
+
+
+SWAPS: dict[str, Maker] = {
+    "RMSNorm": norm,
+    "Attention": sinks_attention,
+    "Model": sink_stack,
+    "ForCausalLM": sparse_causal_lm,
+}
 PARAMETERS = {"gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"}
 
 
