@@ -12,9 +12,10 @@ import time
 import pytest
 
 from gpubound import cli
-from gpubound.data import Tokenizer
+from gpubound.data import Tokenizer, train_tokenizer
 from gpubound.data.tokenizer import ends_of_turn
-from gpubound.models import load_hf, save_hf
+from gpubound.generate.reasoning import MARKS, Parts
+from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from tests.messages import message
 
 from . import by_heart, forked
@@ -71,6 +72,64 @@ def test_the_end_of_a_turn_is_read_off_the_template(ckpt):
     assert [tokenizer.inner.id_to_token(i) for i in ends_of_turn(tokenizer)] == ["<|end|>"]
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
     assert ends_of_turn(tokenizer) == []
+
+
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+TAGGED = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+REPLIES = [  # template, special tokens, the prompt's end, a reply with them, what is reasoning in it, and the answer
+    (HARMONY, True, "<|start|>assistant", "<|channel|>analysis<|message|>It is 1 < 2.<|end|><|start|>assistant<|channel|>"
+     "final<|message|>Yes: <|b> is.<|return|>", "It is 1 < 2.", "Yes: <|b> is."),
+    (HARMONY, True, "<|start|>assistant", "<|channel|>final<|message|>Yes.", "", "Yes."),
+    (HARMONY, True, "<|start|>assistant", "<|message|>Yes.<|x|>", "", "Yes."),
+    (HARMONY, True, "<|start|>assistant", "<|channel|>analysis<|message|>It", "It", ""),
+    ("<|channel>{{ x }}", True, "<|turn>model\n", "<|channel>thought\nIt\nis.\n<channel|>Yes.", "It\nis.\n", "Yes."),
+    ("<|channel>{{ x }}", True, "<|turn>model\n", "thought of", "", "thought of"),
+    (TAGGED, False, "assistant\n", "<think>\nIt <b>\n</think>\n\nYes\n.", "It <b>\n", "Yes\n."),
+    (TAGGED, False, "assistant\n<think>\n", "It\n</think>\n\nYes <", "It\n", "Yes <"),
+    ("{{ messages }}", False, "", "\n<think>It</think> <|end|>", "", "\n<think>It</think> <|end|>"),
+]  # fmt: skip
+
+
+def with_marks(tokenizer: Tokenizer, template: str, special: bool) -> Tokenizer:
+    inner = type(tokenizer.inner).from_str(tokenizer.inner.to_str())
+    inner.add_special_tokens([*MARKS, "<|x|>"] if special else [])
+    return Tokenizer(inner, tokenizer.eos_token, template)
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize("case", REPLIES, ids=range(len(REPLIES)))
+def test_reasoning_is_apart_from_the_answer_in_pieces_of_any_size(case, size):
+    template, special, prompt, reply, *wanted = case
+    parts, got = Parts(with_marks(train_tokenizer(["a"], 300), template, special), prompt), {True: "", False: ""}
+    for begin in range(0, len(reply) + 1, size):
+        for reasoning, text in parts.add(reply[begin : begin + size], last=begin + size > len(reply)):
+            got[reasoning] += text
+    assert [got[True], got[False]] == wanted
+
+
+@pytest.mark.slow
+def test_a_conversation_with_a_model_of_channels(ckpt, run, tmp_path):
+    """The names of channels were joined with their texts: "analysisgreetfinalhi."."""
+    tokenizer = with_marks(Tokenizer.load(ckpt), HARMONY, True)
+    greet = (
+        "<|start|>user<|message|>hello<|end|><|start|>assistant<|channel|>analysis<|message|>greet<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>hi.<|return|>"
+    )
+    model = Decoder(DecoderConfig(64, 128, 2, 4, 2, 320, tied=True, positions=512))
+    by_heart.learn(model, [tokenizer.inner.encode(greet, add_special_tokens=False).ids])
+    tokenizer.save(save_hf(model, tmp_path))
+    code, out, err = run(tmp_path, "--chat", stdin="hello\n")
+    assert (code, out) == (0, "hi.\n") and "\ngreet\n" in err
+    code, out, _ = run(tmp_path, "--chat", "--json", stdin="hello\n")
+    assert json.loads(out)["messages"][1] == {"role": "assistant", "content": "hi.", "reasoning_content": "greet"}
+    assert run(tmp_path, "--chat", "--special", stdin="hello\n")[1].startswith("<|channel|>analysis<|message|>greet<|end|>")
+    begun = len(tokenizer.encode("<|channel|>analysis<|message|>gr"))
+    code, out, err = run(tmp_path, "--chat", "--max-new-tokens", begun, stdin="hello\n")
+    assert (code, out) == (0, "\n") and err.splitlines()[-2] == message("cli_chat:a_conversation_with_a_mo")
 
 
 # Ctrl-C reaches a process through the terminal that controls it.

@@ -6,8 +6,9 @@ Ctrl-C ends a reply, Ctrl-D the conversation. From a pipe, every line is a turn.
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..models.diffusion import MaskedSampler
 from .batches import build_decoder, build_sampler, decoder_settings, is_diffusion, sampler_settings
 from .load import Saved
 from .options import Generate, stdin_lines
+from .reasoning import Parts, keeps_special
 from .speed import Speed
 
 LENGTH = 4096  # maximum tokens of a conversation, by default
@@ -33,6 +35,7 @@ def converse(options: Generate, saved: Saved) -> int:
         raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
     length = min(LENGTH, saved.positions) if options.max_length is None else options.max_length
     ends = ends_of_turn(saved.tokenizer)
+    raw, options = options.special, replace(options, special=options.special or keeps_special(saved.tokenizer))
     engine: FastDecoder | MaskedSampler
     if is_diffusion(saved):
         settings = sampler_settings(options)
@@ -43,7 +46,7 @@ def converse(options: Generate, saved: Saved) -> int:
         if not options.ignore_eos:
             settings["stop"] = tuple(dict.fromkeys((*settings["stop"], *ends)))
         engine = build_decoder(options, saved, [[0] * 8], length)
-    chat = Chat(options, saved, engine, length, settings)
+    chat = Chat(options, saved, engine, length, settings, raw)
     if chat.interactive:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts a background job with Ctrl-C ignored
         chat.note(HELP)
@@ -57,12 +60,21 @@ def converse(options: Generate, saved: Saved) -> int:
 
 
 class Chat:
-    """The messages of a conversation, and what generates its replies, after `length` tokens at most."""
+    """The messages of a conversation, and what generates its replies, after `length` tokens at most.
+
+    Reasoning goes to stderr, dimmed, and the answer to stdout. raw: all of a reply, with its special tokens, is the answer
+    """
 
     def __init__(
-        self, options: Generate, saved: Saved, engine: FastDecoder | MaskedSampler, length: int, settings: dict[str, Any]
+        self,
+        options: Generate,
+        saved: Saved,
+        engine: FastDecoder | MaskedSampler,
+        length: int,
+        settings: dict[str, Any],
+        raw: bool = False,
     ):
-        self.engine, self.length, self.settings = engine, length, settings
+        self.engine, self.length, self.settings, self.raw = engine, length, settings, raw
         self.tokenizer, self.speed = saved.tokenizer, Speed(saved.device)
         self.initial = [] if options.system is None else [{"role": "system", "content": options.system}]
         self.messages = list(self.initial)
@@ -123,18 +135,34 @@ class Chat:
                 f"less, or give a {fix}."
             )
         run: Any = self.engine.start(ids, **self.settings)
-        speed, answer = Speed(self.speed.device), ""
+        speed, parts = Speed(self.speed.device), Parts(None if self.raw else self.tokenizer, prompt)
+        written = {True: "", False: ""}  # reasoning, and the answer
         with speed.counting(), closing(run.play()) as pieces:
             try:
                 for _, piece in pieces:
-                    answer += piece
-                    if not self.quiet:
-                        print(piece.translate(self.safe), end="", flush=True)
+                    self.show(parts.add(piece), written)
             except KeyboardInterrupt:
                 print(" ...", end="", file=sys.stderr, flush=True)
+        self.show(parts.add("", last=True), written)
+        reasoning, answer = written[True].rstrip("\n"), written[False]
         if not self.quiet:
+            if reasoning and not answer:
+                self.note("")
             print(flush=True)
-        self.messages.append({"role": "assistant", "content": answer})
+        if (reasoning or parts.name) and not answer:
+            self.note("the reply ended before its answer; give a larger --max-new-tokens or --max-length.")
+        self.messages.append({"role": "assistant", "content": answer} | ({"reasoning_content": reasoning} if reasoning else {}))
         speed.add(run.result())
         self.speed.merge(speed)
         return speed
+
+    def show(self, parts: Iterable[tuple[bool, str]], written: dict[bool, str]) -> None:
+        """Print parts of the reply, and add them to what is written of its reasoning and answer."""
+        for reasoning, text in parts:
+            if not reasoning and written[True] and not written[False] and not self.quiet:
+                self.note("")  # ends the line of the reasoning
+            written[reasoning] += text
+            if reasoning and not self.quiet:
+                self.console.print(text.translate(PRINTABLE), style="dim", markup=False, end="")
+            elif not self.quiet:
+                print(text.translate(self.safe), end="", flush=True)
