@@ -1,5 +1,6 @@
 """rl.train: a policy learns a task; runs resume exactly; faults end with a sentence and lose nothing."""
 
+import gc
 import json
 import os
 import shutil
@@ -11,6 +12,8 @@ import torch
 
 import gpubound as gb
 from gpubound.errors import DataError, DeviceError, RewardError
+from gpubound.graph.lent_memory import LentMemory
+from gpubound.rl import prepare as home
 from gpubound.rl.batches import advantages, micro_batches
 from gpubound.rl.episodes import Episode
 from gpubound.rl.loop import sample
@@ -200,6 +203,61 @@ def test_on_a_gpu_steps_are_captured(adapters, tmp_path):
     assert "captured as 2 graphs" in run.tape.about["verdict"] or "captured as 1 graph" in run.tape.about["verdict"]
     assert records[-1]["reward"] > records[1]["reward"] + 0.1
     assert max(record["largest_gap"] for record in records[1:]) == 0, "it is exact by default"
+
+
+def learnt(run):
+    """What a run's steps have sampled and learnt."""
+    names = ("step", "reward", "eval_reward", "tokens", "policy_loss", "entropy", "gap", "largest_gap")
+    return [{name: record[name] for name in names if name in record} for record in run.tape.steps()]
+
+
+@pytest.mark.parametrize(
+    "make, keys",
+    [
+        pytest.param(policy, {"graph": "require"}, marks=pytest.mark.slow),
+        (policy, {"cache": "int8", "passes": 2}),
+        pytest.param(wide_policy, {"exact": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_cache_and_step_share_memory(make, keys, tmp_path, monkeypatch):
+    """On a CPU this saves nothing, but each step begins with an empty cache, too."""
+    keys = {"steps": 3, "eval_prompts": [[1, 2], [8]], "eval_every": 2} | keys
+    apart = train(tmp_path / "apart", model=make(), **keys)
+    monkeypatch.setattr(home, "shares_memory", lambda recipe, step: True)
+    lends, lend = [], LentMemory.lend
+    monkeypatch.setattr(LentMemory, "lend", lambda memory: (lends.append(memory.lent), lend(memory)))
+    shared = train(tmp_path / "shared", model=make(), **keys)
+    assert lends.count(False) == 3, "once a step, each time after a rollout"
+    for one, other in zip(learnt(shared), learnt(apart), strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    shared, apart = (run.decoder.generate([[1, 2]], max_new_tokens=2) for run in (shared, apart))
+    assert shared.tokens == apart.tokens
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_cache_and_the_activations_share_memory(tmp_path, monkeypatch):
+    """The rate moves no weight: backward adds in another order at every run, and the next step's tokens would depend on it."""
+    keys = {"steps": 3, "prompts_per_step": 4, "samples": 64, "max_new_tokens": 8, "seq": 1024, "lr": 1e-30}
+    runs, peaks = [], []
+    for shares in (False, True):
+        if not shares:
+            monkeypatch.setattr(home, "shares_memory", lambda recipe, step: False)
+        torch.manual_seed(0)
+        config = gb.DecoderConfig(hidden=512, intermediate=2048, layers=4, heads=8, kv_heads=2, vocabulary=64)
+        model = gb.Decoder(config).cuda()
+        gb.place(model)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_reserved()
+        run = train(tmp_path / str(shares), model=model, graph="require", device="cuda", eval_prompts=[[1], [8]], **keys)
+        peaks.append(torch.cuda.max_memory_reserved() - before)
+        runs.append(learnt(run))
+        cache = run.decoder.body.cache_bytes()
+        monkeypatch.undo()
+        del model, run
+    assert runs[0] == runs[1] and all(record["largest_gap"] == 0 for record in runs[1][1:])
+    assert cache == 1 << 29 and peaks[1] < peaks[0] - cache // 2, (peaks, cache)
 
 
 @pytest.mark.gpu

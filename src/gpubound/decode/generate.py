@@ -18,6 +18,7 @@ from ..device import label, plainly, resolve
 from ..errors import GenerateError
 from ..formatting import unexpected
 from ..graph.guards import NotCopyable, ReentryGuard
+from ..graph.lent_memory import LentMemory
 from ..kernels.dispatch import hasten
 from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of
@@ -32,7 +33,7 @@ from .draft_head import HeadDraft
 from .exact import ExactRunner, ExactStepper
 from .host_view import HostView
 from .images import check_images, image_inputs, image_prefill
-from .kv_cache import CacheLayout
+from .kv_cache import Cache, CacheLayout
 from .model_watch import ModelWatch
 from .placement.pipeline import StageGraphs, pipeline_runner
 from .placement.plan import devices_of
@@ -85,6 +86,7 @@ class FastDecoder(NotCopyable):
             "thread.",
         )
         self.bound = ModelWatch(model, stepper, self.graphs)
+        self.lent: LentMemory | None = None  # the cache's memory, where it is lent between requests
         if verify:
             self.certificate = certify(self, quick=verify == "quick")
         else:
@@ -215,7 +217,8 @@ class FastDecoder(NotCopyable):
         texts = read_prompts(text, self.text)
         if len(texts) != 1:
             raise ValueError(f"accuracy: text: got {len(texts)}, wanted one; concatenate them.")
-        return accuracy(self.body, texts[0])
+        with self.plainly():
+            return accuracy(self.body, texts[0])
 
     def __repr__(self) -> str:
         body = self.body
@@ -235,7 +238,20 @@ class FastDecoder(NotCopyable):
         """Disable gradients, and leave the caller's autocast, which computes in another dtype than the weights', and inference
         mode, whose buffers later calls may not write."""
         with plainly(self.body.device), torch.no_grad():
+            if self.lent is not None and self.lent.take_back():
+                self.graphs.clear()
             yield
+
+    def lend_cache(self) -> LentMemory | None:
+        """Return the cache's memory, to be lent to others' graphs between requests; the next request takes it back. Each then
+        finds an empty cache. None where other parts than ours hold keys and values, or several devices do."""
+        cache = getattr(self.body, "cache", None)
+        stores = cache.stores if isinstance(cache, Cache) and len(self.body.spans) < 2 and not self.body.peers else []
+        tensors = [tensor for store in stores for tensor in store.tensors]
+        if tensors:
+            self.lent = LentMemory(tensors, self.turn)
+            self.graphs.clear()  # they hold the old addresses
+        return self.lent
 
     def begin(self, request: Request, ids: Tensor, lengths: Tensor, prefill: Callable[[Tensor, Tensor], None]) -> None:
         """Prefill the first rows with prompts (B, T) of these lengths, which are without their last tokens."""

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class CaptureOptions:
     tolerance: float
     clone: bool
     gate: Callable[[], None]
+    warm_in_pool: bool = False
 
 
 class Captured:
@@ -70,6 +71,7 @@ class Captured:
 
         Without arguments, the inputs of the last call serve as the example. Tensors returned before belong to the old graph.
         """
+        self._options = replace(self._options, warm_in_pool=False)  # other graphs may be in the pool by now
         self._build(StaticInputs(inputs) if inputs else self._recording.inputs)
         return self
 
@@ -103,7 +105,7 @@ class Captured:
         """Capture and certify, then release the previous graph."""
         options = self._options
         others = [inputs.tensors(arguments) for arguments in options.other_inputs] if options.other_inputs else None
-        recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.gate)
+        recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.gate, options.warm_in_pool)
         try:
             certificate = certify(recording, others, options.tolerance) if options.verify else None
         except BaseException:
@@ -132,6 +134,7 @@ def capture(
     tolerance: float = 0.0,
     clone: bool = False,
     gate: Callable[[], None] = open_gate,
+    warm_in_pool: bool = False,
 ) -> Captured:
     """Capture `fn(*example_inputs)` in a CUDA graph that checks itself. On a CPU the same checks surround eager calls.
 
@@ -151,6 +154,8 @@ def capture(
     clone         return copies of the outputs, which the next call does not overwrite
     gate          called before fn is run or replayed, until the certificate is there; what it raises ends the capture. For an
                   fn that waits for other processes, each of which must capture it at the same time
+    warm_in_pool  warm up in the pool's memory, too. Only for the first graph of a pool: replays of one before would overwrite
+                  what the warm-up makes and fn keeps
 
     >>> import torch
     >>> double = capture(lambda x: x * 2, torch.ones(3))
@@ -172,7 +177,7 @@ def capture(
         and all(isinstance(arguments, tuple) for arguments in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    return Captured(fn, example_inputs, CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate))
+    return Captured(fn, example_inputs, CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate, warm_in_pool))
 
 
 def name_of(fn: Callable) -> str:

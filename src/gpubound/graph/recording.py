@@ -45,8 +45,18 @@ class Recording:
     outputs: Any
     guards: CaptureGuards
 
-    def __init__(self, name: str, fn: Callable, inputs: StaticInputs, state: Any, pool: Any, gate: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        fn: Callable,
+        inputs: StaticInputs,
+        state: Any,
+        pool: Any,
+        gate: Callable[[], None],
+        warm_in_pool: bool = False,
+    ) -> None:
         self.name, self.fn, self.inputs = name, fn, inputs
+        self.warm_pool = pool if warm_in_pool else None
         self.reachable = before = Reachable(fn, state, inputs.objects)
         self.device = choose_device(inputs, before)
         if torch.amp.is_autocast_available(self.device.type) and torch.is_autocast_enabled(self.device.type):
@@ -98,7 +108,7 @@ class Recording:
         with self._restored_on_error():
             for _ in range(3):  # state that only the first call makes is made, used, and seen to have settled
                 self.runner.release_cached()
-                self.runner.run(lambda: self.discovery.run(self._call))
+                self.runner.run(lambda: self.discovery.run(self._warm_call))
             if self.discovery.hazards:
                 raise refuse(self.name, self.discovery.hazards)
             self._refuse_changed_inputs()
@@ -116,7 +126,8 @@ class Recording:
                         "again; keep it in a tensor on the device and update it in place."
                     )
             self.runner.release_cached()
-            if lines := self.runner.waits(self._call):  # on a GPU: also a wait inside an operation, which no operation shows
+            # on a GPU: also a wait inside an operation, which no operation shows
+            if lines := self.runner.waits(self._warm_call):
                 raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
 
     def _refuse_changed_inputs(self) -> None:
@@ -193,7 +204,7 @@ class Recording:
 
     def _is_altered_by_a_call(self, tensor: Tensor) -> bool:
         before = elements_of(tensor).clone()
-        self.runner.run(self._call)
+        self.runner.run(self._warm_call)
         self._restore_state()
         return not torch.equal(before, elements_of(tensor))
 
@@ -213,7 +224,9 @@ class Recording:
     def _record(self) -> None:
         for leaf in self.leaves:
             leaf.tensor.grad = leaf.start
-        self.outputs = self.runner.record(self.name, self._call, self.generators.custom, self.external)
+        # On the thread of the warm-up: each thread has its own handle of cuBLAS, with a workspace that would stay in the pool.
+        with contextlib.nullcontext() if self.warm_pool is None else torch.autograd.set_multithreading_enabled(False):
+            self.outputs = self.runner.record(self.name, self._call, self.generators.custom, self.external)
         for index, output in enumerate(tree_leaves(self.outputs)):
             check_open(f"output {index}", output)
         for leaf in self.leaves:
@@ -221,6 +234,10 @@ class Recording:
 
     def _call(self) -> Any:
         return self.fn(*self.inputs.static)
+
+    def _warm_call(self) -> Any:
+        with allocating_in(self.warm_pool, self.device):
+            return self._call()
 
     def _guarded_tensors(self) -> list[tuple[str, Tensor]]:
         """Return every external tensor that the graph uses: those with names, and one for each other storage."""

@@ -13,13 +13,14 @@ from ..data import Tokenizer
 from ..data.tokenizer import ends_of_turn
 from ..device import resolve
 from ..distributed import ALONE
-from ..formatting import quantity
+from ..formatting import quantity, readable
 from ..monitor import RunTape
 from ..trace import notice
 from ..train.adapters import base_of
 from ..train.changes import newest_checkpoint
 from ..train.checkpoint import Checkpoints
 from ..train.prepare import place_model
+from ..train.step import TrainStep
 from .batches import RowShape
 from .environments import read_environment
 from .episodes import Episodes
@@ -80,6 +81,9 @@ def prepare(
         reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
     rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
     decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact)
+    if shares_memory(recipe, step) and (memory := decoder.lend_cache()) is not None:
+        step.borrow(memory)
+        notice(f"rl: the cache of {readable(memory.nbytes)} and the activations of the step's graphs share memory.")
     run = RLRun(
         recipe, model, known, device, asked, eval_list, functions, objective, step, decoder, reference, shape,
         _ends(recipe, decoder, known), Episodes(known, replies, recipe.turns, new, seq, recipe.timeout), checkpoints,
@@ -94,6 +98,11 @@ def prepare(
     if checkpoint is not None:
         run.restore(checkpoint)
     return run
+
+
+def shares_memory(recipe: RLRecipe, step: TrainStep) -> bool:
+    """Return whether the cache and the activations of captured steps share memory: with `overlap` both are in use at once."""
+    return step.captures and not recipe.overlap and step.device.type == "cuda"
 
 
 def _only_adapters(model: nn.Module) -> bool:

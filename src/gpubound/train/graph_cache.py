@@ -27,6 +27,7 @@ from ..distributed.ranks import capture_on_all_ranks, first_refusal
 from ..errors import GraphError
 from ..formatting import readable
 from ..graph import Captured, capture
+from ..graph.lent_memory import LentMemory
 from ..graph.runner import open_gate
 from ..trace import fallback
 from .device_step import DeviceStep
@@ -64,6 +65,7 @@ class GraphCache:
         self.captured: list[Captured] = []
         self.off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
+        self.memory: LentMemory | None = None  # in whose pool the graphs are captured
         self._sharing = [self]  # the caches of one memory pool
         self._known: dict[Any, Captured] = {}  # by kind, and a micro-batch's key
         self._broken: dict[Any, Exception] = {}  # what cannot be captured
@@ -180,7 +182,9 @@ class GraphCache:
 
     @property
     def pool(self) -> Any:
-        """The handle of the memory pool, once there is a graph in it."""
+        """The handle of the memory pool, once there is a graph in it, or memory is lent."""
+        if self.memory is not None:
+            return self.memory.pool
         return next((cache.captured[0].pool for cache in self._sharing if cache.captured), None)
 
     def _try(self, key: Any, capture_graph: Callable[[], Captured]) -> None:
@@ -242,7 +246,10 @@ class GraphCache:
             step.loss.prepare(step.model, batch.whole())
         tensors = () if batch is None else batch.tensors
         written = [step.model, *(step.state() if state is None else state)]
-        return capture(part, *tensors, pool=self.pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate)
+        warm = self.memory is not None and not self.captured
+        return capture(
+            part, *tensors, pool=self.pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate, warm_in_pool=warm
+        )
 
     def _tolerance(self) -> float:
         """Adam's first updates are ± the rate whatever the gradient, so an element that is all noise may go either way."""

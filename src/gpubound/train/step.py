@@ -28,6 +28,7 @@ from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
 from ..graph.guards import NotCopyable
+from ..graph.lent_memory import LentMemory
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
@@ -263,6 +264,8 @@ class TrainStep(NotCopyable):
             timing = nullcontext() if watchdog is None else watchdog.timing("taking a step", rendezvous.steps + 1)
             # Autograd cannot save tensors that are made in inference_mode, and autocast computes in other dtypes.
             with torch.inference_mode(False), self._no_autocast, timing:
+                if self._graphs.memory is not None:
+                    self._graphs.memory.lend()
                 yield
         except (RuntimeError, ValueError) as error:
             if why := explain_dtypes(self.model, self._precision, error):
@@ -356,6 +359,16 @@ class TrainStep(NotCopyable):
         if self.captured:
             raise ValueError("share_pool: this TrainStep has captured its graphs; call it before the first step.")
         self._graphs.share_pool(other._graphs)
+
+    def borrow(self, memory: LentMemory) -> None:
+        """Capture graphs in memory that is lent to each step, until its owner takes it back. To be called before the first."""
+        assert not self.captured, "graphs have their memory already"
+        self._graphs.memory = memory
+
+    @property
+    def captures(self) -> bool:
+        """True where steps are captured, or are to be."""
+        return not self._graphs.off
 
     @property
     def closed(self) -> bool:
