@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from gpubound.doctor.finding import KINDS, Finding
 from gpubound.doctor.fix import prove
 from gpubound.watch.source_line import Site
 
+from . import forked
 from .doctor.verdicts import judged, looped
 
 
@@ -88,10 +90,7 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[l
         (cwd / "verdict").mkdir(exist_ok=True)
         for file in ("doctor.json", "doctor.html"):
             (cwd / "verdict" / file).write_text(json.dumps(verdict))
-        text = {"doctor": verdict, "fix": answer, "plain": {"plain_ms": 8.0}}[name]
-        return subprocess.CompletedProcess(
-            command, code, f"the script prints\n{json.dumps(text)}" if name == "plain" else json.dumps(text), "why"
-        )
+        return subprocess.CompletedProcess(command, code, json.dumps({"doctor": verdict, "fix": answer}[name]), "why")
 
     monkeypatch.setattr(measure.subprocess, "run", run)
     return ran
@@ -116,13 +115,13 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     )
     runner.main(runner.Options(folder, results=folder / "kept", keep=folder / "reports"))
     out = capsys.readouterr().out
-    assert [each[0] for each in ran] == ["plain", "doctor", "fix"] and "absent" in out and "77f55b9" in out
-    assert "--tiny" not in ran[1] and ran[1][-2:] == ["main.py", "--x"]
+    assert [each[0] for each in ran] == ["doctor", "fix"] and "absent" in out and "77f55b9" in out
+    assert "--tiny" not in ran[0] and ran[0][-2:] == ["main.py", "--x"]
     about, (kept,) = outcome.read(folder / "kept" / "wild-nvidia-h200.json")
     assert about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
     assert (
         kept.beside_plain == 1.0
-        and kept.plain_ms == [8.0, 8.0, 8.0, 9.0]
+        and kept.plain_ms == [8.0, 8.0, 9.0]
         and kept.saving == 0.75 == kept.expected_saving
         and kept.foreseen
         and kept.faster
@@ -131,17 +130,26 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
 
 
-def test_scripts_start_on_other_cores_than_the_one_that_is_measured(folder, monkeypatch):
-    measured, others = runner.halves({0, 1, 2, 3})
-    assert len(measured) == 2 and {*measured, *others} == {0, 1, 2, 3}
-    began = []
-    monkeypatch.setattr(runner.os, "sched_setaffinity", lambda thread, cores: began.append(list(cores)))
+def test_each_gpu_has_its_share_of_the_cores(folder, monkeypatch):
+    one, other = runner.shares({0, 1, 2, 3}, 2)
+    assert len(one) == 2 and {*one, *other} == {0, 1, 2, 3} and runner.shares({5}, 2) == [[5], [5]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    began, meeting = [], threading.Barrier(2)
+    monkeypatch.setattr(runner.os, "sched_setaffinity", lambda thread, cores: began.append(sorted(cores)))
     monkeypatch.setattr(runner.os, "sched_getaffinity", lambda thread: {0, 1, 2, 3})
-    monkeypatch.setattr(Measurement, "of", lambda how, script: Outcome(script.name, failed=how.lock.read_text()))
-    monkeypatch.setattr(runner, "keep", lambda options, outcomes: began.append([json.loads(each.failed) for each in outcomes]))
-    runner.main(runner.Options(folder))
-    runner.main(runner.Options(folder, processes=1))
-    assert began == [others, [measured], [0, 1, 2, 3], [[]]]
+
+    def of(how, script):
+        meeting.wait(timeout=60)  # both are measured at the same time
+        return Outcome(script.name, failed=how.lane.gpu)
+
+    kept = {}
+    monkeypatch.setattr(Measurement, "of", of)
+    monkeypatch.setattr(runner, "scripts", lambda: {name: replace(SCRIPT, name=name, at="a") for name in "ab"})
+    monkeypatch.setattr(runner, "keep", lambda options, outcomes: kept.update({e.name: e.failed for e in outcomes}))
+    runner.main(runner.Options(folder, gpus=2, only=("b", "a")))
+    assert sorted(began) == sorted([sorted(one), sorted(other)]) and sorted(kept.values()) == ["4", "6"]
+    with pytest.raises(SystemExit, match="only: got 'c', wanted some of a, b"):
+        runner.main(runner.Options(folder, only=("a", "c")))
 
 
 def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
@@ -203,32 +211,58 @@ def test_outcomes_of_several_runs_are_merged(tmp_path, monkeypatch):
     assert [(each.name, each.found, each.commit) for each in kept] == [("vae", ["95"], "1"), ("mnist", ["38"], "2")]
 
 
-def test_a_script_has_the_gpu_and_cores_from_its_first_step_on(tmp_path, monkeypatch, capsys):
-    script = tmp_path / "main.py"
+UNWAITED = """
+import fcntl, json
+from benchmarks.doctor_wild import alone
+lockf = fcntl.lockf
+alone.fcntl.lockf = lambda file, how, *part: lockf(file, how if how == fcntl.LOCK_UN else how | fcntl.LOCK_NB, *part)
+turn = alone.Turn(*json.loads({!r}))
+{}
+"""
+
+
+def test_one_is_measured_while_no_other_starts(tmp_path):
+    files = [str(tmp_path / "lock"), str(tmp_path / "notes")]
+
+    def may(then: str) -> bool:
+        """Whether another process may start now, and then may do so, without waiting."""
+        ran = subprocess.run([forked.python(), "-c", UNWAITED.format(json.dumps(files), then)], capture_output=True, text=True)
+        assert ran.returncode == 0 or "BlockingIOError" in ran.stderr
+        return ran.returncode == 0
+
+    first = alone.Turn(*files)
+    assert may("") and not may("turn.stepped()"), "several may start, and none is measured while another does"
+    first.stepped()
+    assert not may("")
+    first.measured()  # it reports while others start
+    assert may("") and not may("turn.stepped()")
+    noted = json.loads((tmp_path / "notes").read_text())
+    assert noted["first"] == first.first > 0 and noted["waited"] == first.waited >= 0
+    os.close(first.file)
+    assert may("turn.stepped()")
+
+
+def test_a_run_takes_its_turn_at_its_first_step_unless_it_is_not_timed(tmp_path, monkeypatch):
+    script, notes = tmp_path / "main.py", tmp_path / "notes"
     script.write_text(
-        "import os, pathlib, torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
-        "class Pids(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 1000\n    def __getitem__(self, index): return os.getpid()\n"
-        "for pid in torch.utils.data.DataLoader(Pids(), num_workers=1):\n"
-        "    pathlib.Path('worker').write_text(str(pid.item()))\n    opt.step()\nraise SystemExit('not stopped')\n"
+        "import torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
+        "for step in range(14):\n    w.sum().backward()\n    opt.step()\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(alone.torch.cuda, "synchronize", lambda: None)
-    did = []
-    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how: did.append(("lock", how)))
-    monkeypatch.setattr(alone.os, "sched_setaffinity", lambda thread, cores: did.append((thread, set(cores))))
-    (lock := tmp_path / "lock").write_text("[7]")
-    notes = tmp_path / "notes"
-    alone.main([str(lock), str(notes), "plain", str(script)])
-    assert json.loads(capsys.readouterr().out)["plain_ms"] > 0
-    assert json.loads(notes.read_text())["waited"] >= 0
-    taken, given = ("lock", fcntl.LOCK_EX), ("lock", fcntl.LOCK_UN)
-    assert did[0] == taken and did[-1] == given and did.count(taken) == did.count(given) == 1
-    for thread in (os.getpid(), int(Path("worker").read_text())):
-        assert [what for who, what in did if who == thread] == [{7}, os.sched_getaffinity(0)]
     monkeypatch.setattr(prove, "RUN", prove.RUN)
-    assert alone.main([str(lock), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
-    assert prove.RUN[1] == str(lock) and did[-1] == given, "its runs take turns, not the process that starts them"
+    did = []
+    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how, length, part: did.append((how, part)))
+    for deterministic in (False, True):
+        did.clear()
+        job = prove.SeededJob(str(script), [], {}, str(tmp_path / "result"), deterministic=deterministic)
+        job.save(tmp_path / "job.json")
+        assert alone.main([str(tmp_path / "lock"), str(notes), "run", str(tmp_path / "job.json")]) == 0
+        taken = [fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_UN] + (
+            [] if deterministic else [fcntl.LOCK_UN, fcntl.LOCK_EX, fcntl.LOCK_EX]
+        )
+        assert [how for how, _ in did] == taken
+    assert len(json.loads((tmp_path / "result").read_text())["losses"]) == 14
+    assert alone.main([str(tmp_path / "lock"), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
+    assert prove.RUN[1] == str(tmp_path / "lock"), "its runs take turns, not the process that starts them"
 
 
 def test_a_peer_is_scored_by_the_lines_or_functions_that_it_names():

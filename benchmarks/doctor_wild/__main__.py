@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -34,11 +33,11 @@ class Options:
     eye: str = "doctor"
     """What names stalls: doctor, sync_debug_mode or profiler (both need a GPU), torch-preflight or torchfix (if installed)."""
     only: tuple[str, ...] = ()
-    """Names of scripts; all of them by default."""
+    """Names of scripts, the longest first; all of them by default."""
     rounds: int = 3
     """How often a proof runs a script, unmodified and patched. 0: patches are made and not run."""
-    processes: int = 4
-    """How many scripts start at the same time. One at a time runs its steps."""
+    gpus: int = 1
+    """How many scripts start at the same time, each with a GPU and its share of the cores. One at a time runs its steps."""
     seconds: float = 300.0
     """After which a run of a script is ended."""
     budget: float = inf
@@ -55,10 +54,11 @@ def main(options: Options) -> None:
     if 0 < options.rounds < 3:
         raise SystemExit(f"rounds: got {options.rounds}, wanted 0 or at least 3.")
     wanted: list[Script] = []
-    for script in scripts().values():
+    known = scripts()
+    if unknown := set(options.only) - set(known):
+        raise SystemExit(f"only: got {min(unknown)!r}, wanted some of {', '.join(known)}.")
+    for script in (known[name] for name in options.only or known):
         folder = options.folder / script.place
-        if options.only and script.name not in options.only:
-            continue
         if (folder / script.file).is_file():
             wanted.append(script)
         else:
@@ -66,35 +66,44 @@ def main(options: Options) -> None:
     if not wanted:
         raise SystemExit("no script was measured")
     outcomes: dict[str, Outcome] = {}
-    processes = 1 if options.dry_run else options.processes
-    apart, others = halves(os.sched_getaffinity(0)) if processes > 1 else ([], os.sched_getaffinity(0))
-    # What a thread of the pool starts inherits its cores.
-    pool = ThreadPoolExecutor(processes, initializer=os.sched_setaffinity, initargs=(0, others))
-    with tempfile.TemporaryDirectory() as folder, pool:
-        (lock := Path(folder) / "gpu").write_text(json.dumps(apart), encoding="utf-8")
+    lanes = list(zip(gpus_of(options.gpus), shares(os.sched_getaffinity(0), options.gpus)))
+    with tempfile.TemporaryDirectory() as folder:
         how = Measurement(
-            options.folder.resolve(), lock, options.keep and options.keep.resolve(), options.rounds,
+            options.folder.resolve(), Path(folder) / "turn", options.keep and options.keep.resolve(), options.rounds,
             options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye,
         )  # fmt: skip
-        for done in as_completed([pool.submit(how.of, script) for script in wanted]):
-            outcome = done.result()
-            outcomes[outcome.name] = outcome
-            print(line_of(outcome), flush=True)
-            keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
+
+        def begin() -> None:
+            """Choose a GPU and cores, which what this thread starts inherits."""
+            how.lane.gpu, cores = lanes.pop()
+            os.sched_setaffinity(0, cores)
+
+        with ThreadPoolExecutor(len(lanes), initializer=begin) as pool:
+            for done in as_completed([pool.submit(how.of, script) for script in wanted]):
+                outcome = done.result()
+                outcomes[outcome.name] = outcome
+                print(line_of(outcome), flush=True)
+                keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
     measured = [outcomes[script.name] for script in wanted]
     print("\n".join(["", *table(measured), "", *sums(measured)] if options.eye == "doctor" else sums(measured)[:2]))
 
 
-def halves(cores: Collection[int]) -> tuple[list[int], list[int]]:
-    """Return cores for the script that is measured, and those on which others start. Threads of one core stay together."""
+def gpus_of(count: int) -> list[str]:
+    """Return the names of GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (visible.split(",") if visible else list(map(str, range(count))))[:count]
+
+
+def shares(cores: Collection[int], count: int) -> list[list[int]]:
+    """Divide the cores, one at least for each. Threads of one core stay together."""
 
     def core(number: int) -> str:
         file = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
     ordered = sorted(cores, key=lambda number: (core(number), number))
-    half = len(ordered) // 2
-    return ordered[:half], ordered[half:]
+    each = max(len(ordered) // count, 1)
+    return [ordered[n * each : (n + 1) * each] or ordered for n in range(count)]
 
 
 def line_of(outcome: Outcome) -> str:

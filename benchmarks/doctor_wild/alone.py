@@ -1,13 +1,11 @@
-"""Measurements that have the GPU and half of the cores to themselves from their script's first step on, while others start.
+"""Measurements for which this machine does nothing else from their script's first step on.
 
-    python -m benchmarks.doctor_wild.alone LOCK NOTES plain | doctor | fix | run  [arguments]
+    python -m benchmarks.doctor_wild.alone LOCK NOTES doctor | fix | run  [arguments]
 
-A script starts for several seconds (imports, data, CUDA) and is then measured in one. So a process takes the lock when its
-first step has ended, and gives it back when it is measured: while others are, it reads its tape, reports and exits. NOTES
-receives when the first step was, and how long the process waited for its turn.
-
-A loader's worker or a launching thread that shares its core with a process that starts takes longer: steps bound by the host
-differed by 20 to 50 % from run to run (H200). So LOCK names cores that only the process that has it runs on.
+Steps bound by the host differed by 20 to 75 % from run to run while another process started, on other cores and another GPU as
+well (H200): cores share their units, and processes the system below them. So a process starts, reads its tape and reports in
+one room, in which several may be, and is measured in it alone. At the gate one that has to be measured goes before those that
+have to start. NOTES receives when the first step was, and how long the process waited from then on.
 """
 
 from __future__ import annotations
@@ -17,71 +15,56 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
-from multiprocessing import active_children
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from gpubound import cli
 from gpubound.doctor.fix import prove
-from gpubound.doctor.record.phases import Phases
+from gpubound.doctor.record.located import LocatedPhase
 from gpubound.doctor.record.script import Steps
 from gpubound.trace import replaced
 
-from .peers import steps_of
-
-PLAIN = 80  # steps: whole periods of loops that print every 10th and roll out every 16th
-
-
-def move(cores: Collection[int]) -> None:
-    """Let all threads of this process and of its loaders' workers run on these cores alone."""
-    for process in (os.getpid(), *(child.pid for child in active_children())):
-        for thread in Path(f"/proc/{process}/task").glob("*"):
-            with suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread.name), cores)
+GATE, ROOM = 0, 1  # bytes of the lock's file
 
 
 class Turn:
-    """The lock of the GPU, taken at the first step. The kernel gives it back when the process ends, whatever ends it."""
+    """The machine, shared with other processes until the first step, and alone from then on until `measured`.
+
+    The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them.
+    """
 
     def __init__(self, lock: str, notes: str):
-        self.lock, self.notes = lock, Path(notes)
-        self.file: int | None = None
+        self.notes = Path(notes)
+        self.file = os.open(lock, os.O_RDWR | os.O_CREAT)
+        self.first = self.waited = 0.0
+        self._share()
+
+    def _lock(self, how: int, part: int) -> None:
+        fcntl.lockf(self.file, how, 1, part)
+
+    def _share(self) -> None:
+        self._lock(fcntl.LOCK_EX, GATE)  # waits for one that is measured, or is about to be
+        self._lock(fcntl.LOCK_SH, ROOM)
+        self._lock(fcntl.LOCK_UN, GATE)
+
+    def _wait(self, *locks: Callable[[], None]) -> None:
+        began = time.time()
+        for lock in locks:
+            lock()
+        self.waited += time.time() - began
+        self.notes.write_text(json.dumps({"first": self.first, "waited": self.waited}), encoding="utf-8")
 
     def stepped(self) -> None:
-        if self.file is not None:
-            return
-        first = time.time()
-        self.file = os.open(self.lock, os.O_RDWR | os.O_CREAT)
-        fcntl.lockf(self.file, fcntl.LOCK_EX)  # a record lock: a forked worker of a loader does not keep it
-        self.notes.write_text(json.dumps({"first": first, "waited": time.time() - first}), encoding="utf-8")
-        self.starting = os.sched_getaffinity(0)
-        move(json.loads(Path(self.lock).read_text(encoding="utf-8")) or self.starting)
+        if not self.first:
+            self.first = time.time()
+            self._lock(fcntl.LOCK_UN, ROOM)
+            self._wait(lambda: self._lock(fcntl.LOCK_EX, GATE), lambda: self._lock(fcntl.LOCK_EX, ROOM))
 
     def measured(self) -> None:
-        if self.file is not None:
-            move(self.starting)
-            fcntl.lockf(self.file, fcntl.LOCK_UN)
-
-
-def plain(argv: Sequence[str], turn: Turn) -> int:
-    """Print the milliseconds of a step of a script that nothing looks at."""
-    script, *arguments = argv
-    times: list[float] = []
-
-    def clock() -> None:
-        torch.cuda.synchronize()
-        times.append(time.perf_counter())
-
-    def end() -> None:
-        clock()
-        turn.measured()
-
-    steps_of(Path(script), arguments, PLAIN, clock, end)
-    print("\n" + json.dumps({"plain_ms": 1e3 * (times[1] - times[0]) / PLAIN}), flush=True)
-    return 0
+        self._lock(fcntl.LOCK_UN, ROOM)
+        self._lock(fcntl.LOCK_UN, GATE)
+        self._wait(self._share)
 
 
 def main(argv: list[str]) -> int:
@@ -90,19 +73,19 @@ def main(argv: list[str]) -> int:
         prove.RUN = ("benchmarks.doctor_wild.alone", lock, notes, "run")
         return cli.main(["fix", *arguments])
     turn = Turn(lock, notes)
+    if name == "run" and json.loads(Path(arguments[0]).read_text(encoding="utf-8"))["deterministic"]:
+        return prove.main(arguments)  # it is not timed
 
-    def left(original: Callable[..., None]) -> Callable[..., None]:
-        """Replace Phases.__exit__, which is called when the doctor has stopped the script."""
+    def locating(begin: Callable[..., None]) -> Callable[..., None]:
+        """Replace LocatedPhase.begin: its steps give lines, and no times."""
 
-        def leave(*error: object) -> None:
-            original(*error)
+        def begun(phase: Any) -> None:
             turn.measured()
+            begin(phase)
 
-        return leave
+        return begun
 
-    with Steps(turn.stepped), replaced(Phases, "__exit__", left):
-        if name == "plain":
-            return plain(arguments, turn)
+    with Steps(turn.stepped), replaced(LocatedPhase, "begin", locating):
         return prove.main(arguments) if name == "run" else cli.main([name, *arguments])
 
 

@@ -1,16 +1,18 @@
-"""One public script: its verdict, what its plain steps take, and what the patches save."""
+"""One public script: its verdict, and what its steps take, unmodified and patched."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,18 @@ from .score import Script, score
 ALONE = (sys.executable, "-m", "benchmarks.doctor_wild.alone")
 
 
+class Lane(threading.local):
+    """The GPU of a thread that measures scripts; empty: the first."""
+
+    gpu = ""
+
+
 @dataclass(frozen=True)
 class Measurement:
     """How a script is measured.
 
     folder     where the scripts lie; copies are made in it
-    lock       the file that gives the GPU to one process at a time
+    lock       the file that gives the machine to one process at a time
     keep       a folder for doctor.json and doctor.html of each script, and for the stderr of a run that fails
     rounds     of a proof; 0: the patches are made, and not run
     seconds    after which a run of a script is ended, with its wait for its turn
@@ -45,6 +53,7 @@ class Measurement:
     until: float = inf
     dry: bool = False
     eye: str = "doctor"
+    lane: Lane = field(default_factory=lambda: Lane())
 
     def of(self, script: Script) -> Outcome:
         """Measure on a copy of the script's folder, since scripts write next to themselves.
@@ -80,7 +89,8 @@ class _Run:
 
     def call(self, command: Sequence[str], allowed: int = 1) -> str:
         """Return what a command prints. Its exit code may be `allowed` at most."""
-        ran = subprocess.run(command, cwd=self.there, capture_output=True, text=True, timeout=self.how.seconds)
+        own = os.environ | ({"CUDA_VISIBLE_DEVICES": self.how.lane.gpu} if self.how.lane.gpu else {})
+        ran = subprocess.run(command, cwd=self.there, capture_output=True, text=True, timeout=self.how.seconds, env=own)
         if ran.returncode > allowed or not ran.stdout.strip():
             if self.how.keep is not None:
                 self.how.keep.mkdir(parents=True, exist_ok=True)
@@ -101,20 +111,14 @@ class _Run:
         return Outcome(self.script.name, *map(list, (map(str, found.found), map(str, found.missed), found.wrong)))
 
     def doctor(self) -> Outcome:
-        plain = [] if self.how.dry else [self.plain()]
         dry = ["--dry-run"] if self.how.dry else []
         content = json.loads(self.alone("doctor", "--json", "--out", "verdict", *dry, *self.words))
         ended = time.time()
         notes = json.loads((self.there / "notes.json").read_text(encoding="utf-8"))
         self.save()
         outcome = replace(outcome_of(self.script, content), seconds=round(ended - notes["first"] - notes["waited"], 1))
-        outcome = self.fixed(replace(outcome, plain_ms=plain))
-        if not outcome.before_ms and not self.how.dry:
-            return replace(outcome, plain_ms=[*plain, self.plain()])
-        return replace(outcome, plain_ms=[*plain, *outcome.before_ms])
-
-    def plain(self) -> float:
-        return json.loads(self.alone("plain", *self.words).strip().splitlines()[-1])["plain_ms"]
+        outcome = self.fixed(outcome)
+        return replace(outcome, plain_ms=outcome.before_ms)
 
     def save(self) -> None:
         if self.how.keep is not None:

@@ -151,17 +151,12 @@ CASES = {
     "workers": (
         "data",
         HEAD + "loader = DataLoader(d, 8, shuffle=True)  # here\n",
-        HEAD + "loader = DataLoader(d, 8, shuffle=True, num_workers=4, persistent_workers=True, pin_memory=True)  # here\n",
-    ),
-    "workers, for a dataset that knows its epoch": (
-        "data",
-        "l = DataLoader(d)  # here\nfor e in r:\n    d.epoch = e\n",
-        "l = DataLoader(d, num_workers=4, pin_memory=True)  # here\nfor e in r:\n    d.epoch = e\n",
+        HEAD + "loader = DataLoader(d, 8, shuffle=True, num_workers=4, pin_memory=True)  # here\n",
     ),
     "workers, of the loop": (
         "data",
         "a = DataLoader(x)\nb = DataLoader((y), num_workers=0)\nfor batch in enumerate(b):  # here\n    pass\n",
-        "a = DataLoader(x)\nb = DataLoader((y), num_workers=4, persistent_workers=True, pin_memory=True)\n"
+        "a = DataLoader(x)\nb = DataLoader((y), num_workers=4, pin_memory=True)\n"
         "for batch in enumerate(b):  # here\n    pass\n",
     ),
     "an argument in brackets": (
@@ -258,6 +253,11 @@ REFUSED = {
     ),
     "loader: line 1 takes num_workers from args.workers; raise it there": (
         "data",
+        "l = DataLoader(d, num_workers=args.workers)  # here\n",
+    ),
+    "loader: line 4 takes num_workers from args.workers; raise it there": (
+        "data",
+        "p.add_argument('--workers', default=2)\nargs = p.parse_args()\nprint(args.workers)\n"
         "l = DataLoader(d, num_workers=args.workers)  # here\n",
     ),
     "loader: line 1 passes **options": ("data", "l = DataLoader(d, **options)  # here\n"),
@@ -400,20 +400,26 @@ def test_every_patch_is_tried_here():
 OPTIONS = {
     "one without the workers": (
         "o = {}\no.update(o2)\no['shuffle'] = True\nl = DataLoader(d, **o)  # here\no2 = {}\n",
-        "l = DataLoader(d, **o, num_workers=4, persistent_workers=True, pin_memory=True)  # here\no2 = {}\n",
+        "l = DataLoader(d, **o, num_workers=4, pin_memory=True)  # here\no2 = {}\n",
     ),
     "a conditional one": (
         "kwargs = {'num_workers': 1, 'pin_memory': True} if gpu else {}\nl = DataLoader(d, batch_size=4, **kwargs)  # here\n",
-        "kwargs = {'num_workers': 4, 'pin_memory': True, \"persistent_workers\": True} if gpu else {}\n",
+        "kwargs = {'num_workers': 4, 'pin_memory': True} if gpu else {}\n",
     ),
     "one that is updated": (
         "a = {'batch_size': 4}\nif gpu:\n"
         "    b = {'num_workers': 1,\n         'shuffle': True}\n    a.update(b)\nl = DataLoader(d, **a)  # here\n",
-        "    b = {'num_workers': 4,\n         'shuffle': True, \"persistent_workers\": True, \"pin_memory\": True}\n",
+        "    b = {'num_workers': 4,\n         'shuffle': True, \"pin_memory\": True}\n",
+    ),
+    "an option of the command line": (
+        "p.add_argument('-j', '--workers', type=int, default=2, help='h')\nargs = p.parse_args()\n"
+        "l = DataLoader(d, num_workers=int(args.workers))  # here\n",
+        "'--workers', type=int, default=4, help='h')\nargs = p.parse_args()\n"
+        "l = DataLoader(d, num_workers=int(args.workers), pin_memory=True)  # here\n",
     ),
     "workers that are too few": (
         "l = DataLoader(d, num_workers=1, pin_memory=True)  # here\n",
-        "num_workers=4, pin_memory=True, persistent",
+        "l = DataLoader(d, num_workers=4, pin_memory=True)  # here\n",
     ),
 }
 

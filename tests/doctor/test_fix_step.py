@@ -155,7 +155,11 @@ def test_a_finding_names_the_loop_or_the_line_that_updates(tmp_path):
     loop = next(n for n, words in enumerate(SCRIPT.splitlines(), 1) if "enumerate(data)" in words)
     again = repair([Target("launch_bound", str(path), loop)])
     assert not again.refused and again.diff() == made.diff()
-    assert repair([Target("launch_bound", str(path), loop - 1)]).refused, "the loop over epochs has no step of its own"
+    (why,) = repair([Target("launch_bound", str(path), loop - 1)]).refused.values()
+    assert "line 17 makes the step under a condition or in a nested loop" in why
+    path.write_text(SCRIPT.replace("optimizer.step()", "optimizer.step()\n        scheduler.step()"))
+    (why,) = repair([Target("launch_bound", str(path), loop)]).refused.values()
+    assert "the loop makes several steps, in lines 17 and 18" in why
     assert "+    loss = train_step([(x, y)]).loss" in proposed(tmp_path, PICKED)[1].diff(), "parts of a batch keep their order"
 
 

@@ -90,15 +90,17 @@ def test_timing_begins_when_no_batch_is_left_that_was_made_before(loader, monkey
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(phases_module, "statistics", lambda: {"alloc": 0})
-    timed, iterator = TimedPhase(4), Iterator(made)
-    with Phases([timed], keep_going=True) as phases:
-        for _ in range(40):
-            fast = not iterator._data_queue.empty()
-            next(iterator)
-            Event.now += 1.0 if fast else 5.0
-            phases.ended()
-    assert timed.drained == wanted and timed.done == wanted + 4
-    assert timed.step_ms == ([1.0] * 4 if made == 100 else [5.0] * 4)
+    for seconds, steps in ((0.0, 4), (1e9, 4 * phases_module.MORE)):  # few steps of little time scatter too much
+        timed, iterator = TimedPhase(4, seconds=seconds), Iterator(made)
+        with Phases([timed], keep_going=True) as phases:
+            for _ in range(40):
+                fast = not iterator._data_queue.empty()
+                next(iterator)
+                Event.now += 1.0 if fast else 5.0
+                phases.ended()
+        assert timed.drained == wanted and timed.done == wanted + steps
+        assert timed.step_ms == ([1.0] * steps if made == 100 else [5.0] * steps)
+        assert timed.as_dict().get("drained", 0) == wanted and timed.as_dict()["steps"] == timed.done
 
 
 def test_a_loader_that_a_recorded_host_hides_has_its_price():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpubound.doctor.finding import Verdict
 from gpubound.doctor.fix import prove as proving
 from gpubound.doctor.fix.prove import (
     Proof,
@@ -29,6 +30,7 @@ from gpubound.train.graph_cache import GraphCache
 from tests.messages import message
 
 from .. import forked
+from .verdicts import judged, looped
 
 HELPER = "SCALE = 1.0\n"
 SCRIPT = """\
@@ -175,7 +177,7 @@ def test_the_sides_take_turns(script, monkeypatch):
     """Each round runs both, only one of them patched; a patch that halves the time is shown to."""
     rounds = []
 
-    def fake(job, side, folder, ranks) -> SeededRun:
+    def fake(job, side, folder, ranks, warmup) -> SeededRun:
         rounds.append((side, {name: Path(copy).read_text() for name, copy in job.patched.items()}, job.seed))
         return SeededRun({"before": 10.0, "after": 5.0}[side] + 0.01 * len(rounds), (1.0, 0.5))
 
@@ -205,7 +207,50 @@ def test_one_bit_is_a_difference_where_none_is_allowed():
 def test_a_script_that_does_not_repeat_itself_sets_the_limit():
     proof = of([1.0, 1.5, 1.0], [1.0, 1.2, 1.0])
     assert proof.holds and proof.sentence.endswith("no more than two runs of the script as it was (3.3e-01)")
-    assert not of([1.0, 1.1, 1.0], [1.0, 1.2, 1.0]).holds
+    assert not of([1.0, 1.1, 1.0], [1.3, 1.3, 1.3]).holds
+    assert of([1.0, 1.1, 1.2], [1.0, 1.2, 1.6]).holds, "one of three differs more than three pairs of others do, by chance"
+    assert not of([1.0, 1.1, 1.2], [1.0, 1.2, math.nan]).holds
+
+
+@pytest.mark.parametrize("repeats, patched, holds", [(True, 1.0, True), (True, 1.1, False), (False, 1.1, True)])
+def test_losses_that_scatter_are_compared_under_deterministic_algorithms(script, monkeypatch, repeats, patched, holds):
+    """A patch that changes numbers does not hide in the scatter, and chance does not fail a right one."""
+    asked, scatter = [], iter([1.0, 1.3, 1.1, 1.4, 1.2, 1.25, 1.0])
+
+    def fake(job, side, folder, ranks, warmup) -> SeededRun:
+        if not job.deterministic:
+            return SeededRun(10.0, (next(scatter),))
+        asked.append((side, job.steps, bool(job.patched)))
+        return SeededRun(10.0, (patched if side == "after" else 1.0 if repeats or len(asked) < 3 else 1.05,))
+
+    monkeypatch.setattr(proving, "run_once", fake)
+    proof = prove(script, changes={script: b"new"}, equal=True, rounds=3, warmup=50, steps=100)
+    pair = [("before", 60, False), ("after", 60, True)]
+    assert proof.holds is holds and asked == (pair if patched == 1.0 else [*pair, pair[0]])
+    assert ("under deterministic algorithms" in proof.sentence) is repeats and (proof.scattered > 0) is repeats
+
+
+def test_deterministic_kernels_are_chosen_in_a_script_that_asks_for_fast_ones(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    before = torch.are_deterministic_algorithms_enabled()
+    with proving.deterministic():
+        torch.backends.cudnn.benchmark = True
+        assert torch.are_deterministic_algorithms_enabled()
+        torch.nn.Linear(2, 2)(torch.ones(2))
+        assert not torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    torch.nn.Linear(2, 2)(torch.ones(2))
+    assert torch.backends.cudnn.benchmark and torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_a_proof_times_the_steps_that_the_doctor_timed():
+    phases = {"warm-up": {"steps": 10}, "plain": {"steps": 10}, "surveyed": {"steps": 20}, "timed": {"steps": 22, "drained": 2}}
+    verdict = Verdict.from_dict(judged(*looped()).as_dict() | {"phases": phases | {"sampled": {"steps": 90}}})
+    window = proving.timed_steps(verdict)
+    times = [float(n) for n in range(2, window["steps"] + 1)]  # of the second step, and those after it
+    run = proving.read_run({"step_ms": times, "losses": []}, window["warmup"])
+    assert window["steps"] == 62 and run.step_ms == sum(range(43, 63)) / 20, "the 20 steps after 42"
+    assert proving.timed_steps(Verdict.from_dict(judged(*looped()).as_dict() | {"phases": {}})) == {}
 
 
 def test_other_numbers_of_losses_and_nan():

@@ -145,6 +145,22 @@ def test_an_environment_s_own_time_is_a_finding_beside_the_read_of_its_action(tm
     assert works == [(3, ENVIRONMENTS)], "what prepares a copy is part of it"
 
 
+def test_a_line_and_what_it_calls_are_one_cause(tmp_path):
+    """A replay buffer's own line, and the one of the loop that draws from it. A line that others call as well is its own."""
+    path, buffer = tmp_path / "dqn.py", str(tmp_path / "buffers.py")
+    path.write_text("for step in range(9):\n    data = rb.sample(128)\n    other = rb.draw()\n    optimizer.step()\n")
+    drawn, shared = (Site(buffer, line, "draw", "next_obs = self.next[rows]", line) for line in (404, 90))
+    sample, other = (Site(str(path), line, "<module>", code, line) for line, code in ((2, "rb.sample"), (3, "rb.draw")))
+    late = {
+        Stack((sample,)): 30, Stack((drawn, sample)): 20, Stack((shared, sample)): 10, Stack((shared, other)): 10,
+        Stack((Site(str(path), 4, "<module>", "optimizer.step()", 4),), ADAM): 5,
+    }  # fmt: skip
+    evidence = seen(steps(lambda loop: loop, run=0.2), samples=Samples(late, late), step_ms=[1.0])
+    verdict = diagnose(evidence)
+    works = {finding.site.line: finding for finding in verdict.findings if finding.kind == "host_work"}
+    assert set(works) == {2, 90} and works[2].ms == pytest.approx(2.5 * works[90].ms) and "buffers.py:404" in works[2].evidence
+
+
 def test_a_line_that_launches_through_a_library_is_no_work_of_the_host(script):
     """The launches of a model from a library belong to the user's line that calls it, as its samples do."""
     forward = Site(script, FORWARD, "train", "loss = model(x).sum()", FORWARD)

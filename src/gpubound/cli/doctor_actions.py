@@ -13,7 +13,7 @@ import torch
 from ..distributed import launched
 from ..distributed.rendezvous import rank_and_world
 from ..doctor.finding import Verdict
-from ..doctor.fix.prove import Proof, prove
+from ..doctor.fix.prove import Proof, prove, timed_steps
 from ..doctor.fix.repair import PATCHES, Repair, expected_ms, patched
 from ..doctor.gate import FAILED, NOT_MEASURED, OK, Budgets, gate, read_allowances, read_baseline
 from ..errors import DataError
@@ -103,6 +103,7 @@ def patch(options: "Doctor", command: "Command", verdict: Verdict) -> FixResult:
     proof = prove(
         command.target, command.rest, changes=changes, equal=repair.equal, rounds=options.prove, module=command.module,
         marker=options.step_marker, dry=options.dry_run, ranks=rank_and_world()[1] if launched() else 0, report=progress(),
+        **timed_steps(verdict),
     )  # fmt: skip
     return FixResult(verdict, repair, proof)
 

@@ -135,8 +135,8 @@ class Verdict:
     date                when it was measured
     machine             `device` and versions
     step_ms             mean of the timed steps; null without a GPU
-    plain_ms, timed_ms  medians of steps before any sensor was attached, and of the timed ones; more than 5 % apart, the timed
-                        steps are not the script's
+    plain_ms, timed_ms  medians of steps before any sensor was attached (null if a period is longer than they are), and of the
+                        timed ones; more than 5 % apart, the timed steps are not the script's
     ceiling_ms          a step whose host never stalls, but still launches each kernel
     device_ms           a step whose host takes no time, as in a CUDA graph: the GPU's work back to back
     together_ms         how much shorter a step would be without all findings
@@ -150,7 +150,7 @@ class Verdict:
     period              steps after which the loop repeats itself; counts are means over whole periods
     loader              if steps wait for a DataLoader: its `workers`, and the `ms` that one needs for a step; else empty
     rare                long steps: `steps` and `time`, the fractions that they are and take, and `times` the median; or empty
-    phases              steps and seconds of each phase
+    phases              steps and seconds of each phase; `drained`: of the timed ones the first, which took old batches
     absent              what was not measured, with the reason
     distortion          how many times as long a recorded step took as a timed one
     ranks               each rank's step and shares

@@ -91,9 +91,12 @@ def _targets(source: SourceText, call: ast.Call) -> set[str]:
 
 
 def propose_loader(source: SourceText, line: int) -> list[Edit]:
+    """Propose more workers. Not persistent ones: from the second epoch on, their loader shuffles by other random numbers."""
     loader = loader_at(source, line)
     have = keywords_of(source, loader)
     workers = constant(have["num_workers"]) if "num_workers" in have else 0
+    option = _option_default(source, have["num_workers"]) if workers is None else None
+    workers = workers if option is None else constant(option)
     if workers is None:
         raise Refused(f"line {loader.lineno} takes num_workers from {source.text(have['num_workers'])}; raise it there")
     if not isinstance(workers, int) or workers >= WORKERS:
@@ -102,20 +105,29 @@ def propose_loader(source: SourceText, line: int) -> list[Edit]:
         raise Refused("each worker would go over the whole IterableDataset; divide it by get_worker_info() first")
     if len(loader.args) > 5:
         raise Refused(f"line {loader.lineno} passes num_workers by its position")
-    wanted = {"num_workers": str(WORKERS)}
-    if "persistent_workers" not in have and not _is_touched(source, loader):
-        wanted["persistent_workers"] = "True"
-    if "pin_memory" not in have:
-        wanted["pin_memory"] = "True"
-    return with_keywords(source, loader, "num_workers", **wanted)
+    wanted = {} if "pin_memory" in have else {"pin_memory": "True"}
+    if option is not None:
+        raised = Edit(source.start(option), source.end(option), str(WORKERS))
+        return [raised, *(with_keywords(source, loader, "num_workers", **wanted) if wanted else [])]
+    return with_keywords(source, loader, "num_workers", num_workers=str(WORKERS), **wanted)
 
 
-def _is_touched(source: SourceText, loader: ast.Call) -> bool:
-    """Return whether the file uses the dataset itself, such as setting its epoch: persistent workers do not see that."""
-    dataset = name_of(loader.args[0]) if loader.args else ""
-    return bool(dataset) and any(
-        isinstance(node, ast.Attribute) and name_of(node.value) == dataset for node in ast.walk(source.tree)
-    )
+def _option_default(source: SourceText, value: ast.expr) -> ast.expr | None:
+    """Return the default of the command line's option that `args.workers` or `int(args.workers)` is; None for anything else,
+    and for an option that is used in another place, too."""
+    read = value.args[0] if isinstance(value, ast.Call) and name_of(value.func) == "int" and len(value.args) == 1 else value
+    name = read.attr if isinstance(read, ast.Attribute) and "." not in name_of(read.value) else ""
+    uses = [node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and node.attr == name]
+    defaults = [
+        keyword.value
+        for call in source.calls()
+        if last_name(call) == "add_argument"
+        if any(str(constant(each)).lstrip("-").replace("-", "_") == name for each in call.args)
+        if all(keyword.arg != "dest" for keyword in call.keywords)
+        for keyword in call.keywords
+        if keyword.arg == "default"
+    ]
+    return defaults[0] if uses == [read] and len(defaults) == 1 and isinstance(constant(defaults[0]), int) else None
 
 
 LOADER = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead", propose_loader)

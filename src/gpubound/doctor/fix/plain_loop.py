@@ -40,6 +40,11 @@ def plain_loop(source: SourceText, line: int) -> PlainLoop:
     """Return the statements of a step whose `optimizer.step()` is in this line, or in the loop that begins there."""
     loops = [node for node in ast.walk(source.tree) if isinstance(node, (ast.For, ast.While)) and node.lineno == line]
     steps = [statement for loop in loops for statement in loop.body if called_on(statement, "step")]
+    within = [n for loop in loops for n in ast.walk(loop) if isinstance(n, ast.stmt) and called_on(n, "step")]
+    if within and len(steps) != 1:
+        lines = " and ".join(str(number) for number in sorted({n.lineno for n in within}))
+        alone = "line {} makes the step under a condition or in a nested loop"
+        raise Refused(alone.format(lines) if len(within) == 1 else f"the loop makes several steps, in lines {lines}")
     step = source.statement_at(steps[0].lineno if len(steps) == 1 else line, "step")
     optimizer = called_on(step, "step")
     if not optimizer:

@@ -4,6 +4,10 @@ The runs alternate in random order, each in a new process, or in one for each ra
 ratios with its 95 % interval; of several ranks the slowest counts. The losses of all ranks are compared bit for bit if the
 patch only schedules, else within a tolerance. The user's files are not written: the patched process imports the new text.
 
+Two runs of one script may differ: cuDNN's benchmark chooses algorithms by their times, and kernels add in any order. A patch
+that draws other numbers would hide among such differences, and a right one would fail by chance. So the losses of such a script
+are those of further runs under torch.use_deterministic_algorithms, which are not timed.
+
     python -m gpubound.doctor.fix.prove JOB.json
 
 makes one run. The job names the script, its arguments, patched files, a seed, a number of steps and the file for the result. A
@@ -24,15 +28,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
-from itertools import takewhile
+from itertools import combinations, takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...distributed.rendezvous import rank_and_world, wait_for_ranks
 from ...errors import MeasureError
@@ -40,9 +45,10 @@ from ...formatting import in_words
 from ...measure.timing import Ratio, compare_samples
 from ...trace import hooked
 from ...watch.pretend_cuda import cuda_is_pretended
+from ..finding import Verdict
 from ..record.script import Script, Steps, TrainSteps
 
-LOSSES = 100_000  # recorded at most in a run
+LOSSES, COMPARED = 100_000, 60  # losses that are recorded at most, and steps that have them: rounding grows with each step
 RUN = ("gpubound.doctor.fix.prove",)  # the module that makes a run, and arguments before the job's file
 
 
@@ -62,6 +68,8 @@ class SeededJob:
     """What ends a step, if not an optimizer."""
     dry: bool = False
     """On the pretend device."""
+    deterministic: bool = False
+    """Every kernel adds in a fixed order, where torch has one that does."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -97,7 +105,7 @@ class Recorder:
         return original(tensors, *args, **kwargs)
 
     def lost(self, loss: torch.Tensor) -> None:
-        if loss.numel() == 1 and len(self.losses) < LOSSES:
+        if loss.numel() == 1 and len(self.losses) < LOSSES and len(self.ends) < COMPARED:
             self.losses.append(loss.detach().clone())
 
     @contextmanager
@@ -150,8 +158,26 @@ def run(job: SeededJob, recorder: Recorder) -> None:
     torch.manual_seed(job.seed)
     patched = {name: Path(copy).read_bytes() for name, copy in job.patched.items()}
     dry = cuda_is_pretended() if job.dry else nullcontext()
-    with dry, reading_instead(patched), recorder.listening(job.marker):
+    same = deterministic() if job.deterministic else nullcontext()
+    with dry, same, reading_instead(patched), recorder.listening(job.marker):
         Script(job.script, tuple(job.arguments), job.module).run()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Choose deterministic kernels, also in a script that sets cudnn.benchmark. An op without one warns."""
+
+    def unbenchmarked(*_: object) -> None:
+        torch.backends.cudnn.benchmark = False
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    handle = register_module_forward_pre_hook(unbenchmarked)
+    try:
+        yield
+    finally:
+        handle.remove()
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def main(argv: list[str]) -> int:
@@ -208,6 +234,8 @@ class Proof:
     """The same between runs of the script as it was. Above 0 the script is not deterministic, and bits prove nothing."""
     tolerance: float
     """The most that is allowed: 0 where the patch must not change a bit."""
+    scattered: float = 0.0
+    """If the losses are those of deterministic runs: the noise of the timed ones."""
 
     @property
     def faster(self) -> bool:
@@ -222,14 +250,19 @@ class Proof:
     @property
     def sentence(self) -> str:
         """A sentence about the losses."""
-        if self.difference == 0:
+        if self.scattered:
+            alone = replace(self, scattered=0.0).sentence
+            return (
+                f"under deterministic algorithms {alone} (without them two runs of the script differ by {self.scattered:.1e})"
+            )
+        if self.difference == self.noise == 0:
             return f"{self.losses} losses are equal bit for bit"
         if self.difference == float("inf"):
             return "the losses are not the same in number, or not finite in the same places"
-        text = f"{self.losses} losses differ by at most {self.difference:.1e}"
-        if self.noise >= self.difference:
+        if self.noise > self.tolerance and self.noise >= self.difference:
+            text = f"{self.losses} losses differ by {self.difference:.1e} in the middle one of the runs"
             return f"{text}, no more than two runs of the script as it was ({self.noise:.1e})"
-        return f"{text} (allowed: {max(self.tolerance, self.noise):.1e})"
+        return f"{self.losses} losses differ by at most {self.difference:.1e} (allowed: {max(self.tolerance, self.noise):.1e})"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"faster": self.faster, "holds": self.holds}
@@ -253,6 +286,7 @@ def prove(
     changes: Mapping[Path, bytes],
     equal: bool,
     rounds: int = ROUNDS,
+    warmup: int = WARMUP,
     steps: int = STEPS,
     seed: int = 0,
     module: bool = False,
@@ -264,6 +298,7 @@ def prove(
     """Run `script` unmodified and with `changes` (a file's new bytes), `rounds` times each.
 
     equal    no bit of a loss may change
+    warmup   the number of steps that are not timed
     steps    the number of steps after which a run ends
     seed     of the generators of Python, NumPy and torch
     module   `script` is a module's name, as after `python -m`
@@ -274,8 +309,8 @@ def prove(
     """
     if rounds < 3:
         raise ValueError(f"prove: rounds: got {rounds}, wanted at least 3: an interval needs them.")
-    if steps <= WARMUP + 1:
-        raise ValueError(f"prove: steps: got {steps}, wanted more than {WARMUP + 1}: the first {WARMUP} are the warm-up.")
+    if steps <= warmup + 1:
+        raise ValueError(f"prove: steps: got {steps}, wanted more than {warmup + 1}: the first {warmup} are the warm-up.")
     if not changes:
         raise ValueError("prove: there is no change to prove; no patch was taken.")
     runs: dict[str, list[SeededRun]] = {"after": [], "before": []}
@@ -286,20 +321,46 @@ def prove(
             copy = Path(folder) / f"{number}.py"
             copy.write_bytes(data)
             patched[str(file.resolve())] = str(copy)
+        result = str(Path(folder) / "result.json")
+        plain = SeededJob(str(script), list(arguments), {}, result, seed, steps, module, marker, dry)
+        jobs = {"before": plain, "after": replace(plain, patched=patched)}
         for _ in range(rounds):
             shuffle(order)
             for side in order:
-                files = patched if side == "after" else {}
-                result = str(Path(folder) / "result.json")
-                job = SeededJob(str(script), list(arguments), files, result, seed, steps, module, marker, dry)
-                runs[side].append(run_once(job, side, Path(folder), ranks))
+                runs[side].append(run_once(jobs[side], side, Path(folder), ranks, warmup))
                 number = sum(map(len, runs.values()))
                 took = "" if dry else f": {in_words(runs[side][-1].step_ms / 1e3)} a step"
                 report(f"--prove: run {number}/{2 * rounds}, {side}{took}")
-    return compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
+        proof = compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
+        if proof.noise <= proof.tolerance or dry:
+            return proof
+        few, same = max(min(steps, COMPARED), 3), dict[str, SeededRun]()
+        for side, job in jobs.items():
+            report(f"--prove: two runs of the script differ by {proof.noise:.1e}; {side}, with deterministic algorithms")
+            same[side] = run_once(replace(job, steps=few, deterministic=True), side, Path(folder), ranks, 0)
+        apart = difference(same["before"].losses, same["after"].losses)
+        if apart > proof.tolerance:  # the patch, or a script that differs even so
+            again = run_once(replace(plain, steps=few, deterministic=True), "before", Path(folder), ranks, 0)
+            if difference(same["before"].losses, again.losses) > proof.tolerance:
+                return proof
+    return replace(proof, losses=len(same["before"].losses), difference=apart, noise=0.0, scattered=proof.noise)
 
 
-def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:
+def timed_steps(verdict: Verdict) -> dict[str, int]:
+    """Return the warm-up and the steps of a run that times the steps that the doctor timed; nothing if it timed none.
+
+    The first epoch chooses algorithms for its smaller last batch, too, and an agent that acts less at random calls its model
+    more often: only the same steps can be compared with a verdict.
+    """
+    names = list(verdict.phases)
+    if "timed" not in names:
+        return {}
+    counts = [int(verdict.phases[name]["steps"]) for name in names[: names.index("timed") + 1]]
+    before = sum(counts[:-1]) + int(verdict.phases["timed"].get("drained", 0))
+    return {"warmup": before - 1, "steps": sum(counts)} if sum(counts) > before > 0 else {}
+
+
+def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0, warmup: int = WARMUP) -> SeededRun:
     """Run once in a new process, or in ranks with a new rendezvous."""
     job.save(folder / "job.json")
     results = [job.result_of(rank) for rank in range(max(ranks, 1))]
@@ -307,13 +368,14 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
         result.unlink(missing_ok=True)
     start = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks else []
     command = [sys.executable, "-m", *start, *RUN, str(folder / "job.json")]
-    done = subprocess.run(command, env=_environment(), capture_output=True, text=True, errors="replace")
+    environment = _environment() | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.deterministic else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode != 0 or not all(result.exists() for result in results):
         print(done.stderr, file=sys.stderr)
         message = " / ".join(error_lines(done.stderr)).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "unmodified"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
-    runs = [read_run(json.loads(result.read_text(encoding="utf-8"))) for result in results]
+    runs = [read_run(json.loads(result.read_text(encoding="utf-8")), warmup) for result in results]
     return SeededRun(max(run.step_ms for run in runs), tuple(loss for run in runs for loss in run.losses))
 
 
@@ -339,12 +401,12 @@ def _environment() -> dict[str, str]:
     return environment | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
 
 
-def read_run(content: Mapping[str, Any]) -> SeededRun:
-    times = content["step_ms"][WARMUP:]
+def read_run(content: Mapping[str, Any], warmup: int = WARMUP) -> SeededRun:
+    times = content["step_ms"][warmup:]
     if not times:
         raise MeasureError(
             f"prove: {len(content['step_ms']) + 1 if content['step_ms'] else 'no'} steps were seen, "
-            f"wanted more than {WARMUP + 1}; let the script make more."
+            f"wanted more than {warmup + 1}; let the script make more."
         )
     return SeededRun(sum(times) / len(times), tuple(float.fromhex(text) for text in content["losses"]))
 
@@ -356,8 +418,10 @@ def compare_runs(before: Sequence[SeededRun], after: Sequence[SeededRun], tolera
     first = before[0].losses
     if not first:
         raise MeasureError("prove: backward was called on no single value, so there are no losses to compare.")
-    noise = max(difference(first, run.losses) for run in before)
-    worst = max(difference(first, run.losses) for run in after)
+    noise = max((difference(one.losses, other.losses) for one, other in combinations(before, 2)), default=0.0)
+    # From the nearest of the runs before. The largest of all would exceed `noise`, which is of fewer pairs, by chance alone.
+    apart = sorted(min(difference(run.losses, other.losses) for run in before) for other in after)
+    worst = apart[len(apart) // 2] if noise > tolerance and apart[-1] < float("inf") else apart[-1]
     return Proof(tuple(old), tuple(new), ratio, len(first), worst, noise, tolerance)
 
 

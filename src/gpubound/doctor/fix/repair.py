@@ -16,6 +16,7 @@ from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
 from .calls import BF16, COPIES, LOADER, OPTIMIZER, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
+from .later import LATER
 from .libraries import ACCELERATE, PIN_LOADERS, UNFILTERED
 from .meters import METERS
 from .reads import ELEMENTS, RARELY, READS
@@ -29,7 +30,7 @@ SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a findi
 # In the order in which they are tried: what changes least comes first.
 _ORDER = (
     READS, ELEMENTS, METERS, UNVALIDATED, UNFILTERED, WAITS, LOADER, ACCELERATE, PIN_LOADERS, PINNED,
-    COPIES, STAGED, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, RARELY, TF32, BF16,
+    COPIES, STAGED, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, LATER, RARELY, TF32, BF16,
 )  # fmt: skip
 PATCHES: dict[str, Patch] = {patch.name: patch for patch in _ORDER}
 

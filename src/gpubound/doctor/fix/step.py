@@ -13,6 +13,7 @@ nothing else uses the optimizer: a scheduler or a checkpoint of it would see ano
 import ast
 from collections.abc import Sequence
 
+from .later import NAME as WRITE_LATER
 from .plain_loop import STEP, PlainLoop, batch_of, names_in, plain_loop
 from .source import Edit, Patch, Refused, SourceText, constant, imported, last_name, name_of
 
@@ -27,6 +28,8 @@ KERNELS = ("foreach", "fused")  # options that choose kernels, not numbers
 def propose(source: SourceText, line: int) -> list[Edit]:
     if b"GradScaler" in source.data:
         raise Refused('the file uses a GradScaler; write gb.TrainStep(..., precision="fp16"), which has its own, by hand')
+    if WRITE_LATER in names_in(source.tree):
+        raise Refused("another thread launches work while it writes, which would end a capture")
     if _casts(source):
         raise Refused("the file uses 16-bit numbers outside of autocast; write gb.TrainStep(..., precision=...) by hand")
     if names := {FUNCTION, STEP} & names_in(source.tree):

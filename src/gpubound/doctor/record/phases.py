@@ -80,6 +80,9 @@ class Phase:
         self.ending.close()
         self.seconds = time.perf_counter() - self.began
 
+    def as_dict(self) -> dict[str, float]:
+        return {"steps": self.done, "seconds": round(self.seconds, 3)}
+
 
 class LoaderClock:
     """Inside its block, the seconds in which the thread that opened it was in a DataLoader."""
@@ -129,10 +132,12 @@ def is_ready(iterator: Any) -> bool:
 
 
 PATIENCE_S = 8.0  # seconds after which no further steps are looked at
+TIMED_S, MORE = 0.5, 3  # seconds that are timed, with at most so many times the steps asked for: the host's time scatters
 
 
 class TimedPhase(Phase):
-    """Steps without hooks inside, in whole periods: an event of the device after each, read when all are done.
+    """Steps without hooks inside, in whole periods, for `seconds` if that is longer: an event of the device after each, read
+    when all are done.
 
     The steps before may have been slow, and filled the loader's queue. So the first steps are not timed until a batch has to be
     waited for, or twice as many batches were taken as workers make in advance: `drained` steps.
@@ -142,22 +147,26 @@ class TimedPhase(Phase):
     loading_ms = 0.0  # in the loader, a step
     workers = 0  # of the loader
 
-    def __init__(self, steps: int, period: Period | None = None, name: str = "timed"):
+    def __init__(self, steps: int, period: Period | None = None, name: str = "timed", seconds: float = TIMED_S):
         super().__init__(steps, period)
-        self.name, self.drained = name, 0
+        self.name, self.drained, self._for = name, 0, seconds
 
     def begin(self) -> None:
         super().begin()
         self.loader = self.ending.enter_context(LoaderClock())
         torch.cuda.synchronize()
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(self.steps + 1)]
         self._open()
 
     def _open(self) -> None:
         """Begin the time of the first timed step."""
         self._before = statistics()
         self.loader.restart()
-        self._events[0].record()
+        self._events: list[torch.cuda.Event] = []
+        self._record()
+
+    def _record(self) -> None:
+        self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[-1].record()
 
     def step(self) -> None:
         super().step()
@@ -166,17 +175,23 @@ class TimedPhase(Phase):
             self.steps += 1
             self._open()
         else:
-            self._events[self.done - self.drained].record()
+            self._record()
+        timed = self.done - self.drained
+        short = time.perf_counter() - self.began < self._for and timed + self.period.steps <= MORE * self.least
+        if self.done == self.steps and timed and short:
+            self.steps += self.period.steps
 
     def _holds_old_batches(self) -> bool:
         late = self.done >= 2 * self.loader.ahead or time.perf_counter() - self.began > PATIENCE_S
         return not (self.loader.waited or late)
 
+    def as_dict(self) -> dict[str, float]:
+        return super().as_dict() | ({"drained": self.drained} if self.drained else {})
+
     def end(self) -> None:
         torch.cuda.synchronize()
         timed = self.done - self.drained
-        ran = self._events[: timed + 1]
-        self.step_ms = [before.elapsed_time(after) for before, after in pairwise(ran)]
+        self.step_ms = [before.elapsed_time(after) for before, after in pairwise(self._events)]
         self.loading_ms, self.workers = 1e3 * self.loader.seconds / max(timed, 1), self.loader.workers
         after = statistics()
         self.memory = {kind: (after[kind] - self._before[kind]) / max(timed, 1) for kind in after}

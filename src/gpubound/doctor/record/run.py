@@ -61,7 +61,11 @@ class RunPlan:
             return [Phase(1), SurveyPhase(self.located, period, "located")]
         recorded = RecordedPhase(self.taped, period)
         located = LocatedPhase(self.located, period, lambda: recorded.copied)
-        plain, timed, sampled = TimedPhase(PLAIN, name="plain"), TimedPhase(self.timed, period), SampledPhase(SAMPLED, period)
+        plain, timed, sampled = (
+            TimedPhase(PLAIN, name="plain", seconds=0.0),
+            TimedPhase(self.timed, period),
+            SampledPhase(SAMPLED, period),
+        )
         return [Phase(self.warmup), plain, SurveyPhase(1, period), timed, sampled, recorded, located]
 
 
@@ -164,7 +168,7 @@ def _measure(
         about=about,
         period=period,
         once=lines_once(located) if period == 1 else frozenset(),
-        phases={phase.name: {"steps": phase.done, "seconds": round(phase.seconds, 3)} for phase in steps},
+        phases={phase.name: phase.as_dict() for phase in steps},
         **_timed_and_taped(steps, located),
         absent=absent,
     )
@@ -198,7 +202,8 @@ def _timed_and_taped(steps: Sequence[Phase], located: WatchedPhase) -> dict[str,
     measured: dict[str, Any] = {}
     for phase in steps:
         if phase.name == "plain" and isinstance(phase, TimedPhase) and phase.step_ms:
-            measured["plain_ms"] = median(phase.step_ms)
+            if located.period.steps <= PLAIN:  # fewer steps than a period are other ones than the timed
+                measured["plain_ms"] = median(phase.step_ms)
         elif isinstance(phase, TimedPhase) and phase.step_ms:
             measured |= {"step_ms": phase.step_ms, "memory": phase.memory, "rare": rare_steps(phase.step_ms)}
             measured |= {"loading_ms": phase.loading_ms, "workers": phase.workers}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -141,14 +141,30 @@ def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     every = evidence.sampled_ms(sum(evidence.samples.late.values())) / max(sum(launches.values()), 1)
     named = {line_of(place) for place, _ in spans_of(evidence, "data").values()}
     named |= {line_of(rows[0].place) for rows, _ in computing(evidence)}
+    works: dict[Place, float] = {}
     for place, late in late_lines(evidence, loop):
-        if line_of(place) in named:
-            continue
         launching = launches[line_of(place)] * max(prices.pace or 0.0, every)
-        if late >= PER_LAUNCH * launching and (prices.share(late - launching) or 0.0) >= WORK:
-            text = f"the GPU is idle for {late:.3g} ms a step while the host is in this line"
-            fix = ENVIRONMENTS if place.site is not None and acts(place.site) else ""
-            yield estimate("host_work", place, 1, text, late - launching, fix)
+        if line_of(place) in named or late < PER_LAUNCH * launching:
+            continue
+        if (prices.share(late - launching) or 0.0) >= WORK:
+            works[place] = late - launching
+    parts: dict[Place, list[Place]] = defaultdict(list)  # of a line: those that it calls, one cause with it
+    for place in works:
+        parts[_outermost(evidence, place, works)].append(place)
+    for place, inner in parts.items():
+        ms = sum(works[each] for each in inner)
+        within = ", ".join(f"{works[each]:.3g} ms in {each.site.at}" for each in inner if each != place and each.site)
+        text = f"the GPU is idle for {ms:.3g} ms a step while the host is in this line" + (f" ({within})" if within else "")
+        fix = ENVIRONMENTS if place.site is not None and acts(place.site) else ""
+        yield estimate("host_work", place, 1, text, ms, fix)
+
+
+def _outermost(evidence: Measurements, place: Place, works: Collection[Place]) -> Place:
+    """Return the outermost of these lines that is on all stacks of a line in which the GPU is idle: a caller, or itself."""
+    stacks = [stack.sites for stack in evidence.samples.late if place.site in stack.sites]
+    common = [site for site in stacks[0] if all(site in stack for stack in stacks)] if stacks else []
+    callers = common[common.index(place.site) :] if place.site in common else []
+    return next((each for site in reversed(callers) for each in works if each.site == site), place)
 
 
 def launch_bound(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
