@@ -64,6 +64,21 @@ def test_a_product_with_adapters_takes_what_was_found_without_them_where_nothing
     assert defaults.product(adapted._replace(way="adapted head")) == defaults.product(plain._replace(way="head"))
 
 
+def test_a_large_weight_whose_columns_are_no_power_of_two_is_read_by_tiles_that_divide_them():
+    """Not one that a wave of programs holds, nor where few columns of a tile are masked."""
+    for way, shape, want in (
+        ("gate_up", (10_240, 2560, 10_240), MatrixPlan(8, 512, 4)),
+        ("qkv", (4096, 2560, 2048, 1024, 1024), MatrixPlan(8, 512, 4)),
+        ("gate_up", (8192, 3072, 8192), MatrixPlan(4, 1024, 4)),
+        ("add", (2560, 10_240, 2560), MatrixPlan(2, 4096, 4)),
+        ("qkv", (256, 2560, 256), MatrixPlan(2, 4096, 4)),
+        ("add", (1024, 3072, 1024), MatrixPlan(2, 4096, 4)),
+        ("gate_up", (9216, 2304, 9216), MatrixPlan(1, 4096, 4)),
+        ("adapted gate_up", (10_240, 2560, 10_240), MatrixPlan(1, 4096, 4)),
+    ):
+        assert plan_for(Job("product", way, shape, 2, H200)) == want, (way, shape)
+
+
 def test_no_program_spans_two_parts_of_a_product():
     assert plan_for(Job("product", "qkv", (42, 640, 32, 5, 5), 2, H200)).rows == 1
     assert plan_for(Job("product", "qkv", (48, 640, 32, 8, 8), 2, H200)).rows == 8
