@@ -42,6 +42,17 @@ def test_memory_in_use_is_not_lent():
     assert memory.lent
 
 
+def test_what_the_borrower_keeps_in_it_begins_as_zeros():
+    sums = torch.ones(6)
+    memory = LentMemory([torch.ones(4)], guard(), sums)
+    for _ in range(2):
+        memory.lend()
+        assert not sums.any()
+        sums.fill_(1)
+        memory.take_back()
+        assert sums.isnan().all(), "a GPU's are overwritten by the owner"
+
+
 SIZE = 1 << 28
 
 
@@ -72,6 +83,26 @@ def test_a_graph_computes_in_it_and_its_owner_finds_it_where_it_was():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < reserved - SIZE // 2
+
+
+@pytest.mark.gpu
+def test_sums_that_a_graph_writes_lie_in_the_first_bytes():
+    cache, x = torch.zeros(SIZE, device="cuda", dtype=torch.uint8), torch.arange(SIZE // 32, device="cuda").float()
+    sums = torch.ones(1 << 22, device="cuda")
+    part = sums[3:]
+    memory = LentMemory([cache], guard(), sums)
+    address = cache.data_ptr()
+    assert sums.data_ptr() == address and part.data_ptr() == address + 12 and cache.nbytes == SIZE
+    memory.lend()
+    add = capture(lambda x: part.add_(activations(x)), x, pool=memory.pool, warm_in_pool=True)
+    want = activations(x)
+    for _ in range(2):
+        assert not sums.any()
+        add(x)
+        assert bool((part == want).all()) and not sums[:3].any()
+        assert not memory.take_back() and cache.data_ptr() == address and not cache.any()
+        cache.fill_(255)
+        memory.lend()
 
 
 @pytest.mark.gpu

@@ -242,14 +242,17 @@ class FastDecoder(NotCopyable):
                 self.graphs.clear()
             yield
 
-    def lend_cache(self) -> LentMemory | None:
+    def lend_cache(self, first: Tensor | None = None) -> LentMemory | None:
         """Return the cache's memory, to be lent to others' graphs between requests; the next request takes it back. Each then
-        finds an empty cache. None where other parts than ours hold keys and values, or several devices do."""
+        finds an empty cache. None where other parts than ours hold keys and values, or several devices do.
+
+        first: a tensor that needs its contents only while the memory is lent
+        """
         cache = getattr(self.body, "cache", None)
         stores = cache.stores if isinstance(cache, Cache) and len(self.body.spans) < 2 and not self.body.peers else []
         tensors = [tensor for store in stores for tensor in store.tensors]
         if tensors:
-            self.lent = LentMemory(tensors, self.turn)
+            self.lent = LentMemory(tensors, self.turn, first)
             self.graphs.clear()  # they hold the old addresses
         return self.lent
 

@@ -5,10 +5,13 @@ cache is one block of the graphs' pool. While it is free, captures take it for a
 that the decoder's graphs were captured with, since between replays nothing else of the pool is allocated. torch's allocator
 keeps account of both: it never gives a block to two of them. Where a tensor that outlives its graph's replay lies in the block,
 the next allocation has another address, which `take_back` reports.
+
+A tensor of the borrower that is dead meanwhile, too, such as the sums of gradients, may have the first bytes. Only the rest is
+then freed and allocated again, and the cache is over both.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -18,10 +21,11 @@ from torch import Tensor
 from ..formatting import readable
 from ..trace import fallback
 from .guards import ReentryGuard
-from .memory import allocating_in, bytes_of
+from .memory import allocating_in
 from .runner import capture_stream
 
 ALIGNED = 512  # bytes, as the allocator's blocks are
+SMALL = 1 << 20  # bytes up to which the allocator has other blocks
 # Bytes of the pool beside the block, at most: the allocator takes the smallest free block that fits, so what a first call makes
 # and keeps, such as a rotary table, does not lie in the block.
 ASIDE = 1 << 26
@@ -31,24 +35,27 @@ class LentMemory:
     """The memory of `tensors`, to which they are moved: `lend` frees it, and `take_back` allocates it again, as zeros.
 
     users  the guard of the code that uses the tensors
+    first  a tensor of the borrower that loses its contents when the memory is taken back, and is zeros once it is lent
     pool   the handle of the pool for graphs that use the memory while it is lent; None on a CPU
     """
 
-    def __init__(self, tensors: Sequence[Tensor], users: ReentryGuard) -> None:
-        self.device, self.users, self.pool = tensors[0].device, users, None
-        starts, self.nbytes = list[int](), 0
+    def __init__(self, tensors: Sequence[Tensor], users: ReentryGuard, first: Tensor | None = None) -> None:
+        self.device, self.users, self.tensors, self.first = tensors[0].device, users, tensors, first
+        self.nbytes, self.pool = sum(map(_aligned, tensors)), None
         for tensor in tensors:
-            starts.append(self.nbytes)
-            self.nbytes += -(-tensor.nbytes // ALIGNED) * ALIGNED
             tensor.untyped_storage().resize_(0)  # or old and new memory exist at once
+        self._block = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._begin = 0  # the block's first byte in the memory: those before are of `first`
+        self._address = 0
         if self.device.type == "cuda":
             self.pool = self._made_pool()
-        self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._address: int | None = None
+            if first is not None and SMALL < first.nbytes < self.nbytes - SMALL:
+                self._move_first(first)
         self.lent = True
         self.take_back()
-        for tensor, start in zip(tensors, starts):
-            tensor.set_(self._memory.untyped_storage(), start // tensor.itemsize, tensor.shape, tensor.stride())
+        if self.pool is not None:
+            with self._allocating():
+                torch.empty(min(ASIDE, self.nbytes // 64), device=self.device, dtype=torch.uint8)
 
     def _made_pool(self) -> Any:
         """Return a pool that lives as long as this object and the graphs in it."""
@@ -62,29 +69,69 @@ class LentMemory:
             for dtype in (torch.bfloat16, torch.float32):
                 square = torch.zeros(16, 16, device=self.device, dtype=dtype)
                 torch.addmm(square[0], square, square @ square)
-            with allocating_in(pool, self.device):
-                torch.empty(min(ASIDE, self.nbytes // 64), device=self.device, dtype=torch.uint8)
         return pool
+
+    def _move_first(self, first: Tensor) -> None:
+        """Move `first`, its views included, to the first bytes of what will be the memory."""
+        storage = first.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        torch.cuda.empty_cache()
+        with self._allocating():
+            address = torch.empty(self.nbytes, device=self.device, dtype=torch.uint8).data_ptr()
+            storage.resize_(size)
+        first.zero_()
+        self._begin = -(-size // ALIGNED) * ALIGNED if storage.data_ptr() == address else 0
+
+    @contextmanager
+    def _allocating(self) -> Iterator[None]:
+        """Allocate in the pool, for the stream of warm-ups and captures: the allocator gives a block to its own stream only."""
+        if self.pool is None:
+            yield
+        else:
+            with torch.cuda.stream(capture_stream(self.device)), allocating_in(self.pool, self.device):
+                yield
 
     def lend(self) -> None:
         """Free the memory. The tensors have no contents until `take_back`."""
         assert not self.users.taken, "a cache lends its memory while a request uses it"
         if not self.lent:
-            self._memory.untyped_storage().resize_(0)
+            self._block.untyped_storage().resize_(0)
             self.lent = True
+            if self.first is not None:
+                self.first.zero_()
 
     def take_back(self) -> bool:
         """Allocate the memory again, as zeros, if it is lent. Return whether the tensors have moved."""
         if not self.lent:
             return False
-        # The allocator gives a block to its own stream only, which is that of warm-ups and captures.
-        stream: Any = nullcontext() if self.pool is None else torch.cuda.stream(capture_stream(self.device))
-        with stream, allocating_in(self.pool, self.device):
-            self._memory.untyped_storage().resize_(self.nbytes)
-        self.lent = False
-        bytes_of(self._memory).zero_()  # masks of attention hide other numbers, not NaN. 17.5 GiB take 5 ms
-        before, self._address = self._address, self._memory.untyped_storage().data_ptr()
-        moved = before is not None and before != self._address
+        self.lent, before, block = False, self._address, self._block.untyped_storage()
+        with self._allocating():
+            block.resize_(self.nbytes - self._begin)
+            if self._begin and self.first is not None and block.data_ptr() != self.first.data_ptr() + self._begin:
+                block.resize_(0)  # another tensor has the bytes after `first`
+                self._begin = 0
+                block.resize_(self.nbytes)
+        self._address = block.data_ptr() - self._begin
+        if self._address != before:
+            self._move_tensors(block)
+        self._bytes.zero_()  # masks of attention hide other numbers, not NaN. 17.5 GiB take 5 ms
+        if self.first is not None and self.pool is None:
+            self.first.fill_(torch.nan)  # as a GPU's is overwritten
+        moved = before not in (0, self._address)
         if moved and self.pool is not None:
             fallback("memory lent to graphs", f"they keep a part of it, so it is reserved again: {readable(self.nbytes)}")
         return moved
+
+    def _move_tensors(self, storage: Any) -> None:
+        if self._begin:
+            storage = torch._C._construct_storage_from_data_pointer(self._address, self.device, self.nbytes)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage, 0, (self.nbytes,), (1,))
+        start = 0
+        for tensor in self.tensors:
+            tensor.set_(storage, start // tensor.itemsize, tensor.shape, tensor.stride())
+            start += _aligned(tensor)
+
+
+def _aligned(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGNED) * ALIGNED

@@ -81,7 +81,7 @@ def prepare(
         reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
     rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
     decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact)
-    if shares_memory(recipe, step) and (memory := decoder.lend_cache()) is not None:
+    if shares_memory(recipe, step) and (memory := decoder.lend_cache(step.sums)) is not None:
         step.borrow(memory)
         notice(f"rl: the cache of {readable(memory.nbytes)} and the activations of the step's graphs share memory.")
     run = RLRun(

@@ -366,6 +366,12 @@ class TrainStep(NotCopyable):
         self._graphs.memory = memory
 
     @property
+    def sums(self) -> Tensor | None:
+        """The sums of gradients, whose contents a step does not need before it begins; None where others have them, too."""
+        accumulators = self._graphs.step.accumulators
+        return accumulators.gradient if type(accumulators) is Accumulators and accumulators.peers is None else None
+
+    @property
     def captures(self) -> bool:
         """True where steps are captured, or are to be."""
         return not self._graphs.off
