@@ -58,7 +58,7 @@ SHAPES: dict[str, list[tuple]] = {
     "hc_pre": [(), (4, True)],
     "hc_write": [(), (4, True, 6), (4, True, 0, True)],
     "invariant_attention": [(64,), (128,), (256,)],
-    "invariant_cached_attention": [(64,), (128,), (256,)],
+    "invariant_cached_attention": [(64,), (128,), (256,), (128, True)],
     "invariant_linear": [(), (40_960, 1032)],
     "latent_attention": [(16, 128, 128, 512, 32), (128, 128, 128, 512, 32)],
     "latent_queries": [(16, 128, 128, 512, 32), (20, 192, 256, 512, 32, False)],

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.invariant import BLOCK
+from gpubound.kernels.invariant import BLOCK, MEMBERS, SharedBlocks
 from gpubound.kernels.registry import load
 from gpubound.kernels.triton import invariant as fast
 
@@ -90,6 +90,40 @@ def test_a_step_of_attention_has_the_bits_of_the_packed_rows(device, dtype, page
         mine = slice(75 + place, 75 + place + tokens)
         position = torch.tensor([place], device=device, dtype=torch.int32)
         assert torch.equal(step(q[None, mine], *cache, position, scale)[0], want[mine]), place
+
+
+def grouped(groups, counts, device):
+    rows = torch.full((len(groups), MEMBERS), -1, dtype=torch.int32)
+    for line, members in zip(rows, groups):
+        line[: len(members)] = torch.tensor(members)
+    return SharedBlocks(rows.to(device), torch.tensor(counts, device=device, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_blocks_that_rows_share_are_read_once_with_equal_bits(device, dtype, heads, kv_heads):
+    """Those of a group's first row: the others' tables name blocks there that do not exist. Row 4 has no group, row 7 is at a
+    place before the end of what it shares."""
+    members = [[8, 0, 2, 3, 5, 6, 7, 9, 10, 11], [12, 1]]
+    counts = [2, 1, 2, 2, 0, 2, 2, 2, 2, 2, 2, 2, 1]
+    q = draw(device, dtype, 13, 1, heads, 32)
+    k, v = (draw(device, dtype, 45, kv_heads, BLOCK, 32, seed=seed) for seed in (1, 2))
+    blocks = torch.arange(39, device=device, dtype=torch.int32).view(13, 3) + 3
+    for group, count in zip(members, (2, 1)):
+        blocks[group, :count] = blocks[group[0], :count].clone()
+    position = torch.tensor([130, 70, 191, 128, 77, 129, 140, 90, 150, 160, 170, 180, 64], device=device, dtype=torch.int32)
+    step = load("triton", "invariant_cached_attention")
+    want = step(q, k, v, blocks, position, 0.2)
+    own = blocks.clone()
+    for row in (0, 2, 3, 5, 6, 9, 10, 11):
+        blocks[row, :2] = 45
+    blocks[1, 0] = 45
+    shared = grouped([*members, []], counts, device)
+    assert torch.equal(step(q, k, v, blocks, position, 0.2, shared), want)
+    same("y", kernels.invariant_cached_attention(q, k, v, own, position, 0.2, shared), want, max(2 * TOLERANCE[dtype], 1e-5))
+    blocks[8, 1], shared.rows[1, 2:4] = 45, torch.tensor([13, -7])  # a block and rows that there are not
+    y = step(q, k, v, blocks, position, 0.2, shared)
+    assert y.isnan().flatten(1).any(1).tolist() == [row in members[0] and row != 7 for row in range(13)]
 
 
 def test_blocks_and_positions_that_the_cache_does_not_have(device):

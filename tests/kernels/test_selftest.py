@@ -55,7 +55,7 @@ SHAPED = {
     "hc_post": (2,),
     "hc_pre": (2, True),
     "invariant_attention": (16,),
-    "invariant_cached_attention": (16,),
+    "invariant_cached_attention": (16, True),
     "invariant_linear": (33, 40),
     "latent_attention": (5, 20, 16, 48, 6),
     "latent_queries": (5, 20, 16, 48, 6, False),

@@ -10,6 +10,7 @@ Legend: N rows, B sequences, T tokens of each, H query heads, G key and value he
 """
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,14 @@ from .dispatch import implementation, require
 from .registry import definition, draw, frozen, ints
 
 BLOCK = 64  # keys that are read together; a page of a cache holds as many
+MEMBERS = 16  # rows that read blocks together: the queries of half a tile, where a key has two of a row
+
+
+class SharedBlocks(NamedTuple):
+    """Which rows of a cache begin with the same blocks, as the samples of a prompt do."""
+
+    rows: Tensor  # (groups, MEMBERS) int32: the rows of each group, then -1
+    count: Tensor  # (B,) int32: how many blocks a row has in common with its group; 0 without one
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,37 +76,49 @@ def invariant_attention_reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tenso
     return out, lse
 
 
-def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float) -> Tensor:
+def invariant_cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedBlocks | None = None
+) -> Tensor:
     """`invariant_attention` of T tokens of each sequence, at positions from `position` (B, int32) on, which the cache holds.
 
     q (B, T, H, D) -> (B, T, H, D). k and v (blocks, G, L, D): the cache. blocks (B, P, int32): the blocks of each sequence, a
     row of L positions or pages of BLOCK. Positions after a sequence's last token are not read. A
     sequence with a block or a position that the cache does not have gets NaN.
+
+    shared: for T = 1 and pages, the groups whose first blocks are read once, those of their first row. The bits are the same.
     """
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
             f"invariant_cached_attention: got q, k and v of {q.dim()}, {k.dim()} and {v.dim()} dimensions, wanted 4."
         )
-    _check("invariant_cached_attention", q, k[:, :, 0], v[:, :, 0])
-    require("invariant_cached_attention", "blocks", blocks, torch.int32, (len(q), "P"), q.device, "the kernel reads it")
-    require("invariant_cached_attention", "position", position, torch.int32, (len(q),), q.device, "the kernel reads it")
+    op = "invariant_cached_attention"
+    _check(op, q, k[:, :, 0], v[:, :, 0])
+    require(op, "blocks", blocks, torch.int32, (len(q), "P"), q.device, "the kernel reads it")
+    require(op, "position", position, torch.int32, (len(q),), q.device, "the kernel reads it")
     if k.stride() != v.stride() or k.stride(3) != 1 or (blocks.shape[1] > 1 and k.shape[2] != BLOCK):
         raise ValueError(
-            f"invariant_cached_attention: k and v: got strides {k.stride()} and {v.stride()} of shape {tuple(k.shape)}, wanted "
+            f"{op}: k and v: got strides {k.stride()} and {v.stride()} of shape {tuple(k.shape)}, wanted "
             f"equal ones with dense heads, and blocks of {BLOCK} where a sequence has several."
         )
-    return implementation("invariant_cached_attention", q)(q, k, v, blocks, position, scale)
+    if shared is None or q.shape[1] > 1 or blocks.shape[1] == 1:
+        return implementation(op, q)(q, k, v, blocks, position, scale)
+    require(op, "shared.rows", shared.rows, torch.int32, ("groups", MEMBERS), q.device, "the kernel reads it")
+    require(op, "shared.count", shared.count, torch.int32, (len(q),), q.device, "the kernel reads it")
+    return implementation(op, q, None, (32, True))(q, k, v, blocks, position, scale, shared)
 
 
-def _cached_example(g: torch.Generator, width: int = 32) -> tuple:
-    q, k, v = (frozen(draw(g, *shape, width)) for shape in ((2, 3, 4), (5, 2, BLOCK), (5, 2, BLOCK)))
-    return q, k, v, ints(3, 1, 4, 2).view(2, 2), ints(70, 20), width**-0.5
+def _cached_example(g: torch.Generator, width: int = 32, grouped: bool = False) -> tuple:
+    q, k, v = (frozen(draw(g, *shape, width)) for shape in ((2, 1 if grouped else 3, 4), (5, 2, BLOCK), (5, 2, BLOCK)))
+    if not grouped:
+        return q, k, v, ints(3, 1, 4, 2).view(2, 2), ints(70, 20), width**-0.5
+    shared = SharedBlocks(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(1, 1))
+    return q, k, v, ints(3, 1, 3, 2).view(2, 2), ints(70, 100), width**-0.5, shared
 
 
 @definition(_cached_example)
 @torch.no_grad()
 def invariant_cached_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedBlocks | None = None
 ) -> Tensor:
     out = torch.empty_like(q)
     for queries, mine, first, results in zip(q, blocks.tolist(), position.tolist(), out):

@@ -7,6 +7,10 @@ have equal bits.
 A program of attention has as many tokens of a sequence as fill a tile together with the query heads of one key head, in a step
 one token. It reads keys from the sequence's first on, in blocks. A block of which a row sees nothing leaves the row's bits: its
 maximum stays, and it adds zeros.
+
+Rows that begin with the same blocks read them in one program: their queries are lines of one tile, of which a step of one row
+uses two to eight. What the sums were after these blocks is kept in fp32, and a row's own program goes on from it: the same
+operations in the same order.
 """
 
 from collections.abc import Sequence
@@ -20,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import Chip, interpreted
-from ..invariant import BLOCK
+from ..invariant import BLOCK, MEMBERS, SharedBlocks
 from ..plans.types import SPARE, cdiv, job_of, power_of_two
 
 # Of a tile of attention: those of one product of a warp group of Hopper's. In fp32, without tensor cores, the compiler writes
@@ -74,16 +78,22 @@ def _invariant_linear_kernel(x, weight, bias_ptr, y, N, O, K, ROWS: tl.constexpr
 
 @triton.jit(do_not_specialize=["tokens", "stored", "length"])
 def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_ptr, first_ptr, bounds_ptr, position_ptr,
-                                blocks_ptr, scale, k_block, k_head, k_token, v_block, v_head, v_token, tokens,
-                                stored, length,
+                                blocks_ptr, rows_ptr, shared_ptr, state_ptr, scale, k_block, k_head, k_token, v_block, v_head,
+                                v_token, tokens, stored, length,
                                 H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
                                 BLOCKS: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                                WIDE: tl.constexpr):  # fmt: skip
+                                WIDE: tl.constexpr, PART: tl.constexpr, MEMBERS: tl.constexpr):  # fmt: skip
     """Without BLOCKS, sequences follow each other, and program i has the tokens of sequence_ptr[i] from first_ptr[i] on. With
     BLOCKS, a sequence has `tokens` tokens, and its keys are in that many blocks of a cache, which are PAGES or one row of
-    `length` positions. The cache has `stored` blocks; a sequence with others, or with positions that are in none, gets NaN."""
+    `length` positions. The cache has `stored` blocks; a sequence with others, or with positions that are in none, gets NaN.
+
+    PART: 1, a program has the blocks that up to MEMBERS rows share, of `tokens` rows of one token, and leaves their sums in
+    state_ptr; 2, a row goes on from there; 0, it begins with its first key."""
     EACH: tl.constexpr = ROWS // GROUP
     kv = tl.program_id(1)
+    line, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    token, head = line // GROUP, kv * GROUP + line % GROUP
+    begin_key = 0
     if BLOCKS == 0:
         sequence, first = tl.load(sequence_ptr + tl.program_id(0)), tl.load(first_ptr + tl.program_id(0))
         begin = tl.minimum(tl.maximum(tl.load(bounds_ptr + sequence), 0), tokens)
@@ -91,6 +101,15 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         first = tl.maximum(first, 0)
         count, begin_token = tl.minimum(limit - first, EACH), begin + first
         end = first + count
+    elif PART == 1:
+        tiles = tl.cdiv(MEMBERS, EACH)
+        rows_ptr += tl.program_id(0) // tiles * MEMBERS
+        offset = tl.program_id(0) % tiles * EACH
+        sequence = tl.load(rows_ptr)
+        count, first = tl.where((sequence >= 0) & (sequence < tokens) & (tl.load(rows_ptr + offset) >= 0), 1, 0), 0
+        sequence = tl.where(count > 0, sequence, 0)
+        end = tl.minimum(tl.load(shared_ptr + sequence), BLOCKS) * BLOCK
+        limit = end
     else:
         tiles = tl.cdiv(tokens, EACH)
         sequence, offset = tl.program_id(0) // tiles, tl.program_id(0) % tiles * EACH
@@ -99,16 +118,27 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         limit = first + count
         end = tl.where((first >= 0) & (limit <= (BLOCKS * BLOCK if PAGES else length)), limit, 0)
     if count > 0:
-        line, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-        token, head = line // GROUP, kv * GROUP + line % GROUP
-        here = token < count
-        q_at = ((begin_token + token).to(tl.int64) * H + head)[:, None] * D + d[None]
+        if PART == 1:
+            query = tl.load(rows_ptr + offset + token, mask=token < tl.minimum(MEMBERS - offset, EACH), other=-1)
+            here, position = (query >= 0) & (query < tokens), tl.zeros([ROWS], tl.int32) + end
+        else:
+            here, query = token < count, begin_token + token
+            position = first + tl.minimum(token, count - 1)
+        q_at = (query.to(tl.int64) * H + head)[:, None] * D + d[None]
         q = tl.load(q_ptr + q_at, mask=here[:, None] & (d < D)[None], other=0.0)
-        position = first + tl.minimum(token, count - 1)
         top, total = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
         y = tl.zeros([ROWS, WIDTH], tl.float32)
+        if PART > 0:
+            state_at = state_ptr + (query.to(tl.int64) * H + head) * (D + 2)
+        if PART == 2:
+            begin_key = tl.minimum(tl.load(shared_ptr + sequence), BLOCKS) * BLOCK
+            begin_key = tl.where((begin_key > 0) & (begin_key < end), begin_key, 0)
+            begun = token < tl.where(begin_key > 0, count, 0)
+            top = tl.load(state_at + D, mask=begun, other=-float("inf"))
+            total = tl.load(state_at + D + 1, mask=begun, other=0.0)
+            y = tl.load(state_at[:, None] + d[None], mask=begun[:, None] & (d < D)[None], other=0.0)
         missing = tl.where(end == 0, 1, 0)
-        for start in range(0, end, BLOCK):
+        for start in range(begin_key, end, BLOCK):
             key = start + tl.arange(0, BLOCK)
             valid = key < limit
             if BLOCKS == 0:
@@ -130,8 +160,13 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
             v = tl.load(v_ptr + kv * v_head + v_at[:, None] + d[None], mask=valid[:, None] & (d < D)[None], other=0.0)
             y = _dot(weights.to(v.dtype), v, y * keep[:, None], WIDE)
             top = higher
-        y = tl.where(missing > 0, float("nan"), y / tl.where(total > 0, total, 1.0)[:, None])
-        tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=here[:, None] & (d < D)[None])
+        if PART == 1:
+            tl.store(state_at[:, None] + d[None], tl.where(missing > 0, float("nan"), y), mask=here[:, None] & (d < D)[None])
+            tl.store(state_at + D, top, mask=here)
+            tl.store(state_at + D + 1, total, mask=here)
+        else:
+            y = tl.where(missing > 0, float("nan"), y / tl.where(total > 0, total, 1.0)[:, None])
+            tl.store(out_ptr + q_at, y.to(out_ptr.dtype.element_ty), mask=here[:, None] & (d < D)[None])
         if lse_ptr is not None:
             at = lse_ptr + head.to(tl.int64) * tokens + begin_token + token
             tl.store(at, (top + tl.log2(total)) * 0.6931471805599453, mask=here)
@@ -228,34 +263,48 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = q.shape
     out, lse = torch.empty_like(q), torch.empty(heads, tokens, device=q.device, dtype=torch.float32)
-    sequence, first = _tiles(bounds, tokens, _rows(q, k) // (heads // k.shape[1]))
+    sequence, first = _tiles(bounds, tokens, _each(q, k))
     strides = [(0, t.stride(1), t.stride(0)) for t in (k, v)]
     _attend(len(sequence), q, k, v, out, lse, (sequence, first, bounds, None, None), scale, strides, tokens)
     return out, lse
 
 
 @torch.no_grad()
-def invariant_cached_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float) -> Tensor:
-    (batch, tokens, heads, _), out = q.shape, torch.empty_like(q)
-    programs = batch * cdiv(tokens, _rows(q, k) // (heads // k.shape[1]))
-    strides = [t.stride()[:3] for t in (k, v)]
-    _attend(programs, q, k, v, out, None, (None, None, None, position, blocks), scale, strides, tokens)
+def invariant_cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedBlocks | None = None
+) -> Tensor:
+    (batch, tokens, heads, width), out = q.shape, torch.empty_like(q)
+    strides, each = [t.stride()[:3] for t in (k, v)], _each(q, k)
+    given = q, k, v, out, None, (None, None, None, position, blocks), scale, strides
+    if shared is None:
+        _attend(batch * cdiv(tokens, each), *given, tokens)
+        return out
+    state = torch.empty(batch, heads, width + 2, device=q.device, dtype=torch.float32)  # sums, maximum, sum of the weights
+    _attend(len(shared.rows) * cdiv(MEMBERS, each), *given, batch, (*shared, state), 1)
+    _attend(batch, *given, 1, (*shared, state), 2)
     return out
 
 
 def _attend(
     programs: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, indices: tuple[Tensor | None, ...],
-    scale: float, strides: Sequence[tuple[int, ...]], tokens: int,
+    scale: float, strides: Sequence[tuple[int, ...]], tokens: int, shared: tuple[Tensor | None, ...] = (None, None, None),
+    part: int = 0,
 ) -> None:  # fmt: skip
     """indices: of a program's queries and keys. strides: of k and v, from one block, head and token to the next."""
     (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if indices[-1] is None else indices[-1].shape[1]
     padded = max(16, power_of_two(width))
-    shared, size = _chip(q).shared_bytes - SPARE, padded * q.element_size()  # and bytes of a key
-    stages = max(1, min(3, (shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
+    bytes_shared, size = _chip(q).shared_bytes - SPARE, padded * q.element_size()  # and bytes of a key
+    stages = max(1, min(3, (bytes_shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
     _invariant_attention_kernel[(programs, kv_heads)](
-        q, k, v, out, lse, *indices, scale * LOG2_E, *strides[0], *strides[1], tokens, len(k), k.shape[-2], heads, width,
-        padded, heads // kv_heads, blocks, blocks > 1, _rows(q, k), BLOCK, interpreted(), num_warps=4, num_stages=stages,
+        q, k, v, out, lse, *indices, *shared, scale * LOG2_E, *strides[0], *strides[1], tokens, len(k), k.shape[-2], heads,
+        width, padded, heads // kv_heads, blocks, blocks > 1, _rows(q, k), BLOCK, interpreted(), part, MEMBERS,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip
+
+
+def _each(q: Tensor, k: Tensor) -> int:
+    """Return the tokens of a tile."""
+    return _rows(q, k) // (q.shape[-2] // k.shape[1])
 
 
 def _rows(q: Tensor, k: Tensor) -> int:
