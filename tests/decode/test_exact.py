@@ -98,6 +98,25 @@ def test_tokens_do_not_depend_on_the_batch(device):
 
 
 @pytest.mark.slow
+def test_samples_have_the_full_pages_of_their_prompt_once(device):
+    """Six rows in pages that would hold three of them apart, and one row at a time."""
+    model, prompts = model_of("own", torch.bfloat16, device), [[5, 6, 7, 8, 9] * 26, [3]]
+    found, live, counts = [], [0], []
+    for rows, pages in ((1, None), (6, 9)):
+        fast = gb.decoder(model, rows, 192, pages=pages, exact=True, verify=False)
+        run = fast.rollout(prompts, n=6, max_new_tokens=[5, 3], stop=())
+
+        def look(run=run, common=fast.body.cache.common):
+            live.append(len(run.rows) - run.rows.count(None))
+            counts.append(common.counts.tolist())
+
+        run.each_launch = look
+        found.append([(one.tokens, one.logprobs) for one in run.sequences])
+    assert found[0] == found[1] and run.prefills == 2 and max(live) == 6
+    assert run.variant.shared and [2] * 6 in counts
+
+
+@pytest.mark.slow
 def test_scores_are_the_log_probabilities_of_a_generation(device):
     fast = gb.decoder(model_of("own", torch.bfloat16, device), 2, ROOM, exact=True)
     assert "batch-invariant" in str(fast) and fast.certificate.tokens_compared

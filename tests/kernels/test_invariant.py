@@ -126,6 +126,27 @@ def test_blocks_that_rows_share_are_read_once_with_equal_bits(device, dtype, hea
     assert y.isnan().flatten(1).any(1).tolist() == [row in members[0] and row != 7 for row in range(13)]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads, width", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 8, 256)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_samples_of_many_prompts_have_the_bits_of_single_ones(device, dtype, heads, kv_heads, width):
+    samples, rows = 8, 128
+    q = draw(device, dtype, rows, 1, heads, width)
+    k, v = (draw(device, dtype, 8 * rows, kv_heads, BLOCK, width, seed=seed) for seed in (1, 2))
+    blocks = torch.randperm(8 * rows, generator=torch.Generator().manual_seed(0)).int().to(device).view(rows, 8)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).view(-1, samples).tolist()
+    counts = [0] * rows
+    for group, members in enumerate(order):
+        for row in members:
+            counts[row] = group % 4
+            blocks[row, : group % 4] = blocks[members[0], : group % 4].clone()
+    position = torch.tensor([64 * count + 37 * row % 256 for row, count in enumerate(counts)], device=device, dtype=torch.int32)
+    arguments = q, k, v, blocks, position, width**-0.5
+    shared = grouped([members for group, members in enumerate(order) if group % 4], counts, device)
+    want = kernels.invariant_cached_attention(*arguments)
+    assert want.isfinite().all() and torch.equal(kernels.invariant_cached_attention(*arguments, shared), want)
+
+
 def test_blocks_and_positions_that_the_cache_does_not_have(device):
     q, k = draw(device, torch.float32, 4, 1, 4, 32), draw(device, torch.float32, 3, 2, BLOCK, 32, seed=1)
     blocks = torch.tensor([[0, 1], [0, 3], [-1, 1], [1, 2]], device=device, dtype=torch.int32)

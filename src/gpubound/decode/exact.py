@@ -8,6 +8,7 @@ Legend: B rows, C copies of a prompt, T tokens, P blocks of a row, H query heads
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 
 from ..errors import GenerateError
 from ..kernels import cross_entropy, invariant_cached_attention, write_tokens
-from ..kernels.invariant import BLOCK
+from ..kernels.invariant import BLOCK, SharedBlocks
 from ..layers.embedding_and_head import head_of
 from ..layers.invariant import BatchInvariant
 from ..models.invariant import why_not_invariant
 from ..models.language_model import hidden_of
 from ..models.registry import mode
-from .kv_cache import PAGE, Cache, cached_layers
+from .kv_cache import PAGE, Cache, CacheLayout, cached_layers, pages_for
 from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body, random_ids
 from .transformer import ViewRunner
 from .weight_view import WeightView, bind
@@ -35,24 +36,26 @@ TRIED, STEPS = 70, 8  # tokens of the trial, more than a page has, and its last 
 class CachedKeys:
     """A decoder's cache as one forward extends and reads it: T tokens of each row, from `start` (B, int32) on.
 
-    blocks (B, C, P, int32): where each of C copies of a row is stored; the first one is read.
+    blocks (B, C, P, int32): where each of C copies of a row is stored; the first one is read. shared: what rows have in common.
     """
 
-    def __init__(self, cache: Cache, blocks: Tensor, start: Tensor, tokens: int) -> None:
-        self.cache, self.start, self.copies, self.blocks = cache, start, blocks, blocks[:, 0].contiguous()
+    def __init__(self, cache: Cache, blocks: Tensor, start: Tensor, tokens: int, shared: SharedBlocks | None) -> None:
+        self.cache, self.start, self.shared = cache, start, shared
+        self.copies, self.blocks = blocks, blocks[:, 0].contiguous()
         self.positions = start[:, None].long() + torch.arange(tokens, device=start.device)  # (B, T)
 
     def attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.cache.whole.k[number], self.cache.whole.v[number]
         for stored, new in ((keys, k), (values, v)):
             write_tokens(stored, new.transpose(1, 2), self.copies, self.start)
-        return invariant_cached_attention(q.transpose(1, 2).contiguous(), keys, values, self.blocks, self.start, scale)
+        q = q.transpose(1, 2).contiguous()
+        return invariant_cached_attention(q, keys, values, self.blocks, self.start, scale, self.shared)
 
 
 class ExactRunner(ViewRunner):
     """Run a model's own modules by batch-invariant kernels, over a cache."""
 
-    refills = captures_prefill = calls = True
+    refills = captures_prefill = calls = shares_pages = True
     kernels = "the model's own modules, by batch-invariant kernels"
     reads = "the model's weights"
 
@@ -63,19 +66,24 @@ class ExactRunner(ViewRunner):
             raise ValueError(f"decoder: exact: {live}; leave exact out.")
         self.model, self.live, self.config, self.device = model, live, config, live.device
         self.max_batch, self.max_length, self.vocab = config.max_batch, config.max_length, live.shape.vocab
+        if config.cache.pages is None:  # room for all rows, in pages, which the samples of a prompt share
+            config = replace(config, cache=CacheLayout(pages=config.max_batch * pages_for(config.max_length)))
         layers = cached_layers(live.layers)
         needed = Cache(config, layers, live.dtype, torch.device("meta")).nbytes + 4 * config.max_batch * self.vocab
         check_room(needed, self.device, config)
         self.cache = Cache(config, layers, live.dtype, self.device)
-        self.rows = torch.arange(config.max_batch, device=self.device, dtype=torch.int32)[:, None]  # the blocks of a row
         self.logits = torch.zeros(config.max_batch, self.vocab, device=self.device, dtype=torch.float32)
         self.scale: Tensor | None = None  # of the hidden states before the head, one for each row
+        self.shared: SharedBlocks | None = None  # the pages that steps read once for several rows
         self._try()
 
     @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         start = position.clamp(max=self.max_length - 1)
-        hidden = self._hidden(token[:, None], start, self._blocks(len(token))[:, None])[:, 0]
+        shared, rows = self.shared, len(token)
+        if shared is not None:
+            shared = SharedBlocks(shared.rows[: max(1, rows // 2)], shared.counts[:rows])
+        hidden = self._hidden(token[:, None], start, self._blocks(rows), shared)[:, 0]
         if self.scale is not None:
             hidden = (hidden.float() * self.scale[: len(hidden), None]).to(hidden.dtype)
         self.output = self._head(hidden)  # in the model's dtype, as the trainer reads it
@@ -87,13 +95,14 @@ class ExactRunner(ViewRunner):
         return (-cross_entropy(self.output, labels, reduction="none")).masked_fill(token < 0, float("nan"))
 
     def _blocks(self, rows: int) -> Tensor:
-        """Return the blocks (B, P) of the first rows."""
-        return (self.rows if self.cache.pages is None else self.cache.pages)[:rows]
+        """Return the blocks (B, 1, P) of the first rows."""
+        assert self.cache.pages is not None
+        return self.cache.pages[:rows, None]
 
-    def _hidden(self, ids: Tensor, start: Tensor, blocks: Tensor) -> Tensor:
+    def _hidden(self, ids: Tensor, start: Tensor, blocks: Tensor, shared: SharedBlocks | None = None) -> Tensor:
         """Return the last hidden states (B, T, hidden) of ids (B, T), at positions from `start` (B) on."""
         (B, T), device = ids.shape, ids.device
-        keys = CachedKeys(self.cache, blocks, start, T)
+        keys = CachedKeys(self.cache, blocks, start, T, shared)
         row = torch.arange(B + 1, device=device, dtype=torch.int32)
         packed = {"segment_ids": row[:B, None].expand(B, T), "cu_seqlens": row * T}
         with mode(self.model, training=False), BatchInvariant(keys):
@@ -106,11 +115,13 @@ class ExactRunner(ViewRunner):
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
-        self._fill(ids, 0, self._blocks(len(ids))[:, None])
+        self._fill(ids, 0, self._blocks(len(ids)))
 
     @torch.no_grad()
     def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
-        self._fill(ids, start, (self.rows if self.cache.pages is None else self.cache.pages)[rows])
+        blocks = self.cache.copies(rows)
+        assert blocks is not None
+        self._fill(ids, start, blocks)
 
     def _fill(self, ids: Tensor, begin: int, blocks: Tensor) -> None:
         """Fill the cache with ids (B, T), of as many tokens at a time as memory is meant for."""
@@ -125,7 +136,7 @@ class ExactRunner(ViewRunner):
     def logits_after(self, ids: Tensor) -> Iterator[Tensor]:
         for at, part in self._parts(ids[None]):
             start = torch.full((1,), at, device=ids.device, dtype=torch.int32)
-            for hidden in self._hidden(part, start, self._blocks(1)[:, None])[0].split(SCORED):
+            for hidden in self._hidden(part, start, self._blocks(1))[0].split(SCORED):
                 yield self._head(hidden)
 
     @torch.no_grad()
@@ -145,7 +156,7 @@ class ExactRunner(ViewRunner):
         with torch.no_grad(), mode(self.model, training=False), BatchInvariant():
             full = hidden_of(self.model, {"input_ids": ids[None]})[0]
         filled = max(0, tokens - STEPS)
-        self.prefill(ids[None, :filled], self.rows[0])
+        self.prefill(ids[None, :filled], ids[:1])
         for place in range(filled, tokens):
             self.step(ids[place : place + 1], torch.full((1,), place, device=self.device, dtype=torch.int32))
             if not torch.equal(self.output, self._head(full[place : place + 1])):
@@ -181,6 +192,7 @@ class ExactStepper(Stepper):
         settings = slots.choice(slice(rows), variant.penalty)
         for step in range(steps):
             body.scale = slots.scale[:rows] if variant.tempered else None
+            body.shared = body.cache.common if variant.shared else None
             logits, emitted = body.step(state.token, state.position), slots.emitted[step, :rows]
             choose(body, logits, state, settings, into_body(body, emitted))
             if variant.logprobs:

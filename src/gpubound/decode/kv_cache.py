@@ -4,9 +4,9 @@ A token attends to what the cache holds, its own key and value included. In 8 bi
 prompt, so the tokens do not depend on how a prompt was chunked.
 
 A pool of pages serves rows that do not all grow to `max_length`. A row gets the pages for its request's longest possible text
-when the request begins, in a table on the device that a step only reads. Page 0 belongs to no row: values beyond a row's pages
-(padding of a prompt, tokens drafted beyond a row's end, unused rows of a bucket) are written there, and no token of a result
-reads them.
+when the request begins, in a table on the device that a step only reads. The samples of a prompt have its full pages once.
+Page 0 belongs to no row: values beyond a row's pages (padding of a prompt, tokens drafted beyond a row's end, unused rows of a
+bucket) are written there, and no token of a result reads them.
 
 A layer with a sliding window keeps a ring of its last positions. Its pages are fixed, and a table that repeats them makes the
 attention kernels read and write a ring as any other paged cache. A recurrent layer keeps a state (layer_state.py).
@@ -15,9 +15,9 @@ Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention, write_tokens
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
+from ..kernels.invariant import MEMBERS, SharedBlocks
 from ..kernels.latent_attention import LatentCache
 from ..kernels.write_tokens import as_integers
 from ..models.decoding import LatentAttentionWeights, LayerWeights, StateShape
@@ -117,6 +118,7 @@ class LayerStore:
     """
 
     pages: Tensor | None = None  # (B, pages of a row) int32: where each row is stored
+    blocks: Tensor | None = None  # (B, C, pages of a row): where each copy of a prompt is written; see `Cache.aim`
     window = 0  # the last positions that the layers attend to; 0: all
 
     def __init__(
@@ -165,7 +167,8 @@ class LayerStore:
             assert targets is not None
             blocks = targets[..., None]
         else:
-            blocks = self.pages[:rows, None] if targets is None else self.pages[targets]  # (B, C, pages of a row)
+            assert targets is None or self.blocks is not None
+            blocks = self.pages[:rows, None] if self.blocks is None else self.blocks  # (B, C, pages of a row)
         for cache, new in pairs:
             write_tokens(cache, new, blocks, start)
         if not start:
@@ -229,6 +232,7 @@ class Cache:
     targets: Tensor | None = None  # see LayerStore.write
     ends: Tensor | None = None
     shared: LayerStore | None = None  # the first one whose pages all rows share, by the one table
+    common: SharedBlocks | None = None  # the rows that begin with the same pages
 
     def __init__(
         self,
@@ -272,6 +276,8 @@ class Cache:
                 if table is None:
                     self.shared = store
                     table = torch.zeros(self.rows, pages_for(self.length), device=device, dtype=torch.int32)
+                    together = torch.full((max(1, self.rows // 2), MEMBERS), -1, device=device, dtype=torch.int32)
+                    self.common = SharedBlocks(together, torch.zeros(self.rows, device=device, dtype=torch.int32))
                 store.pages = table
             self.stores.append(store)
             self._indices |= {number: (store, place) for place, number in enumerate(numbers)}
@@ -285,6 +291,22 @@ class Cache:
     def pages(self) -> Tensor | None:
         """The table of the pages that all rows share."""
         return None if self.shared is None else self.shared.pages
+
+    def aim(self, targets: Tensor | None) -> None:
+        """Let the next prompt be written to the rows `targets` (B, C), C copies of each; None: to the first rows."""
+        self.targets, blocks = targets, None if targets is None else self.copies(targets)
+        for store in self.stores:
+            if store.pages is self.pages:
+                store.blocks = blocks
+
+    def copies(self, targets: Tensor) -> Tensor | None:
+        """Return the pages (B, C, P) of the rows `targets` (B, C), and -1 where a copy has the page of the first one."""
+        if self.pages is None:
+            return None
+        blocks = self.pages[targets]
+        again = blocks == blocks[:, :1]
+        again[:, 0] = False
+        return blocks.masked_fill(again, -1)
 
     @property
     def whole(self) -> LayerStore:
@@ -320,6 +342,8 @@ class Cache:
         counts = (limits.long() + PAGE - 1) // PAGE
         first = counts.cumsum(0) - counts + 1
         page = torch.arange(self.pages.shape[1], device=limits.device)
+        assert self.common is not None
+        self.common.counts.zero_()
         self.pages.zero_()
         self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
 
@@ -397,6 +421,12 @@ class Cache:
         for state in self.states.values():
             state.move(sources, targets)
 
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages of the pool."""
+        for t in (t for store in self.stores if store.pages is self.pages for t in store.tensors):
+            for layer in as_integers(t):
+                layer[targets] = layer[sources]
+
     def rounded(self, x: Tensor) -> Tensor:
         """Return keys or values (..., D) as an 8-bit cache rounds them."""
         return x if self.kind is None else decode(*encode(x, self.kind), x.dtype)
@@ -428,33 +458,82 @@ class Cache:
 
 
 class PagePool:
-    """The pages of a cache, given to rows. Without a cache in pages every row has its room."""
+    """The pages of a cache, given to rows, some of them to several rows. Without a cache in pages every row has its room."""
 
     def __init__(self, cache: Cache | None) -> None:
-        self.cache, self.table = cache, None
-        if cache is not None and cache.pages is not None and cache.layout.pages is not None:
-            self.table = torch.zeros_like(cache.pages, device="cpu")
+        self.cache = None if cache is None or cache.layout.pages is None or cache.pages is None else cache
+        if self.cache is not None and cache is not None and cache.layout.pages is not None:
             self.free = list(range(1, 1 + cache.layout.pages))
+            self.users = [0] * (1 + cache.layout.pages)  # rows that have a page
+        self.held: list[list[int]] = [[] for _ in range(0 if cache is None else cache.rows)]  # each row's pages
 
-    def fits(self, limit: int) -> bool:
-        return self.table is None or pages_for(limit) <= len(self.free)
+    def fits(self, limit: int, ended: Iterable[int]) -> bool:
+        """Return whether there are pages for `limit` tokens, those of the rows that have `ended` included."""
+        if self.cache is None:
+            return True
+        counts = Counter(page for row in ended for page in self.held[row])
+        return pages_for(limit) <= len(self.free) + sum(self.users[page] == count for page, count in counts.items())
 
-    def give(self, row: int, limit: int) -> None:
-        """Give a row the pages for `limit` tokens."""
-        if self.table is not None:
-            count = pages_for(limit)
-            self.table[row, :count] = torch.tensor([self.free.pop() for _ in range(count)], dtype=torch.int32, device="cpu")
+    def give(self, row: int, limit: int, source: int | None = None, tokens: int = 0) -> bool:
+        """Give a row the pages for `limit` tokens in place of its own; return False where there are too few.
+
+        source: a row whose pages of its first `tokens` tokens it gets, too: all that are full, its own ones even if not.
+        """
+        if self.cache is None:
+            return True
+        kept = [] if source is None else self.held[source][: pages_for(tokens) if source == row else tokens // PAGE]
+        own = [page for page in self.held[row] if self.users[page] == 1 and page not in kept]
+        if (needed := pages_for(limit) - len(kept)) > len(self.free) + len(own):
+            return False
+        for page in kept:
+            self.users[page] += 1
+        self.take(row)
+        new = [self.free.pop() for _ in range(needed)]
+        for page in new:
+            self.users[page] = 1
+        self.held[row] = kept + new
+        return True
 
     def take(self, row: int) -> None:
         """Take back the pages of a row. The row's steps write to page 0 from the next `upload` on."""
-        if self.table is not None:
-            self.free += [page for page in self.table[row].tolist() if page]
-            self.table[row] = 0
+        if self.cache is not None:
+            for page in self.held[row]:
+                self.users[page] -= 1
+                if not self.users[page]:
+                    self.free.append(page)
+            self.held[row] = []
 
     def move(self, source: int, target: int) -> None:
-        if self.table is not None:
-            self.table[target], self.table[source] = self.table[source].clone(), 0
+        if self.cache is not None:
+            self.held[target], self.held[source] = self.held[source], []
+
+    def copy_tails(self, copied: list[tuple[int, int, int]]) -> None:
+        """Copy what is behind the last full page of a row's first tokens: (from a row, to a row, tokens) each."""
+        pages = [
+            (self.held[source][tokens // PAGE], self.held[target][tokens // PAGE])
+            for source, target, tokens in copied
+            if tokens % PAGE
+        ]
+        if pages and self.cache is not None:
+            self.cache.copy_pages(*to_device(torch.tensor(pages, device="cpu").t().contiguous(), self.cache.device))
 
     def upload(self) -> None:
-        if self.table is not None and self.cache is not None and self.cache.pages is not None:
-            self.cache.pages.copy_(to_device(self.table, self.cache.pages.device))
+        """Write the table of the pages, and which rows begin with the same ones."""
+        if self.cache is None or self.cache.pages is None or self.cache.common is None:
+            return
+        groups: dict[int, list[int]] = {}
+        counts = [0] * len(self.held)
+        for row, pages in enumerate(self.held):
+            users = [self.users[page] for page in pages]
+            if users and users[0] > 1:
+                groups.setdefault(pages[0], []).append(row)
+                counts[row] = sum(1 for _ in takewhile(users[0].__eq__, users))
+        lines = [members[at : at + MEMBERS] for members in groups.values() for at in range(0, len(members), MEMBERS)]
+        rows, of_rows = self.cache.common
+        for tensor, values, rest in ((self.cache.pages, self.held, 0), (rows, lines, -1)):
+            values = values + [[]] * (len(tensor) - len(values))
+            padded = torch.tensor(
+                [line + [rest] * (tensor.shape[1] - len(line)) for line in values], dtype=torch.int32, device="cpu"
+            )
+            tensor.copy_(to_device(padded, tensor.device))
+        of_rows.copy_(to_device(torch.tensor(counts, dtype=torch.int32, device="cpu"), of_rows.device))

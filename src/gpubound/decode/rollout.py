@@ -4,7 +4,8 @@ others go on.
 The host launches a few steps for all rows, and reads the tokens of a launch while the next one runs. Once enough rows have
 ended, their next prompts are prefilled and their state is written between two launches, on the device's stream: the host waits
 for nothing. The samples of a prompt share its prefill: those that begin together get the same keys and values, and one that
-begins later gets a copy from a row that still has them. When the queue is empty, the last sequences move to fewer rows.
+begins later gets a copy from a row that still has them, or that row, if its sequence has ended. In a cache in pages they have
+the prompt's full pages once. When the queue is empty, the last sequences move to fewer rows.
 
 A sequence's tokens depend on the weights, its prompt, its settings and its seed, which is made of the rollout's seed, the
 prompt's index and the sample's.
@@ -13,7 +14,6 @@ prompt's index and the sample's.
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from ..errors import GenerateError
 from ..formatting import readable
 from ..trace import notice
-from .kv_cache import PagePool
+from .kv_cache import PAGE, PagePool
 from .request import check_count, check_prompts, note_room, pad, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
 from .running import HEAVY, closed_at_exit, cut_at_stop, read_row, short_switch_interval
@@ -52,6 +52,8 @@ class Rollout:
 
     def __init__(self, decoder: "FastDecoder", request: RolloutRequest) -> None:
         self.decoder, self.request, self.variant = decoder, request, request.variant
+        if request.samples > 1 and decoder.body.shares_pages and max(len(one.ids) for one in request.sequences) > PAGE:
+            self.variant = self.variant._replace(shared=True)
         self.waiting = deque(request.sequences)
         self.size = decoder.bucket(min(len(self.waiting), decoder.max_batch))  # rows of a launch
         self.rows: list[Running | None] = [None] * self.size
@@ -166,41 +168,64 @@ class Rollout:
         """Return whether ended rows get their next sequences now."""
         free = self.rows.count(None) + self.most - self.size
         enough = free >= max(1, self.size // SHARE) or self._since >= PATIENCE or free == self.most
-        return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit)
+        return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit, self._ended_rows())
+
+    def _ended_rows(self) -> list[int]:
+        return [row for row, one in enumerate(self.rows) if one is None]
 
     def _refill(self) -> None:
         body, slots = self.decoder.body, self.decoder.slots
         live = len(self.rows) - self.rows.count(None)
         self._resize(max(self.size, self.decoder.bucket(min(self.most, live + len(self.waiting)))))
-        stored = [None] * self.size if body.paged or not body.keeps_prompts else list(self._row_owners)
-        holders = {one.result.prompt: row for row, one in enumerate(stored) if one is not None}
-        free = [row for row, one in enumerate(self.rows) if one is None]
-        new: list[Running] = []
-        while free and self.waiting and self._pages.fits(self.waiting[0].limit):
-            one = self.waiting.popleft()
-            row, before = free[0], one.before
-            # A row that has ended writes its last token's keys where those of the one before it were.
-            if before is not None and before.row in free and stored[before.row] is before and len(before.ids) >= KEPT:
-                row, one.start = before.row, max(0, len(before.ids) + len(before.result.tokens) - 2)
+        owners, free, new = self._row_owners, self._ended_rows(), list[Running]()
+        groups: dict[Running, list[Running]] = {}  # samples that are prefilled together, by the first of them
+        copied: list[tuple[int, int, int]] = []  # from which row to which, and how many tokens
+        # A sequence whose row has a prompt's keys: rather one that goes on, for the others may lose their rows.
+        stored = sorted(filter(None, owners), key=lambda one: self.rows[one.row] is one) if body.keeps_prompts else []
+        holders = {one.result.prompt: one for one in stored}
+        while free and self.waiting:
+            one, row = self.waiting[0], free[0]
+            before = holders.get(one.result.prompt) if not one.result.turn else one.before if body.keeps_prompts else None
+            source, tokens = None, 0  # the row that has its first tokens
+            if before is not None and before.row < self.size and owners[before.row] is before:
+                if not one.result.turn:
+                    source, tokens = before.row, len(one.ids) - 1
+                elif before.row in free and len(before.ids) >= KEPT:
+                    # A row that has ended writes its last token's keys where those of the one before it were.
+                    source, tokens = before.row, max(0, len(before.ids) + len(before.result.tokens) - 2)
+            row = source if source in free else row
+            if not self._pages.give(row, one.limit, source, tokens):
+                self._drop([other for other in free if other not in (row, source)])
+                if not self._pages.give(row, one.limit, source, tokens):
+                    break
+            self.waiting.popleft()
             free.remove(row)
-            self.rows[row] = self._row_owners[row] = one
+            self.rows[row] = owners[row] = one
             one.row = row
-            self._pages.give(row, one.limit)
             new.append(one)
+            if before in groups and source is not None:
+                groups[before].append(one)
+                continue
+            if one.result.turn:
+                one.start = tokens
+            elif source in (None, row):
+                holders[one.result.prompt] = one
+            if source is None or one.start:
+                groups[one] = [one]
+            elif row != source:
+                copied.append((source, row, tokens))
         self._since = 0
         self._place()
-        copied = [one for one in new if not one.result.turn and one.result.prompt in holders]
-        if length := max((len(one.ids) - 1 for one in copied), default=0):
-            rows = [[holders[one.result.prompt] for one in copied], [one.row for one in copied]]
-            sources, targets = to_device(torch.tensor(rows, device="cpu"), body.device)
+        if body.paged:
+            self._pages.copy_tails(copied)
+        elif length := max((tokens for _, _, tokens in copied), default=0):
+            sources, targets, _ = to_device(torch.tensor(copied, device="cpu").t().contiguous(), body.device)
             body.move(sources, targets, length)
-        others = [one for one in new if one not in copied]
-        groups = [list(group) for _, group in groupby(others, key=lambda one: id(one.ids))]  # samples share the list
-        for batch in batches([group for group in groups if not group[0].start]):
+        for batch in batches([group for one, group in groups.items() if not one.start]):
             self._prefill(batch)
-        for group in groups:
-            if start := group[0].start:
-                self._prefill([group], start)
+        for one in groups:
+            if one.start:
+                self._prefill([[one]], one.start)
         slots.seat(
             [one.row for one in new],
             [one.ids for one in new],
@@ -242,10 +267,15 @@ class Rollout:
 
     def _forget(self) -> None:
         """Let the rows that have ended read no keys and values any more."""
-        ended = [row for row, one in enumerate(self.rows) if one is None and self._row_owners[row] is not None]
-        if ended:
+        if ended := [row for row in self._ended_rows() if self._row_owners[row] is not None]:
             self.decoder.slots.end(ended, forget=True)
-        for row in ended:
+            self._drop(ended)
+            self._pages.upload()  # before a step writes to position 0, which other rows may have, too
+
+    def _drop(self, rows: list[int]) -> None:
+        """Drop the keys and values of rows that have ended."""
+        for row in rows:
+            self._pages.take(row)
             self._row_owners[row] = None
 
     def _resize(self, size: int) -> None:
@@ -317,7 +347,6 @@ class Rollout:
             self.decoder.slots.end(stopped)
         for one in ended:
             self.rows[one.row] = None
-            self._pages.take(one.row)
             one.result.text = one.text.complete()
             self._last[one.result.prompt, one.result.sample] = one
             self.finished.append(one.result)

@@ -82,6 +82,7 @@ class ModelRunner(ABC):
     peers: Sequence[Any] = ()  # its devices, where all of them work on each token
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
     refills = False  # whether `refill` and `move` work
+    shares_pages = False  # whether a step can read what rows have in common once: SamplingVariant.shared
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -426,12 +427,13 @@ class BatchState:
 
 
 class SamplingVariant(NamedTuple):
-    """The options of sampling that change which kernels are launched."""
+    """The options of a launch that change which kernels it has, those of sampling above all."""
 
     greedy: bool = True
     penalty: bool = False
     logprobs: bool = False
     tempered: bool = False  # log-probabilities after the temperature
+    shared: bool = False  # attention reads the pages that rows have in common once
 
 
 class Stepper:

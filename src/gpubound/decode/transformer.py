@@ -611,13 +611,15 @@ class FusedRunner(ViewRunner):
 
     @torch.no_grad()
     def refill(self, ids: Tensor, lengths: Tensor, rows: Tensor, start: int = 0) -> None:
-        self.cache.targets = self.adapting.targets = rows
+        self.cache.aim(rows)
+        self.adapting.targets = rows
         try:
             if self.host:
                 self.cache.clear_after(start + ids.shape[1])  # NaN would pass through a mask
             self._fill(ids, start, lengths)
         finally:
-            self.cache.targets = self.adapting.targets = None
+            self.cache.aim(None)
+            self.adapting.targets = None
         if self.host:
             self.host.finite = self.max_length
 

@@ -27,7 +27,7 @@ class SharedBlocks(NamedTuple):
     """Which rows of a cache begin with the same blocks, as the samples of a prompt do."""
 
     rows: Tensor  # (groups, MEMBERS) int32: the rows of each group, then -1
-    count: Tensor  # (B,) int32: how many blocks a row has in common with its group; 0 without one
+    counts: Tensor  # (B,) int32: how many blocks a row has in common with its group; 0 without one
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -103,7 +103,7 @@ def invariant_cached_attention(
     if shared is None or q.shape[1] > 1 or blocks.shape[1] == 1:
         return implementation(op, q)(q, k, v, blocks, position, scale)
     require(op, "shared.rows", shared.rows, torch.int32, ("groups", MEMBERS), q.device, "the kernel reads it")
-    require(op, "shared.count", shared.count, torch.int32, (len(q),), q.device, "the kernel reads it")
+    require(op, "shared.counts", shared.counts, torch.int32, (len(q),), q.device, "the kernel reads it")
     return implementation(op, q, None, (32, True))(q, k, v, blocks, position, scale, shared)
 
 
