@@ -475,7 +475,7 @@ class PagePool:
         return pages_for(limit) <= len(self.free) + sum(self.users[page] == count for page, count in counts.items())
 
     def give(self, row: int, limit: int, source: int | None = None, tokens: int = 0) -> bool:
-        """Give a row the pages for `limit` tokens in place of its own; return False where there are too few.
+        """Replace the pages of a row by those for `limit` tokens; return False where there are too few.
 
         source: a row whose pages of its first `tokens` tokens it gets, too: all that are full, its own ones even if not.
         """
@@ -508,7 +508,7 @@ class PagePool:
             self.held[target], self.held[source] = self.held[source], []
 
     def copy_tails(self, copied: list[tuple[int, int, int]]) -> None:
-        """Copy what is behind the last full page of a row's first tokens: (from a row, to a row, tokens) each."""
+        """Copy the last page of a row's first tokens, unless it is full: (from a row, to a row, tokens) each."""
         pages = [
             (self.held[source][tokens // PAGE], self.held[target][tokens // PAGE])
             for source, target, tokens in copied

@@ -24,7 +24,7 @@ MEMBERS = 16  # rows that read blocks together: the queries of half a tile, wher
 
 
 class SharedBlocks(NamedTuple):
-    """Which rows of a cache begin with the same blocks, as the samples of a prompt do."""
+    """Rows of a cache that begin with the same blocks, as the samples of a prompt do."""
 
     rows: Tensor  # (groups, MEMBERS) int32: the rows of each group, then -1
     counts: Tensor  # (B,) int32: how many blocks a row has in common with its group; 0 without one
