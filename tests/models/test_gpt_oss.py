@@ -1,12 +1,14 @@
 """gpt-oss, placed: attention with sinks, no masks in memory. tests/place and test_packed_rows.py have what all are held to."""
 
+import copy
+
 import pytest
 import torch
 
 from gpubound.layers.invariant import BatchInvariant
-from gpubound.models import gpt_oss, layer_types
+from gpubound.models import gpt_oss, layer_types, sparse_experts
 
-from ..place.models import assert_close, batch, place, tiny, tokens, training_run, twin
+from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run, twin
 
 
 def made(**options):
@@ -90,3 +92,39 @@ def test_what_the_loop_leaves_to_transformers(case):
         return
     assert_close(training_run(model, inputs), training_run(other, inputs))
     assert (placement.fallbacks > 0) is (case != "mask")
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_experts_run_as_they_are_only_with_hooks(hooked, monkeypatch):
+    other, model, _ = made()
+    want, seen = training_run(other, batch()), []
+    experts = type(model.model.layers[0].mlp.experts)
+    monkeypatch.setattr(experts, "forward", lambda *a, own=experts.forward: seen.append(1) or own(*a))
+    if hooked:
+        model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
+    assert_close(training_run(model, batch()), want)
+    assert len(seen) == hooked
+    assert want["model.layers.0.mlp.experts.gate_up_proj_bias"].norm() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_that_nobody_chose_have_no_gradient(dtype, device):
+    """Of 4 experts 2 are chosen. Results and gradients are those of a loop over the experts in fp64."""
+    experts = tiny("gpt_oss").model.layers[0].mlp.experts.to(device, dtype)
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)).to(device, dtype).requires_grad_()
+    ids = torch.tensor([[3, 0]] * 5 + [[0, 3]] * 4, device=device)
+    shares = torch.linspace(0.1, 0.9, 18, device=device).view(9, 2).to(dtype).requires_grad_()
+    exact = copy.deepcopy(experts).double()
+    exact.config = copy.deepcopy(exact.config)
+    exact.config._experts_implementation = "eager"
+    leaves, wide = (x, shares), [t.detach().double().requires_grad_() for t in (x, shares)]
+    y, want = sparse_experts.run_experts(experts, x, ids, shares), exact(wide[0], ids, wide[1])
+    g = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    y.backward(g)
+    want.backward(g.double())
+    # in bf16 about ten roundings of 2^-9 follow each other, forward and backward
+    limit = 2e-5 if dtype == torch.float32 else 2e-2
+    assert_near(y, want, limit)
+    for got, t in zip((*leaves, *experts.parameters()), (*wide, *exact.parameters())):
+        assert_near(got.grad, t.grad, limit)
+    assert experts.gate_up_proj_bias.grad[1:3].abs().max() == 0

@@ -63,9 +63,9 @@ class MoE(nn.Module):
         if self.balanced and self.training:
             self.load = imbalance(probabilities, ids)
         order, inverse, ends = by_group(ids, probabilities.shape[1])
-        packed = grouped_product(_Permuted.apply(rows, order, inverse, ids.shape[1]), weights["gate_up_proj"], ends)
+        packed = grouped_product(Permuted.apply(rows, order, inverse, ids.shape[1]), weights["gate_up_proj"], ends)
         y = grouped_product(swiglu(packed), weights["down_proj"], ends)
-        y = _Permuted.apply(y, inverse, order, 1).view(*ids.shape, -1)
+        y = Permuted.apply(y, inverse, order, 1).view(*ids.shape, -1)
         return (y * shares[..., None].to(y.dtype)).sum(1).view(x.shape)
 
     def unread(self, rows: int) -> int:
@@ -104,7 +104,7 @@ def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:
     return y
 
 
-class _Permuted(torch.autograd.Function):
+class Permuted(torch.autograd.Function):
     """Rows of x, each repeated `copies` times, in the order `order`. `inverse` undoes it in backward: autograd's gradient of an
     index adds atomically, in any order."""
 
@@ -120,3 +120,23 @@ class _Permuted(torch.autograd.Function):
         (inverse,) = ctx.saved_tensors
         g = g[inverse]
         return (g.unflatten(0, (-1, ctx.copies)).sum(1) if ctx.copies > 1 else g), None, None, None
+
+
+class OwnBias(torch.autograd.Function):
+    """Add bias[own[m]] to each row m of y (M, O), in place. The gradient of bias (E, O) is a product by ones, which is exact in
+    16 bits and sums in fp32: autograd's gradient of an index sorts the rows and adds thousands of them one by one."""
+
+    @staticmethod
+    def forward(ctx, y, bias, own):
+        ctx.save_for_backward(own)
+        ctx.experts = len(bias)
+        ctx.mark_dirty(y)
+        return y.add_(bias[own])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        (own,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return g, None, None
+        return g, (own == torch.arange(ctx.experts, device=own.device)[:, None]).to(g.dtype) @ g, None

@@ -1,7 +1,7 @@
 """gpt-oss: attention with sinks, a window in every other layer, and experts with biases and clamped units.
 
-Placing swaps norms, attention, the loop over layers and the loss; experts stay those of transformers. transformers computes
-attention with sinks over whole masks in memory. The loop makes none for a batch without padding.
+Placing swaps norms, attention, the loss and the loop over layers, which moves tokens to their experts. transformers computes
+attention with sinks over whole masks in memory; the loop makes none for a batch without padding.
 """
 
 from dataclasses import replace
@@ -24,6 +24,7 @@ from .mixtral import sparse_causal_lm
 from .packed_rows import SEGMENTS, restarts
 from .reader import Reader, SingleAngles, weight_of
 from .registry import Maker, Swap, role_of
+from .sparse_experts import run_experts
 
 CAUSAL = object()
 """mask of a batch in which a token attends to all before it, as far as its layer's window: to eager attention, None is all"""
@@ -68,7 +69,12 @@ def run_sparse(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: 
     children = block._modules
     y, x = children["input_layernorm"].add(x, pending)
     y, x = children["post_attention_layernorm"].add(x, children["self_attn"].mix(y, rope, mask))
-    return x, children["mlp"](y)[0]
+    mlp = children["mlp"]
+    if role_of(mlp) != "MLP" or hooked(mlp) or "forward" in vars(mlp):
+        return x, mlp(y)[0]
+    rows = y.flatten(0, 1)
+    _, shares, ids = mlp.router(rows)
+    return x, run_experts(mlp.experts, rows, ids, shares).view(y.shape)
 
 
 class SinkStack(TypedStack):
