@@ -26,6 +26,7 @@ from .runner import capture_stream
 
 ALIGNED = 512  # bytes, as the allocator's blocks are
 SMALL = 1 << 20  # bytes up to which the allocator has other blocks
+LEAST = 12 << 20  # bytes from which on the allocator reserves a segment for one block, of which a graph's outputs take nothing
 # Bytes of the pool beside the block, at most: the allocator takes the smallest free block that fits, so what a first call makes
 # and keeps, such as a rotary table, does not lie in the block.
 ASIDE = 1 << 26
@@ -48,7 +49,7 @@ class LentMemory:
         self._begin = 0  # the block's first byte in the memory: those before are of `first`
         self._address = 0
         if self.device.type == "cuda":
-            self.pool = self._made_pool()
+            self.nbytes, self.pool = max(self.nbytes, LEAST), self._made_pool()
             if first is not None and SMALL < first.nbytes < self.nbytes - SMALL:
                 self._move_first(first)
         self.lent = True
@@ -106,6 +107,7 @@ class LentMemory:
         if not self.lent:
             return False
         self.lent, before, block = False, self._address, self._block.untyped_storage()
+        reserved = 0 if self.pool is None else torch.cuda.memory_reserved(self.device)
         with self._allocating():
             block.resize_(self.nbytes - self._begin)
             if self._begin and self.first is not None and block.data_ptr() != self.first.data_ptr() + self._begin:
@@ -118,10 +120,9 @@ class LentMemory:
         self._bytes.zero_()  # masks of attention hide other numbers, not NaN. 17.5 GiB take 5 ms
         if self.first is not None and self.pool is None:
             self.first.fill_(torch.nan)  # as a GPU's is overwritten
-        moved = before not in (0, self._address)
-        if moved and self.pool is not None:
-            fallback("memory lent to graphs", f"they keep a part of it, so it is reserved again: {readable(self.nbytes)}")
-        return moved
+        if before and self.pool is not None and (more := torch.cuda.memory_reserved(self.device) - reserved):
+            fallback("memory lent to graphs", f"they keep a part of it, so {readable(more)} more are reserved")
+        return before not in (0, self._address)
 
     def _move_tensors(self, storage: Any) -> None:
         if self._begin:

@@ -83,7 +83,9 @@ def prepare(
     decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact)
     if shares_memory(recipe, step) and (memory := decoder.lend_cache(step.sums)) is not None:
         step.borrow(memory)
-        notice(f"rl: the cache of {readable(memory.nbytes)} and the activations of the step's graphs share memory.")
+        notice(
+            f"rl: the cache of {readable(decoder.body.cache_bytes())} and the activations of the step's graphs share memory."
+        )
     run = RLRun(
         recipe, model, known, device, asked, eval_list, functions, objective, step, decoder, reference, shape,
         _ends(recipe, decoder, known), Episodes(known, replies, recipe.turns, new, seq, recipe.timeout), checkpoints,
