@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[l
     """Let programs of the runner answer so. Return their arguments."""
     ran: list[list[str]] = []
 
-    def run(command, cwd, **_):
+    def run(seconds, command, cwd, environment):
         assert Path(cwd, "main.py").read_text() == "text"
         name, *words = command[5:]
         ran.append([name, *words])
@@ -90,14 +91,17 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[l
         (cwd / "verdict").mkdir(exist_ok=True)
         for file in ("doctor.json", "doctor.html"):
             (cwd / "verdict" / file).write_text(json.dumps(verdict))
-        return subprocess.CompletedProcess(command, code, json.dumps({"doctor": verdict, "fix": answer}[name]), "why")
+        if name == "fix" and answer is LATE:
+            raise subprocess.TimeoutExpired(command, seconds)
+        return code, json.dumps({"doctor": verdict, "fix": answer}[name]), "why"
 
-    monkeypatch.setattr(measure.subprocess, "run", run)
+    monkeypatch.setattr(measure, "ran_within", run)
     return ran
 
 
 LOADER = {"kind": "data", "file": "main.py", "line": 6, "patch": "loader"}
 PROOF = {"speedup": {"value": 4.0}, "before_ms": [8.0, 8.0, 9.0], "after_ms": [2.0, 2.0, 2.0], "holds": True, "faster": True}
+LATE: dict = {}  # a proof that is ended
 ANSWER = {"patched": [LOADER], "refused": [], "expected_ms": 2.0, "proof": PROOF}
 
 
@@ -128,6 +132,40 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     )
     assert {file.name for file in (folder / "reports").iterdir()} == {"a-doctor.json", "a-doctor.html", "a-fix.json"}
     assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
+
+
+def test_a_proof_that_is_ended_leaves_the_verdict(folder, monkeypatch, capsys):
+    verdict = judged(*looped()).as_dict() | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
+    answering(monkeypatch, verdict, LATE)
+    runner.main(runner.Options(folder))
+    assert "1 of 3 " in capsys.readouterr().out
+
+
+def test_what_a_program_has_started_is_ended_with_it(tmp_path, monkeypatch):
+    def late(program, timeout):
+        while not (file := tmp_path / "child").exists() or not file.read_text().strip():
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("sh", timeout)
+
+    with pytest.raises(subprocess.TimeoutExpired), monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "communicate", late)
+        measure.ran_within(1.0, ["sh", "-c", "sleep 300 & echo $! > child; wait"], tmp_path, os.environ)
+    child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/stat")
+    while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        time.sleep(0.01)
+    assert measure.ran_within(300.0, ["sh", "-c", "echo out; echo why >&2; exit 3"], tmp_path, os.environ) == (
+        3,
+        "out\n",
+        "why\n",
+    )
+
+
+def test_a_saving_that_scatters_is_neither_as_expected_nor_not():
+    def foreseen(expected_ms: float, after_ms: list[float]) -> bool | None:
+        return Outcome("a", step_ms=10.0, expected_ms=expected_ms, before_ms=[10.0] * 3, after_ms=after_ms).foreseen
+
+    assert foreseen(9.0, [9.1, 9.0, 8.95]) and foreseen(5.0, [5.2, 5.5, 5.0]) and foreseen(5.0, [6.0, 6.1, 6.2]) is False
+    assert foreseen(9.7, [8.0, 8.8, 9.9]) is None and foreseen(9.7, [8.0, 8.8, 9.6]) is False
 
 
 def test_each_gpu_has_its_share_of_the_cores(folder, monkeypatch):
@@ -186,9 +224,7 @@ def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
 
 
 def test_what_another_tool_names_is_kept_beside(folder, monkeypatch, capsys):
-    monkeypatch.setattr(
-        measure.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, "[[9, 9]]\n", "")
-    )
+    monkeypatch.setattr(measure, "ran_within", lambda *_: (0, "[[9, 9]]\n", ""))
     about = {"gpu": "GPU", "torch": "2", "date": "2026-11-29T12", "commit": "1"}
     monkeypatch.setattr(runner.results, "provenance", lambda device, command: about | {"command": command})
     outcome.write(folder / "wild-gpu.json", about | {"command": "c"}, [Outcome("vae", ["95"])])

@@ -39,9 +39,9 @@ class Options:
     gpus: int = 1
     """How many scripts start at the same time, each with a GPU and its share of the cores. One at a time runs its steps."""
     seconds: float = 300.0
-    """After which a run of a script is ended."""
+    """After which a verdict is ended, or a proof."""
     budget: float = inf
-    """Seconds after which neither a script nor a proof begins."""
+    """Seconds after which nothing begins, and what runs is ended."""
     results: Path | None = None
     """Keep what was measured in this folder, as wild-GPU.json."""
     keep: Path | None = None

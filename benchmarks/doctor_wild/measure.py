@@ -6,12 +6,13 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -41,8 +42,8 @@ class Measurement:
     lock       the file that gives the machine to one process at a time
     keep       a folder for doctor.json and doctor.html of each script, and for the stderr of a run that fails
     rounds     of a proof; 0: the patches are made, and not run
-    seconds    after which a run of a script is ended, with its wait for its turn
-    until      a time of time.monotonic(), after which neither a script nor a proof begins
+    seconds    after which a program is ended, with its wait for its turn: a verdict, or all runs of a proof
+    until      a time of time.monotonic(), after which nothing begins, and what runs is ended
     """
 
     folder: Path
@@ -77,6 +78,21 @@ class Measurement:
         return time.monotonic() > self.until
 
 
+def ran_within(seconds: float, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Return a program's exit code, stdout and stderr. After `seconds` it is ended with what it has started, such as a run of a
+    proof, which would keep its turn."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as program:
+        try:
+            output, errors = program.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            raise
+    return program.returncode, output, errors
+
+
 class _Failed(Exception):
     """A run without a result, with its exit code and last line."""
 
@@ -90,13 +106,14 @@ class _Run:
     def call(self, command: Sequence[str], allowed: int = 1) -> str:
         """Return what a command prints. Its exit code may be `allowed` at most."""
         own = os.environ | ({"CUDA_VISIBLE_DEVICES": self.how.lane.gpu} if self.how.lane.gpu else {})
-        ran = subprocess.run(command, cwd=self.there, capture_output=True, text=True, timeout=self.how.seconds, env=own)
-        if ran.returncode > allowed or not ran.stdout.strip():
+        left = min(self.how.seconds, max(self.how.until - time.monotonic(), 1.0))
+        code, output, errors = ran_within(left, command, self.there, own)
+        if code > allowed or not output.strip():
             if self.how.keep is not None:
                 self.how.keep.mkdir(parents=True, exist_ok=True)
-                (self.how.keep / f"{self.script.name}-stderr.txt").write_text(ran.stderr, encoding="utf-8")
-            raise _Failed(f"exit code {ran.returncode}: {(ran.stderr.strip().splitlines() or [''])[-1][:200]}")
-        return ran.stdout
+                (self.how.keep / f"{self.script.name}-stderr.txt").write_text(errors, encoding="utf-8")
+            raise _Failed(f"exit code {code}: {(errors.strip().splitlines() or [''])[-1][:200]}")
+        return output
 
     @property
     def words(self) -> list[str]:
@@ -129,7 +146,10 @@ class _Run:
     def fixed(self, outcome: Outcome) -> Outcome:
         """Return the outcome with the patches that need no asking, and their proof."""
         rounds = ["--try", "--rounds", str(self.how.rounds)] if self.how.rounds and not self.how.late else []
-        answer = json.loads(self.alone("fix", "verdict/doctor.json", "--json", *rounds, allowed=3))
+        try:
+            answer = json.loads(self.alone("fix", "verdict/doctor.json", "--json", *rounds, allowed=3))
+        except subprocess.TimeoutExpired:  # the verdict stays
+            return outcome
         if self.how.keep is not None:
             (self.how.keep / f"{self.script.name}-fix.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
         proof = answer["proof"] or {}

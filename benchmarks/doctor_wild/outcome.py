@@ -70,10 +70,13 @@ class Outcome:
 
     @property
     def foreseen(self) -> bool | None:
-        """Whether the measured saving is as expected."""
+        """Whether the measured saving is as expected; None if rounds have both smaller and larger ones, and do not tell."""
         if self.expected_saving is None or self.saving is None:
             return None
-        return abs(self.expected_saving / self.saving - 1) <= SAME_SAVING if self.saving else False
+        if self.saving and abs(self.expected_saving / self.saving - 1) <= SAME_SAVING:
+            return True
+        rounds = [1 - after / before for before, after in zip(self.before_ms, self.after_ms)]
+        return None if min(rounds) < self.expected_saving < max(rounds) else False
 
 
 HEAD = (
@@ -144,6 +147,8 @@ def sums(outcomes: Iterable[Outcome]) -> list[str]:
         measured = [holds for holds in each if holds is not None]
         if measured:
             lines.append(f"{gate}: {sum(measured)} of {len(measured)} scripts")
+    if scattered := [each.name for each in ran if each.saving is not None and each.foreseen is None]:
+        lines.append(f"savings that scatter too much to tell: {', '.join(scattered)}")
     return lines
 
 
