@@ -333,3 +333,28 @@ def test_a_train_step_is_one_step_whatever_is_called_inside(tmp_path, monkeypatc
     assert (len(recorder.ends), torch.stack(recorder.losses)[1:].tolist()) == (7, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     assert ended == [4]  # a run that ends with its last step has that step's loss
     assert heard.count(called) > (2 if called == "backward" else 0)
+
+
+SCATTERS = """\
+import torch
+
+torch.backends.cudnn.benchmark = True
+net = torch.nn.Sequential(torch.nn.ConvTranspose2d(3, 32, 4, 2, 1), torch.nn.ReLU(), torch.nn.Conv2d(32, 8, 3)).cuda()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+rows = torch.randint(100, (1 << 20,), device="cuda")
+for step in range(14):
+    summed = torch.zeros(100, device="cuda").index_add(0, rows, torch.rand(1 << 20, device="cuda"))
+    loss = net(torch.randn(16 + step % 2, 3, 32, 32, device="cuda")).square().mean() * summed.std()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.gpu
+def test_a_script_that_scatters_repeats_itself_under_deterministic_algorithms(tmp_path):
+    """Sums of a million numbers into a hundred in any order, and convolutions whose algorithms are chosen by time."""
+    (tmp_path / "train.py").write_text(SCATTERS)
+    job = SeededJob(str(tmp_path / "train.py"), [], {}, str(tmp_path / "result.json"), deterministic=True)
+    one, other = (run_once(job, "before", tmp_path, warmup=0) for _ in range(2))
+    assert len(one.losses) == 14 and one.losses == other.losses
