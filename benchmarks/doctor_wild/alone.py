@@ -19,12 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpubound import cli
-from gpubound.doctor.fix import prove
-from gpubound.doctor.record.located import LocatedPhase
-from gpubound.doctor.record.script import Steps
-from gpubound.trace import replaced
-
 GATE, ROOM = 0, 1  # bytes of the lock's file
 
 
@@ -61,18 +55,28 @@ class Turn:
             self._lock(fcntl.LOCK_UN, ROOM)
             self._wait(lambda: self._lock(fcntl.LOCK_EX, GATE), lambda: self._lock(fcntl.LOCK_EX, ROOM))
 
-    def measured(self) -> None:
+    def leave(self) -> None:
         self._lock(fcntl.LOCK_UN, ROOM)
         self._lock(fcntl.LOCK_UN, GATE)
+
+    def measured(self) -> None:
+        self.leave()
         self._wait(self._share)
 
 
 def main(argv: list[str]) -> int:
     lock, notes, name, *arguments = argv
+    turn = Turn(lock, notes)
+    from gpubound import cli  # torch takes seconds, while no other is measured
+    from gpubound.doctor.fix import prove
+    from gpubound.doctor.record.located import LocatedPhase
+    from gpubound.doctor.record.script import Steps
+    from gpubound.trace import replaced
+
     if name == "fix":  # its runs take turns, not this process
+        turn.leave()
         prove.RUN = ("benchmarks.doctor_wild.alone", lock, notes, "run")
         return cli.main(["fix", *arguments])
-    turn = Turn(lock, notes)
     if name == "run" and json.loads(Path(arguments[0]).read_text(encoding="utf-8"))["deterministic"]:
         return prove.main(arguments)  # it is not timed
 
