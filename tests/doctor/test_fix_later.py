@@ -84,3 +84,24 @@ def test_a_copy_is_written_and_an_error_is_raised_later():
     assert wrote == [("a", [1.0, 1.0], 1), ("b", [1.0, 1.0], 2)]
     with pytest.raises(OSError, match="full"):
         space[NAME](write, weight, "c")
+
+
+def test_few_copies_are_kept_at_a_time():
+    space: dict = {"torch": torch}
+    exec(HELPER.replace("atexit.register", "end = "), space)
+    go, wrote = threading.Event(), []
+
+    def write(value, name):
+        assert go.wait(60)
+        wrote.append(name)
+
+    for name in "abcd":
+        space[NAME](write, torch.ones(2), name)
+    fifth = threading.Thread(target=space[NAME], args=(write, torch.ones(2), "e"))
+    fifth.start()
+    fifth.join(0.1)
+    assert fifth.is_alive(), "it waits until one is written"
+    go.set()
+    fifth.join()
+    space["end"]()
+    assert wrote == list("abcde")

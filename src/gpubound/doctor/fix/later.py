@@ -23,7 +23,7 @@ atexit.register(lambda: [each.result() for each in _written])
 
 
 def {NAME}(write, value, *arguments, **options):
-    while _written and _written[0].done():
+    while _written and (len(_written) > 3 or _written[0].done()):  # few copies at a time
         _written.pop(0).result()  # raises what went wrong
     value = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     _written.append(_writer.submit(write, value, *arguments, **options))
