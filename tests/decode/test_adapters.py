@@ -338,3 +338,11 @@ def test_the_kernels_that_steps_ask_for_are_tested_early(monkeypatch):
     monkeypatch.setattr("gpubound.kernels.decode_product.implementation", noted)
     of(gb.decoder(model, 1, cases.ROOM))
     assert {call for call in asked if call[0] != "norm_rows"} <= set(calls.kernel_calls(bind(model), None))
+
+
+def test_inputs_of_the_delta_rule_with_an_adapter_are_two_products(device):
+    """Four weights have adapters of their own each, and a product has three."""
+    model = peft_model("Qwen3_5", r=2, target_modules=["in_proj_a"], init_lora_weights=False).to(device)
+    fast = gb.decoder(model, 1, cases.ROOM)
+    assert fast.path == "" and len(fast.body.layers[0].attention.products) == 3
+    cases.assert_greedy(fast, cases.prompts(6), 5)

@@ -148,3 +148,11 @@ def test_convolutions_of_another_activation(device):
     model = cases.build("Qwen3_5", device=device, hidden_act="gelu")
     with pytest.raises(ValueError, match=r"a recurrent state .* since its convolutions have another activation than silu"):
         gb.decoder(model, 2, 32, verify=False)
+
+
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3Next"])
+def test_all_inputs_of_the_delta_rule_are_one_product(kind, device):
+    fast = decoder(kind, device, 1)
+    recurrent = [layer.attention for layer in fast.body.layers if layer.attention.weights.state() is not None]
+    assert {len(part.products) for part in recurrent} == {2}  # with the output
+    cases.assert_greedy(fast, cases.prompts(6), 5)

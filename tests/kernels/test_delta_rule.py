@@ -21,11 +21,11 @@ def recurrence(q, k, v, g, beta, S):
     return torch.stack(outputs), S
 
 
-def layer(x, gates, parameters, shape):
+def layer(x, parameters, shape):
     """(T, H E) of a row's products (T, ...), in fp64, written anew."""
     N, H, D, E, grouped = shape
     conv, a_log, dt, norm = (parameters.conv.double(), parameters.a_log.double(), parameters.dt.double(), parameters.norm)
-    share, x, gates = H // N, x.double(), gates.double()
+    share, (x, gates) = H // N, x.double().split([shape.columns - 2 * H, 2 * H], -1)
 
     def columns(head, kind):
         key = head // share
@@ -72,17 +72,16 @@ def parameters_of(device, dtype, shape, taps):
 def test_steps_are_the_recurrence(device, heads, widths, grouped, taps):
     """Two rows that begin with what others have left, NaN."""
     shape, length = DeltaShape(*heads, *widths, grouped), 5
-    x, gates = draw(device, torch.float32, 2, length, shape.columns), draw(device, torch.float32, 2, length, 2 * heads[1])
+    x = draw(device, torch.float32, 2, length, shape.columns)
     parameters = parameters_of(device, torch.float32, shape, taps)
-    want = torch.stack([layer(*row, parameters, shape) for row in zip(x, gates)])
+    want = torch.stack([layer(row, parameters, shape) for row in x])
     ring = torch.full((2, taps, shape.channels), float("nan"), device=device)
     state = torch.full((2, heads[1], *widths), float("nan"), device=device)
     for t in range(length):
         position = torch.full((2,), t, device=device, dtype=torch.int32)
-        now = x[:, t].contiguous(), gates[:, t].contiguous()
         out = torch.empty(2, want.shape[-1], device=device)
-        got = agree("delta_step", *now, position, ring, state, parameters, shape, out, limit=2e-5)
-        ring, state, out = got[3], got[4], got[7]
+        got = agree("delta_step", x[:, t].contiguous(), position, ring, state, parameters, shape, out, limit=2e-5)
+        ring, state, out = got[2], got[3], got[6]
         same("rows", out.double(), want[:, t], 1e-5)
 
 
@@ -91,18 +90,17 @@ def test_a_chain_of_launches_reads_what_the_step_before_has_left(device):
     """Position, ring and state are read before the wait; the first product of a step is the fence."""
     shape, steps = DeltaShape(16, 32, 128, 128), 6
     parameters = parameters_of(device, torch.bfloat16, shape, 4)
-    weight, gate = (draw(device, torch.bfloat16, rows, shape.inner, seed=rows) / 64 for rows in (shape.columns, 64))
+    weight = draw(device, torch.bfloat16, shape.columns, shape.inner) / 64
     positions = torch.arange(steps, device=device, dtype=torch.int32)[:, None]
 
     def run(fence, mode):
         ring = torch.zeros(1, 4, shape.channels, device=device)
         state = torch.full((1, *shape.matrix), float("nan"), device=device)
-        x, gates = (torch.empty(1, rows, device=device) for rows in (shape.columns, 64))
+        x = torch.empty(1, shape.columns, device=device)
         outs = draw(device, torch.float32, steps + 1, 1, shape.inner, seed=9)
         for position, before, out in zip(positions, outs, outs[1:]):
             kernels.norm_product(before, None, weight, out=x, dependent=fence)
-            kernels.norm_product(before, None, gate, out=gates, dependent=mode)
-            kernels.delta_step(x, gates, position, ring, state, parameters, shape, out, mode)
+            kernels.delta_step(x, position, ring, state, parameters, shape, out, mode)
         return outs, state
 
     # fp32 but for the weights, six times through sums of 4,096 terms
@@ -112,25 +110,25 @@ def test_a_chain_of_launches_reads_what_the_step_before_has_left(device):
 
 def test_a_position_that_does_not_exist_gives_nan_and_changes_nothing(device):
     shape = DeltaShape(1, 2, 8, 8)
-    x, gates = draw(device, torch.float32, 2, shape.columns), draw(device, torch.float32, 2, 4)
+    x = draw(device, torch.float32, 2, shape.columns)
     ring, state = torch.ones(2, 4, shape.channels, device=device), torch.ones(2, 2, 8, 8, device=device)
     position, out = torch.tensor([-1, 4], device=device, dtype=torch.int32), torch.zeros(2, 16, device=device)
-    kernels.delta_step(x, gates, position, ring, state, parameters_of(device, torch.float32, shape, 4), shape, out)
+    kernels.delta_step(x, position, ring, state, parameters_of(device, torch.float32, shape, 4), shape, out)
     assert out[0].isnan().all() and out[1].isfinite().all()
     assert (ring[0] == 1).all() and (state[0] == 1).all() and (state[1] != 1).any() and (ring[1, 0] != 1).all()
 
 
 def test_wrong_arguments_are_refused(device):
     shape = DeltaShape(1, 2, 8, 8)
-    x, gates, position = torch.zeros(1, shape.columns), torch.zeros(1, 4), torch.zeros(1, dtype=torch.int32)
+    x, position = torch.zeros(1, shape.columns), torch.zeros(1, dtype=torch.int32)
     ring, state, out = torch.zeros(1, 4, shape.channels), torch.zeros(1, 2, 8, 8), torch.zeros(1, 16)
     parameters = parameters_of("cpu", torch.float32, shape, 4)
     with pytest.raises(ValueError, match="got 3 places, wanted 4"):
-        kernels.delta_step(x, gates, position, ring[:, :3].contiguous(), state, parameters, shape, out)
+        kernels.delta_step(x, position, ring[:, :3].contiguous(), state, parameters, shape, out)
     with pytest.raises(ValueError, match="state"):
-        kernels.delta_step(x, gates, position, ring, state.double(), parameters, shape, out)
+        kernels.delta_step(x, position, ring, state.double(), parameters, shape, out)
     with pytest.raises(ValueError, match="divide evenly"):
-        kernels.delta_step(x, gates, position, ring, state, parameters, DeltaShape(2, 3, 8, 8), out)
+        kernels.delta_step(x, position, ring, state, parameters, DeltaShape(2, 3, 8, 8), out)
 
 
 @pytest.mark.parametrize("length", [1, 64, 150])

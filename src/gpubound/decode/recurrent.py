@@ -104,12 +104,12 @@ class GatedDelta(RecurrentLayer):
     weights: DeltaWeights
 
     def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
-        (x, gates), w, state = rows, self.weights, self.state
-        delta_step(x, gates, position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, out, mode)
+        x, w, state = rows[0] if len(rows) == 1 else torch.cat(rows, -1), self.weights, self.state
+        delta_step(x, position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, out, mode)
 
     def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
-        w, state, cache, half = self.weights, self.state, self.workspace.cache, len(rows) // 2
-        q, k, v, z, b, a = w.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
+        w, state, cache = self.weights, self.state, self.workspace.cache
+        q, k, v, z, b, a = w.shape.parts(torch.cat(rows, -1))
         x = F.silu(self.convolved(torch.cat([q, k, v], -1), start))
         q, k, v, g, beta = delta_inputs(x, b, a, w.parameters(), w.shape)
         k, v, g, beta = self.unpadded(start, k, v, g, beta)

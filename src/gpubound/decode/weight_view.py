@@ -49,7 +49,9 @@ class WeightView:
     def __init__(self, model: nn.Module, reader: Reader, max_length: int, neighbours: bool, spread: bool) -> None:
         self.model, self.reader, self.max_length, self.spread = model, reader, max_length, spread
         self.shape = reader.shape()
-        self._stacks: defaultdict[tuple[int, int], Stacked] | None = defaultdict(Stacked) if neighbours else None
+        self._stacks: defaultdict[tuple[int, int], Stacked] | None = (
+            defaultdict(Stacked) if neighbours or reader.ADJACENT else None
+        )
         self._read()
         self._check_words()
 

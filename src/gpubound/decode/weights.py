@@ -143,6 +143,7 @@ class DenseLinear:
     copy: Tensor | None = None  # of the stream, which tiled GEMMs read and write
 
     def __init__(self, *layers: Linear) -> None:
+        assert len(layers) <= 3
         self.layers = layers
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
         self.nbytes = sum(layer.weight.nbytes for layer in layers)

@@ -27,8 +27,8 @@ TINY = 1e-6  # added to the square of a key's length
 class DeltaShape(NamedTuple):
     """Sizes of a layer's heads, and the order of the products that it reads.
 
-    grouped: the columns of each key head together, q, k, v and z, and b and a (Qwen3-Next). Otherwise q of all heads comes
-    first, then k, v and z, and b before a.
+    A row of them has q, k, v and z, and then b and a. grouped: the columns of each key head together, q, k, v and z, and b and
+    a (Qwen3-Next). Otherwise q of all heads comes first, then k, v and z, and b before a.
     """
 
     key_heads: int
@@ -52,12 +52,12 @@ class DeltaShape(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """The columns of q, k, v and z together."""
-        return self.channels + self.inner
+        return self.channels + self.inner + 2 * self.value_heads
 
-    def parts(self, x: Tensor, gates: Tensor) -> list[Tensor]:
-        """Return q, k (..., N D), v and z (..., H E), b and a (..., H) of products (..., columns) and (..., 2 H)."""
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Return q, k (..., N D), v and z (..., H E), b and a (..., H) of products (..., columns)."""
         N, H, D, E, grouped = self
+        x, gates = x.split([self.columns - 2 * H, 2 * H], -1)
         widths, heads = [D, D, H // N * E, H // N * E], [H // N] * 2
         if not grouped:
             return [*x.split([N * width for width in widths], -1), *gates.chunk(2, -1)]
@@ -75,13 +75,12 @@ class DeltaParameters(NamedTuple):
 
 
 def delta_step(
-    x: Tensor, gates: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape,
-    out: Tensor, dependent: int = 0,
+    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
+    dependent: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
 
-    x         (B, columns) fp32, as norm_product writes it: q, k, v and z
-    gates     (B, 2 H) fp32: b and a
+    x         (B, columns) fp32, as norm_product writes it: q, k, v and z, b and a
     position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
     ring      (B, P, C), of P >= K places: the inputs at position p are at place p % P
     state     (B, H, D, E) fp32
@@ -92,12 +91,11 @@ def delta_step(
     if H % N:
         raise ValueError(f"{op}: shape: {H} value heads must divide evenly among {N} key heads.")
     check_recurrence(op, x, position, ring, state, conv, shape)
-    require(op, "gates", gates, torch.float32, (rows, 2 * H), x.device, "norm_product writes it")
     for name, t, size in (("a_log", a_log, H), ("dt", dt, H), ("norm.weight", norm.weight, E)):
         require(op, f"parameters.{name}", t, None, (size,), x.device, "it has one number a head, or a column")
     require(op, "out", out, None, (rows, H * E), x.device, WRITTEN)
     kernel = implementation(op, conv, None, (*shape, conv.shape[1]))
-    return kernel(x, gates, position, ring, state, parameters, shape, out, dependent)
+    return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
 
 def _example(
@@ -109,7 +107,7 @@ def _example(
         draw(g, shape.channels, taps), draw(g, H).detach(), draw(g, H).detach(), Norm(draw(g, E), 1e-6)
     )
     return (
-        draw(g, 2, shape.columns).detach(), draw(g, 2, 2 * H).detach(), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
+        draw(g, 2, shape.columns).detach(), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
         draw(g, 2, H, D, E).detach(), parameters, shape, zeros(2, H * E),
     )  # fmt: skip
 
@@ -117,10 +115,10 @@ def _example(
 @definition(_example)
 @torch.no_grad()
 def delta_step_reference(
-    x: Tensor, gates: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape,
-    out: Tensor, dependent: int = 0,
+    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
+    dependent: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, z, b, a = shape.parts(x, gates)
+    q, k, v, z, b, a = shape.parts(x)
     mixed = ring_convolution(torch.cat([q, k, v], -1)[:, None], position, ring, parameters.conv, None)
     q, k, v, g, beta = (t[:, 0] for t in delta_inputs(F.silu(mixed), b[:, None], a[:, None], parameters, shape))
     known = (position >= 0).view(-1, 1, 1, 1)

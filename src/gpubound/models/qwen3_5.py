@@ -7,11 +7,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaShape
-from .decoding import AttentionWeights
+from ..layers.linear_product import format_of
+from .decoding import AttentionWeights, Linear
 from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
-from .reader import HFAngles, weight_of
+from .reader import HFAngles, linear_of, weight_of
 from .recurrent import DeltaWeights, RecurrentReader
 from .recurrent_modules import gated_delta
 from .registry import Maker
@@ -35,6 +37,7 @@ class DeltaReader(RecurrentReader):
     ANGLES: ClassVar[type[HFAngles]] = GridAngles
     INPUTS: ClassVar[tuple[str, ...]] = INPUTS
     GROUPED = False
+    ADJACENT = True
     READS = frozenset((
         "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
         "linear_num_value_heads", "mrope_section", "mrope_interleaved",
@@ -51,21 +54,31 @@ class DeltaReader(RecurrentReader):
         return replace(weights, gated=True) if isinstance(weights, AttentionWeights) else weights
 
     def mixer(self, block: Any) -> DeltaWeights:
-        layer = self.attention_of(block)
+        layer, common = self.attention_of(block), self.common(block)
         return DeltaWeights(
-            **self.common(block),
+            **common | {"inputs": self.gates_joined(*common["inputs"])},
             a_log=layer._parameters["A_log"],
             dt=layer._parameters["dt_bias"],
             head_norm=Norm(weight_of(layer.norm), float(layer.norm.variance_epsilon), 0.0),
             shape=DeltaShape(layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim, self.GROUPED),
         )
 
+    def gates_joined(self, *inputs: Linear) -> tuple[Linear, ...]:
+        """Return the inputs with b and a as one layer where they are adjacent: a product has at most three."""
+        *first, b, a = inputs
+        weight = join_rows([b.weight.detach(), a.weight.detach()])
+        plain = b.bias is None and a.bias is None and not (b.adapters or a.adapters)
+        if len(first) < 2 or weight is None or not plain or format_of(b.weight).coded:
+            return inputs
+        return (*first, Linear(weight))
+
     def together(self, block: Any) -> list[list[Any]]:
         groups = super().together(block)
         if not self.mixes(block):
             return groups
         layers, half = [getattr(block.linear_attn, name) for name in self.INPUTS], len(self.INPUTS) // 2
-        return [part for part in (layers[:half], layers[half:]) if len(part) > 1] + groups
+        coded = any(format_of(linear_of(layer).weight).coded for layer in layers)
+        return [part for part in ((layers[:half], layers[half:]) if coded else (layers,)) if len(part) > 1] + groups
 
 
 DECODING: dict[str, Any] = {"ForCausalLM": DeltaReader}

@@ -249,6 +249,7 @@ class Reader:
     INTERLEAVED = False  # whether pairs (2i, 2i + 1) are rotated, which the cache has in another order than the model
     ROTATES = True  # whether any layer has rotary angles
     PARALLEL = False  # whether an MLP reads the stream before attention's update, in all blocks
+    ADJACENT = False  # whether a step of one row, too, reads weights that are adjacent in memory as one
     image_positions = True  # whether an image's tokens have positions like a text's
 
     def __init__(self, model: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..kernels.decode_product import Norm
 from ..kernels.delta_rule import DeltaParameters, DeltaShape, delta_inputs, gated_norm
 from ..kernels.mamba import MambaParameters, MambaShape, group_normed, mamba_inputs
+from ..layers.linear_product import format_of
 from .decoding import AnyNorm, Linear, PartWeights, Rounding, StateShape, plain_linear, plain_norm
 from .reader import Reader, linear_of, weight_of
 
@@ -87,7 +88,7 @@ class ShortConvWeights(RecurrentWeights):
 
 @dataclass(frozen=True)
 class DeltaWeights(RecurrentWeights):
-    """The gated delta rule of Qwen3-Next and Qwen3.5. The first half of the inputs are q, k, v and z, the others b and a."""
+    """The gated delta rule of Qwen3-Next and Qwen3.5. The inputs are q, k, v and z, and then b and a."""
 
     a_log: Tensor
     dt: Tensor
@@ -95,6 +96,9 @@ class DeltaWeights(RecurrentWeights):
     shape: DeltaShape
 
     def groups(self) -> list[tuple[Linear, ...]]:
+        """Return the layers that are one product each: all inputs, unless they are four, or only some of them quantised."""
+        if len(self.inputs) < 4 and len({format_of(layer.weight).coded for layer in self.inputs}) == 1:
+            return super().groups()
         half = len(self.inputs) // 2
         return [self.inputs[:half], self.inputs[half:], (self.output,)]
 
@@ -102,8 +106,7 @@ class DeltaWeights(RecurrentWeights):
         return DeltaParameters(self.conv, self.a_log, self.dt, self.head_norm)
 
     def mixed(self, rows: list[Tensor]) -> Tensor:
-        half = len(rows) // 2
-        q, k, v, z, b, a = self.shape.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
+        q, k, v, z, b, a = self.shape.parts(torch.cat(rows, -1))
         x = F.silu(self.convolved(torch.cat([q, k, v], -1)))
         q, k, v, g, beta = (t[0] for t in delta_inputs(x[None], b[None], a[None], self.parameters(), self.shape))
         S, outputs = q.new_zeros(self.shape.matrix), []

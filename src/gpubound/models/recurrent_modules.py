@@ -70,8 +70,7 @@ class HFGatedDelta(HFRecurrence):
 
     def mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
         own: Any = self._modules
-        half, rows = len(self.INPUTS) // 2, [own[name](x) for name in self.INPUTS]
-        q, k, v, z, b, a = self.delta.parts(torch.cat(rows[:half], -1), torch.cat(rows[half:], -1))
+        q, k, v, z, b, a = self.delta.parts(torch.cat([own[name](x) for name in self.INPUTS], -1))
         norm = Norm(own["norm"].weight, own["norm"].variance_epsilon, 0.0)
         weights: Any = self._parameters
         parameters = DeltaParameters(own["conv1d"].weight[:, 0], weights["A_log"], weights["dt_bias"], norm)

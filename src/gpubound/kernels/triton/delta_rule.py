@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..delta_rule import TINY, DeltaParameters, DeltaShape
 from ..plans import power_of_two
-from ._launch import bump_versions, options
+from ._launch import at_once, bump_versions, options
 from ._pdl import _begin, _end, _wait
 from ._ring import _apart, _convolved, _earlier, warps_of
 
@@ -18,8 +18,8 @@ _TINY = tl.constexpr(TINY)
 
 
 @triton.jit
-def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr, dt_ptr, norm_ptr, eps, offset,
-                       out_ptr, x_stride, gates_stride, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+def _delta_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr, dt_ptr, norm_ptr, eps, offset,
+                       out_ptr, N: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
                        GROUPED: tl.constexpr, PLACES: tl.constexpr, TAPS: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
                        DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
@@ -34,15 +34,15 @@ def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv
         k_at = q_at + D
         v_at = k_at + D + j * E
         z_at = v_at + SHARE * E
-        b_at = n * 2 * SHARE + j
+        b_at = C + H * E + n * 2 * SHARE + j
         a_at = b_at + SHARE
     else:
         q_at = n * D
         k_at = N * D + n * D
         v_at = 2 * N * D + h * E
         z_at = C + h * E
-        b_at = h
-        a_at = H + h
+        b_at = C + H * E + h
+        a_at = b_at + H
     # Written before the last fence (_pdl.py): the position by the choice of a token, the rest by the step before.
     position = tl.load(position_ptr + row, cache_modifier=".cg")
     tile = state_ptr + (row * H + h) * D * E + d[:, None] * E + e[None]
@@ -59,10 +59,9 @@ def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv
     gain = tl.load(norm_ptr + e, mask=in_value, other=0.0).to(tl.float32) + offset
     _wait(DEPENDENT)
     _end(DEPENDENT)
-    x_ptr += row * x_stride
-    gates_ptr += row * gates_stride
-    a = tl.load(gates_ptr + a_at) + shift
-    b = tl.load(gates_ptr + b_at)
+    x_ptr += row * (C + H * E + 2 * H)
+    a = tl.load(x_ptr + a_at) + shift
+    b = tl.load(x_ptr + b_at)
     z = tl.load(x_ptr + z_at + e, mask=in_value, other=0.0)
     qk_at = x_ptr + q_at + part * (k_at - q_at) + d[None]
     qk = _convolved(qk_at, qk_own, qk_before, ring_ptr, qk_channel, in_key, position, 0 * qk_channel + j == 0, C, PLACES)
@@ -82,14 +81,14 @@ def _delta_step_kernel(x_ptr, gates_ptr, position_ptr, ring_ptr, state_ptr, conv
 
 @torch.no_grad()
 def delta_step(
-    x: Tensor, gates: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape,
-    out: Tensor, dependent: int = 0,
+    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
+    dependent: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     conv, a_log, dt, norm = parameters
     D, E = power_of_two(shape.key_width), power_of_two(shape.value_width)
     _delta_step_kernel[(len(x), shape.value_heads)](
-        x, gates, position, ring, state, conv, a_log, dt, norm.weight, norm.eps, norm.offset, out, x.stride(0),
-        gates.stride(0), *shape, ring.shape[1], conv.shape[1], D, E, **options(warps_of(D, D * E), dependent),
+        x, position, ring, state, conv, a_log, dt, norm.weight, norm.eps, norm.offset, out, *shape, ring.shape[1],
+        conv.shape[1], D, E, **options(warps_of(D, D * E), at_once(dependent)),
     )  # fmt: skip
     bump_versions(out, ring, state)
     return out, ring, state

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..mamba import MambaParameters, MambaShape
 from ..plans import power_of_two
-from ._launch import bump_versions, options
+from ._launch import at_once, bump_versions, options
 from ._pdl import _begin, _end, _wait
 from ._ring import _apart, _convolved, _earlier, warps_of
 
@@ -86,7 +86,7 @@ def mamba_step(
     BP, BN = power_of_two(P), power_of_two(N)
     _mamba_step_kernel[(len(x), H)](
         x, position, ring, state, conv, bias, a_log, dt, skip, out, *factors, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
-        **options(warps_of(BN, BP * BN), dependent),
+        **options(warps_of(BN, BP * BN), at_once(dependent)),
     )  # fmt: skip
     bump_versions(out, ring, state)
     return out, ring, state
@@ -98,7 +98,7 @@ def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent
     block = power_of_two(width // groups)
     _grouped_norm_rows_kernel[(rows, groups)](
         x, norm.weight, out, norm.eps, norm.offset, width, width // groups, block,
-        **options(max(1, min(8, block // 512)), dependent),
+        **options(max(1, min(8, block // 512)), at_once(dependent)),
     )  # fmt: skip
     bump_versions(out)
     return out

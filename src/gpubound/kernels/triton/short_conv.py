@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import bump_versions, options
+from ._launch import at_once, bump_versions, options
 from ._pdl import _begin, _end, _wait
 
 BLOCK = 256  # channels of a program
@@ -58,7 +58,8 @@ def short_conv(
     rows, slots, channels = ring.shape
     count = position.numel()
     _short_conv_kernel[(count, triton.cdiv(channels, BLOCK))](
-        x, position, ring, weight, bias, out, channels, slots, weight.shape[1], count // rows, BLOCK, **options(4, dependent)
-    )
+        x, position, ring, weight, bias, out, channels, slots, weight.shape[1], count // rows, BLOCK,
+        **options(4, at_once(dependent)),
+    )  # fmt: skip
     bump_versions(out, ring)
     return out, ring
