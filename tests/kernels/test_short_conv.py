@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import kernels
+from gpubound.kernels import selftest
 
 from .cases import DTYPES, TOLERANCE, agree, draw, pairwise, same
 
@@ -51,3 +52,11 @@ def test_a_ring_that_is_too_short_is_refused(device):
     position, out = torch.zeros(2, device=device, dtype=torch.int32), torch.zeros(2, 8, device=device)
     with pytest.raises(ValueError, match="3 places, wanted 4"):
         kernels.short_conv(x, position, torch.zeros(2, 3, 8, device=device), weight, None, out)
+
+
+@pytest.mark.parametrize(
+    ("op", "shape"),
+    [("short_conv", (3, False, 2)), ("delta_step", (2, 4, 16, 8, True, 4)), ("mamba_step", (4, 8, 2, 16, 4, True))],
+)
+def test_a_product_in_the_weights_dtype_is_read_as_it_is(op, shape, device):
+    assert selftest.check(op, device, torch.float16, (*shape, True)) is None

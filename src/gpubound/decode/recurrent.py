@@ -44,10 +44,10 @@ class RecurrentLayer(Part):
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
         h = self.read(x, mode)
-        return self.mix([self.gemm(product, h).float() for product in self.inputs], position, 0)
+        return self.mix([self.gemm(product, h) for product in self.inputs], position, 0)
 
     def mix(self, rows: list[Tensor], position: Tensor, mode: int) -> Tensor:
-        """Return the input of the last product for rows (B T, ...) of the input products, in fp32. The state goes on."""
+        """Return the input of the last product for rows (B T, ...) of the input products. The state goes on."""
         first, out = self.workspace.cache.first, self._mixed[: len(rows[0])]
         self.recur(rows, position, slice(first, first + len(position)), out, mode)
         return out

@@ -19,7 +19,7 @@ from .chunk_scan import in_chunks, scan_chunks
 from .decode_product import WRITTEN, Norm, rms_normed
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
-from .short_conv import check_recurrence, ring_convolution
+from .short_conv import check_recurrence, draw_product, ring_convolution
 
 TINY = 1e-6  # added to the square of a key's length
 
@@ -80,7 +80,7 @@ def delta_step(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
 
-    x         (B, columns) fp32, as norm_product writes it: q, k, v and z, b and a
+    x         (B, columns) fp32, as norm_product writes it, or in the dtype of conv: q, k, v and z, b and a
     position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
     ring      (B, P, C), of P >= K places: the inputs at position p are at place p % P
     state     (B, H, D, E) fp32
@@ -94,20 +94,21 @@ def delta_step(
     for name, t, size in (("a_log", a_log, H), ("dt", dt, H), ("norm.weight", norm.weight, E)):
         require(op, f"parameters.{name}", t, None, (size,), x.device, "it has one number a head, or a column")
     require(op, "out", out, None, (rows, H * E), x.device, WRITTEN)
-    kernel = implementation(op, conv, None, (*shape, conv.shape[1]))
+    kernel = implementation(op, conv, None, (*shape, conv.shape[1], x.dtype != torch.float32))
     return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
 
 def _example(
-    g: torch.Generator, N: int = 2, H: int = 4, D: int = 16, E: int = 8, grouped: bool = False, taps: int = 4
-) -> tuple:
+    g: torch.Generator, N: int = 2, H: int = 4, D: int = 16, E: int = 8, grouped: bool = False, taps: int = 4,
+    rounded: bool = False,
+) -> tuple:  # fmt: skip
     """Two rows, one at its first position."""
     shape = DeltaShape(N, H, D, E, grouped)
     parameters = DeltaParameters(
         draw(g, shape.channels, taps), draw(g, H).detach(), draw(g, H).detach(), Norm(draw(g, E), 1e-6)
     )
     return (
-        draw(g, 2, shape.columns).detach(), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
+        draw_product(g, 2, shape.columns, rounded), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
         draw(g, 2, H, D, E).detach(), parameters, shape, zeros(2, H * E),
     )  # fmt: skip
 
@@ -118,7 +119,7 @@ def delta_step_reference(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
     dependent: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    q, k, v, z, b, a = shape.parts(x)
+    q, k, v, z, b, a = shape.parts(x.to(torch.promote_types(x.dtype, torch.float32)))
     mixed = ring_convolution(torch.cat([q, k, v], -1)[:, None], position, ring, parameters.conv, None)
     q, k, v, g, beta = (t[:, 0] for t in delta_inputs(F.silu(mixed), b[:, None], a[:, None], parameters, shape))
     known = (position >= 0).view(-1, 1, 1, 1)

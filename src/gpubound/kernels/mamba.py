@@ -20,7 +20,7 @@ from .chunk_scan import in_chunks, scan_chunks
 from .decode_product import WRITTEN, Norm
 from .dispatch import implementation, require
 from .registry import definition, draw, ints, zeros
-from .short_conv import check_recurrence, ring_convolution
+from .short_conv import check_recurrence, draw_product, ring_convolution
 
 
 class MambaShape(NamedTuple):
@@ -79,7 +79,7 @@ def mamba_step(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
 
-    x         (B, columns) fp32, as norm_product writes it: z, x, B, C and dt
+    x         (B, columns) fp32, as norm_product writes it, or in the dtype of conv: z, x, B, C and dt
     position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
     ring      (B, places, C), of at least K places: the inputs at position p are at place p % places
     state     (B, H, P, N) fp32
@@ -95,17 +95,20 @@ def mamba_step(
     for name, t in zip(("a_log", "dt", "skip"), vectors):
         require(op, f"parameters.{name}", t, None, (H,), x.device, "it has one number for each head")
     require(op, "out", out, None, (rows, H * P), x.device, WRITTEN)
-    kernel = implementation(op, conv, None, (*shape[:4], conv.shape[1], bias is not None))
+    kernel = implementation(op, conv, None, (*shape[:4], conv.shape[1], bias is not None, x.dtype != torch.float32))
     return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
 
-def _example(g: torch.Generator, H: int = 4, P: int = 8, G: int = 2, N: int = 16, taps: int = 4, bias: bool = True) -> tuple:
+def _example(
+    g: torch.Generator, H: int = 4, P: int = 8, G: int = 2, N: int = 16, taps: int = 4, bias: bool = True,
+    rounded: bool = False,
+) -> tuple:  # fmt: skip
     """Two rows, one at its first position."""
     shape = MambaShape(H, P, G, N, 0.5, 0.7, 1.3, 1.1)
     vectors = (draw(g, H).detach() for _ in range(3))
     parameters = MambaParameters(draw(g, shape.channels, taps), draw(g, shape.channels) if bias else None, *vectors)
     return (
-        draw(g, 2, shape.columns).detach(), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
+        draw_product(g, 2, shape.columns, rounded), ints(0, 7), draw(g, 2, taps, shape.channels).detach(),
         draw(g, 2, H, P, N).detach(), parameters, shape, zeros(2, H * P),
     )  # fmt: skip
 
@@ -116,7 +119,7 @@ def mamba_step_reference(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
     dependent: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    z, mixed, dt = shape.parts(x)
+    z, mixed, dt = shape.parts(x.to(torch.promote_types(x.dtype, torch.float32)))
     mixed = ring_convolution(mixed[:, None], position, ring, parameters.conv, parameters.conv_bias)
     v, b, c, g, skipped = (t[:, 0] for t in mamba_inputs(F.silu(mixed), dt[:, None], parameters, shape))
     known = (position >= 0).view(-1, 1, 1, 1)

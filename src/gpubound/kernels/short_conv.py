@@ -21,7 +21,7 @@ def short_conv(
 ) -> tuple[Tensor, Tensor]:
     """out = c · conv(b · v), for the three parts b, c, v of a product's rows: (out, ring). The ring gets the products b · v.
 
-    x         (B T, 3 C) fp32, as norm_product writes it; all tokens of a row before those of the next
+    x         (B T, 3 C) fp32, as norm_product writes it, or in the weight's dtype; all tokens of a row before those of the next
     position  (B,) or (B, T) int32: positions in order without a gap. For one below 0, out is NaN and nothing is written
     ring      (B, P, C)
     weight    (C, K): the last tap is that of the token itself
@@ -30,28 +30,39 @@ def short_conv(
     require("short_conv", "ring", ring, None, ("rows", "places", "channels"), x.device, "it is written in place")
     (rows, slots, channels), count = ring.shape, position.numel()
     require("short_conv", "position", position, torch.int32, (rows, *position.shape[1:]), x.device, "one for each token")
-    require("short_conv", "x", x, torch.float32, (count, 3 * channels), x.device, "norm_product writes it")
+    require("short_conv", "x", x, product_dtype(x, weight), (count, 3 * channels), x.device, "a product writes it")
     require("short_conv", "weight", weight, None, (channels, "taps"), x.device, "it has the taps of each channel")
     if bias is not None:
         require("short_conv", "bias", bias, None, (channels,), x.device, "it has one number for each channel")
     require("short_conv", "out", out, None, (count, channels), x.device, WRITTEN)
     if slots < (least := weight.shape[1] - 1 + count // rows):
         raise ValueError(f"short_conv: ring: got {slots} places, wanted {least} or more: a place for each input that is read.")
-    kernel = implementation("short_conv", weight, None, _shape(weight, bias, count // rows))
+    kernel = implementation("short_conv", weight, None, _shape(weight, bias, count // rows, x.dtype != torch.float32))
     return kernel(x, position, ring, weight, bias, out, dependent)
 
 
-def _shape(weight: Tensor, bias: Tensor | None, tokens: int) -> tuple:
+def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype that a product x must have: fp32, or that of the weights, as cuBLAS writes it."""
+    return weight.dtype if x.dtype == weight.dtype else torch.float32
+
+
+def _shape(weight: Tensor, bias: Tensor | None, tokens: int, rounded: bool) -> tuple:
     """Return the example arguments; none for one token and three taps."""
-    shape = weight.shape[1], bias is not None, tokens
-    return () if shape == (3, False, 1) else shape
+    shape = weight.shape[1], bias is not None, tokens, rounded
+    return () if shape == (3, False, 1, False) else shape
 
 
-def _example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int = 1) -> tuple:
+def draw_product(g: torch.Generator, rows: int, columns: int, rounded: bool) -> Tensor:
+    """Return the product of an example. rounded: in the weights' dtype, which a self-test gives what asks for a gradient"""
+    x = draw(g, rows, columns)
+    return x if rounded else x.detach()
+
+
+def _example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int = 1, rounded: bool = False) -> tuple:
     """Two rows of 40 channels, one at its first position."""
     position, slots = ints(0, 7)[:, None] + ints(*range(tokens)), taps - 1 + tokens
     return (
-        draw(g, 2 * tokens, 120).detach(), position.contiguous(), draw(g, 2, slots, 40).detach(), draw(g, 40, taps),
+        draw_product(g, 2 * tokens, 120, rounded), position.contiguous(), draw(g, 2, slots, 40).detach(), draw(g, 40, taps),
         draw(g, 40) if bias else None, zeros(2 * tokens, 40),
     )  # fmt: skip
 
@@ -61,6 +72,7 @@ def _example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int 
 def short_conv_reference(
     x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor]:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     gate, output_gate, value = x.view(len(ring), -1, 3, ring.shape[2]).unbind(2)  # (B, T, C)
     convolved = ring_convolution(gate * value, position, ring, weight, bias)
     known = (position >= 0).view(len(ring), -1, 1)
@@ -71,7 +83,7 @@ def short_conv_reference(
 def check_recurrence(op: str, x: Tensor, position: Tensor, ring: Tensor, state: Tensor, conv: Tensor, shape: Any) -> None:
     """Check what a step reads and writes besides a layer's own parameters. shape: has its `columns`, `channels` and `matrix`"""
     rows = len(ring)
-    require(op, "x", x, torch.float32, (rows, shape.columns), x.device, "norm_product writes it")
+    require(op, "x", x, product_dtype(x, conv), (rows, shape.columns), x.device, "a product writes it")
     require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
     require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
     require(op, "state", state, torch.float32, (rows, *shape.matrix), x.device, "it is written in place")

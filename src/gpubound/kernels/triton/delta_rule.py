@@ -60,9 +60,9 @@ def _delta_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr
     _wait(DEPENDENT)
     _end(DEPENDENT)
     x_ptr += row * (C + H * E + 2 * H)
-    a = tl.load(x_ptr + a_at) + shift
-    b = tl.load(x_ptr + b_at)
-    z = tl.load(x_ptr + z_at + e, mask=in_value, other=0.0)
+    a = tl.load(x_ptr + a_at).to(tl.float32) + shift
+    b = tl.load(x_ptr + b_at).to(tl.float32)
+    z = tl.load(x_ptr + z_at + e, mask=in_value, other=0.0).to(tl.float32)
     qk_at = x_ptr + q_at + part * (k_at - q_at) + d[None]
     qk = _convolved(qk_at, qk_own, qk_before, ring_ptr, qk_channel, in_key, position, 0 * qk_channel + j == 0, C, PLACES)
     v = _convolved(x_ptr + v_at + e, v_own, v_before, ring_ptr, v_channel, in_value, position, in_value, C, PLACES)

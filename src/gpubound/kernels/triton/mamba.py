@@ -46,8 +46,8 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     _end(DEPENDENT)
     x_ptr += row * (INNER + C + H)
     inputs = x_ptr + INNER
-    dt = tl.load(inputs + C + h) * rate + shift
-    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0) * gate
+    dt = tl.load(inputs + C + h).to(tl.float32) * rate + shift
+    z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0).to(tl.float32) * gate
     x = _convolved(inputs + x_channel, x_own, x_before, ring_ptr, x_channel, in_x, position, in_x, C, PLACES)
     first = 0 * bc_channel + h % SHARE == 0
     bc = _convolved(inputs + bc_channel, bc_own, bc_before, ring_ptr, bc_channel, in_bc, position, first, C, PLACES)

@@ -14,8 +14,8 @@ BLOCK = 256  # channels of a program
 @triton.jit
 def _product(row_ptr, col, channels, inside, kind: tl.constexpr):
     """The input of the convolution of one token, as the ring holds it, in fp32."""
-    gate = tl.load(row_ptr + col, mask=inside, other=0.0)
-    value = tl.load(row_ptr + 2 * channels + col, mask=inside, other=0.0)
+    gate = tl.load(row_ptr + col, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(row_ptr + 2 * channels + col, mask=inside, other=0.0).to(tl.float32)
     return (gate * value).to(kind).to(tl.float32)
 
 
@@ -44,7 +44,7 @@ def _short_conv_kernel(x_ptr, position_ptr, ring_ptr, weight_ptr, bias_ptr, out_
         if TOKENS > 1:  # a token of the same step
             before += _product(x_ptr - j * 3 * channels, col, channels, inside & (t >= j), kind)
         total += tap * before
-    y = total * tl.load(x_ptr + channels + col, mask=inside, other=0.0)
+    y = total * tl.load(x_ptr + channels + col, mask=inside, other=0.0).to(tl.float32)
     y = tl.where(position >= 0, y, float("nan"))
     tl.store(out_ptr + row.to(tl.int64) * channels + col, y.to(out_ptr.dtype.element_ty), mask=inside)
     here = ring_ptr + tl.maximum(position, 0) % PLACES * channels + col
