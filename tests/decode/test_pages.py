@@ -87,7 +87,6 @@ class TestPool:
         assert pool.held[2][:2] == pool.held[0][:2] and len(pool.free) == 9 - 4 - 2 - 1
         pool.upload()
         assert cache.pages.tolist() == [row + [0] * (4 - len(row)) for row in pool.held]
-        assert cache.common.counts.tolist() == [2, 0, 2, 0] and cache.common.rows[:, :3].tolist() == [[0, 2, -1], [-1] * 3]
         rows = torch.tensor([[0, 2], [3, 3]], device=device)
         second = [[-1, -1, *pool.held[2][2:]], [-1] * 4]
         assert cache.copies(rows)[:, 1].tolist() == second and torch.equal(cache.copies(rows)[:, 0], cache.pages[rows[:, 0]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import cpu_step, rollout
+from gpubound.decode import cpu_step, kv_cache, rollout
 from gpubound.watch import no_stall, watch
 from tests.messages import message, refusal
 
@@ -204,6 +204,32 @@ def test_conversations_go_on_turn_by_turn(options, kept, monkeypatch, device):
     assert any(prefills) == (kept == 1)
     with pytest.raises(ValueError):
         found.extend(found.finished[-1], [9])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"pages": 22}, {"cache": "int8"}], ids=["rows", "pages", "int8"])
+def test_a_prompts_keys_are_read_once_for_its_samples(options, monkeypatch, device):
+    """In 16 bits, and with as many rows as torch multiplies; beside a rollout that reads them again for each. The likeliest
+    first tokens have equal log-probabilities but for rounding, also where two tokens are as likely."""
+    fast = gb.decoder(cases.build("Qwen3", torch.float16, device), 10, cases.ROOM, verify=False, **options)
+    given, found, seen = cases.prompts(80, 70, 3), [], []
+    name = "quantized_decode_attention" if "cache" in options else "decode_attention"
+    attention = getattr(kv_cache, name)
+
+    def look(qkv, position, cache, *rest):
+        seen.append(None if cache.shared is None else cache.shared.counts.tolist())
+        return attention(qkv, position, cache, *rest)
+
+    for most in (rollout.PAGE, cases.ROOM):
+        monkeypatch.setattr(rollout, "PAGE", most)
+        if device.type == "cpu":  # a graph cannot hold what looks into tensors
+            monkeypatch.setattr(kv_cache, name, look)
+        found.append(fast.rollout(given, n=7, max_new_tokens=[5, 3, 2], temperature=0.0).sequences)
+    shared = [counts for counts in seen if counts is not None]
+    assert device.type != "cpu" or (shared[0] == [1] * 10 and 0 in shared[-1] and len(shared) < len(seen))
+    assert len(found[0]) == 21
+    for ours, want in zip(*found):
+        assert ours.logprobs[0] == pytest.approx(want.logprobs[0], abs=0.02)
 
 
 @pytest.mark.gpu

@@ -41,7 +41,7 @@ class Case:
         for cache in caches:
             for row, position in enumerate(positions):
                 cache[row, :, position if new else position + tokens :] = float("nan")
-        self.pages = shuffled(rows, device) if paged else None
+        self.pages, self.shared = shuffled(rows, device) if paged else None, None
         kept = [self.keep(cache) for cache in caches]
         self.caches = [parts[0] for parts in kept] + [parts[1] for parts in kept if len(parts) > 1]
 
@@ -66,7 +66,8 @@ class Case:
             qkv, position, caches = qkv[rows], position[rows], [cache[rows] for cache in caches]
         if part is not None:
             qkv, position = qkv[part :: self.tokens].contiguous(), position[:, part].contiguous()
-        cache, scratch = LayerCache(*caches)._replace(pages=self.pages), self.scratch(len(qkv), splits, tiles)
+        cache = LayerCache(*caches)._replace(pages=self.pages, shared=self.shared)
+        scratch = self.scratch(len(qkv), splits, tiles)
         out = torch.empty(len(qkv), self.kv * self.group * self.width, device=self.device, dtype=self.dtype)
         op = "decode_attention" if self.kind is None else "quantized_decode_attention"
         result = load(source, op)(qkv, position, cache, self.heads._replace(window=window), scratch, out, dependent)

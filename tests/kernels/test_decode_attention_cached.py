@@ -10,11 +10,13 @@ import torch
 from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, LayerCache, decode, encode
 from gpubound.kernels.decode_product import EARLY
+from gpubound.kernels.invariant import MEMBERS, SharedBlocks
+from gpubound.kernels.write_tokens import as_integers
 from tests.messages import refusals
 
 from .apart import apart
-from .attention_cases import NAMES, Case, L, into_pages, one_by_one, out_of_pages, parity, stored
-from .cases import DTYPES, SOURCES, draw, pairwise, same
+from .attention_cases import NAMES, Case, L, into_pages, one_by_one, out_of_pages, parity, shuffled, stored
+from .cases import DTYPES, SOURCES, TOLERANCE, draw, pairwise, same
 
 # A key whose fp32 value the two mirrors sum differently may fall to either side of two codes: rare, and a code's width at most.
 # Compiled, 16-bit models are multiplied in bf16.
@@ -119,6 +121,35 @@ def test_a_row_gives_the_same_bits_in_any_order_of_pages(device):
     case.pages = case.pages.flip(0).contiguous()
     case.caches = [into_pages(t, case.pages) for t in (keys, values, *scales)]
     assert torch.equal(case("triton")[0], want)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "paged", "options"),
+    [
+        (None, torch.float32, False, {"normed": True}),
+        ("int8", torch.float32, True, {"gated": True, "width": 32, "pairs": 8}),
+        (None, torch.bfloat16, True, {"group": 5, "interleaved": True, "cap": 20.0, "new": 1}),
+        pytest.param("fp8", torch.float16, False, {"normed": True, "offset": 1.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_keys_that_rows_share_are_read_from_the_first_of_them(device, kind, dtype, paged, options):
+    """Rows 2 and 5 have no group. What the others of a group hold is lost before the kernel runs."""
+    case = Case(device, dtype, [129, 140, 66, 149, 128, 12, 64, 90], kind, **options)
+    groups, counts = [[3, 0, 1, 4], [7, 6]], [2, 2, 0, 2, 2, 0, 1, 1]
+    others = [(row, group[0], 64 * counts[row]) for group in groups for row in group[1:]]
+    for cache in map(as_integers, case.caches):
+        for row, leader, end in others:
+            cache[row, :, :end] = cache[leader, :, :end]
+    want = case("reference", splits=2)
+    for cache in case.caches:
+        for row, _, end in others:
+            cache[row, :, :end] = 0 if cache.dtype == torch.int8 else float("nan")
+    case.pages = shuffled(8, device) if paged else None
+    case.caches = [into_pages(as_integers(cache), case.pages).view(cache.dtype) for cache in case.caches]
+    rows = torch.tensor([row + [-1] * (MEMBERS - len(row)) for row in [*groups, []]], dtype=torch.int32, device=device)
+    case.shared = SharedBlocks(rows, torch.tensor(counts, dtype=torch.int32, device=device))
+    for splits in (1, 2):
+        same("out", case("triton", splits=splits)[0], want[0], max(2 * TOLERANCE[dtype], CODED[dtype] if kind else 1e-5))
 
 
 def test_wrong_arguments_are_named(device):

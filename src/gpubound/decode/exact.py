@@ -55,7 +55,7 @@ class CachedKeys:
 class ExactRunner(ViewRunner):
     """Run a model's own modules by batch-invariant kernels, over a cache."""
 
-    refills = captures_prefill = calls = shares_pages = True
+    refills = captures_prefill = calls = True
     kernels = "the model's own modules, by batch-invariant kernels"
     reads = "the model's weights"
 
@@ -74,16 +74,17 @@ class ExactRunner(ViewRunner):
         self.cache = Cache(config, layers, live.dtype, self.device)
         self.logits = torch.zeros(config.max_batch, self.vocab, device=self.device, dtype=torch.float32)
         self.scale: Tensor | None = None  # of the hidden states before the head, one for each row
-        self.shared: SharedBlocks | None = None  # the pages that steps read once for several rows
         self._try()
+
+    @property
+    def grouped(self) -> Cache:
+        return self.cache
 
     @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         start = position.clamp(max=self.max_length - 1)
-        shared, rows = self.shared, len(token)
-        if shared is not None:
-            shared = SharedBlocks(shared.rows[: max(1, rows // 2)], shared.counts[:rows])
-        hidden = self._hidden(token[:, None], start, self._blocks(rows), shared)[:, 0]
+        rows = len(token)
+        hidden = self._hidden(token[:, None], start, self._blocks(rows), self.cache.shared_by(rows))[:, 0]
         if self.scale is not None:
             hidden = (hidden.float() * self.scale[: len(hidden), None]).to(hidden.dtype)
         self.output = self._head(hidden)  # in the model's dtype, as the trainer reads it
@@ -189,10 +190,9 @@ class ExactStepper(Stepper):
 
     def run(self, rows: int, steps: int, variant: SamplingVariant) -> None:
         body, slots, state = self.body, self.slots, self.slots.rows.first(rows)
-        settings = slots.choice(slice(rows), variant.penalty)
+        settings, body.cache.sharing = slots.choice(slice(rows), variant.penalty), variant.shared
         for step in range(steps):
             body.scale = slots.scale[:rows] if variant.tempered else None
-            body.shared = body.cache.common if variant.shared else None
             logits, emitted = body.step(state.token, state.position), slots.emitted[step, :rows]
             choose(body, logits, state, settings, into_body(body, emitted))
             if variant.logprobs:

@@ -168,7 +168,8 @@ class FastDecoder(NotCopyable):
     ) -> Rollout:
         """Return an iterator over `n` sequences of each prompt as they end, of any number of prompts.
 
-        A row whose sequence ends gets the next one, and the other rows go on. The samples of a prompt share its prefill.
+        A row whose sequence ends gets the next one, and the other rows go on. The samples of a prompt share its prefill; in 16
+        bits, steps of many rows read its keys once for them.
 
         max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty
                   one for all, or a list with one for each prompt

@@ -17,14 +17,14 @@ Legend: B rows, T tokens, K key and value heads, L positions a row, D width of a
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat, takewhile
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention, write_tokens
-from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode
+from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode, reads_shared
 from ..kernels.invariant import MEMBERS, SharedBlocks
 from ..kernels.latent_attention import LatentCache
 from ..kernels.write_tokens import as_integers
@@ -232,7 +232,7 @@ class Cache:
     targets: Tensor | None = None  # see LayerStore.write
     ends: Tensor | None = None
     shared: LayerStore | None = None  # the first one whose pages all rows share, by the one table
-    common: SharedBlocks | None = None  # the rows that begin with the same pages
+    sharing = False  # whether attention reads what rows have in common once
 
     def __init__(
         self,
@@ -276,8 +276,6 @@ class Cache:
                 if table is None:
                     self.shared = store
                     table = torch.zeros(self.rows, pages_for(self.length), device=device, dtype=torch.int32)
-                    together = torch.full((max(1, self.rows // 2), MEMBERS), -1, device=device, dtype=torch.int32)
-                    self.common = SharedBlocks(together, torch.zeros(self.rows, device=device, dtype=torch.int32))
                 store.pages = table
             self.stores.append(store)
             self._indices |= {number: (store, place) for place, number in enumerate(numbers)}
@@ -285,6 +283,8 @@ class Cache:
         self._readers = Counter(store for store, _ in self._indices.values())
         self._sources = {layer.source for layer in self.layers.values()}
         self._extended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a prompt that later layers share
+        together = torch.full((max(1, self.rows // 2), MEMBERS), -1, device=device, dtype=torch.int32)
+        self.common = SharedBlocks(together, torch.zeros(self.rows, device=device, dtype=torch.int32))
         self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
 
     @property
@@ -342,8 +342,6 @@ class Cache:
         counts = (limits.long() + PAGE - 1) // PAGE
         first = counts.cumsum(0) - counts + 1
         page = torch.arange(self.pages.shape[1], device=limits.device)
-        assert self.common is not None
-        self.common.counts.zero_()
         self.pages.zero_()
         self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
 
@@ -359,7 +357,26 @@ class Cache:
         op = decode_attention if self.kind is None else quantized_decode_attention
         store, place = self._indices[number]
         cache = store.of(place, slice(self.first, self.first + len(position)))
+        if not mode and reads_shared(cache, heads, out.dtype):
+            cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
+
+    def group(self, groups: Iterable[list[int]], blocks: list[int]) -> None:
+        """Write which rows begin with the same `blocks` (B) of 64 tokens."""
+        lines = [rows[at : at + MEMBERS] for rows in groups for at in range(0, len(rows), MEMBERS) if len(rows) > 1]
+        lines += [[]] * (len(self.common.rows) - len(lines))
+        padded = torch.tensor([line + [-1] * (MEMBERS - len(line)) for line in lines], dtype=torch.int32, device="cpu")
+        self.common.rows.copy_(to_device(padded, self.device))
+        counts = torch.zeros(self.rows, dtype=torch.int32, device="cpu")
+        for row in (row for line in lines for row in line):
+            counts[row] = blocks[row]
+        self.common.counts.copy_(to_device(counts, self.device))
+
+    def shared_by(self, rows: int) -> SharedBlocks | None:
+        """Return what the first rows have in common, while attention reads it once."""
+        if not self.sharing:
+            return None
+        return SharedBlocks(self.common.rows[: max(1, rows // 2)], self.common.counts[:rows])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at positions from `start` on.
@@ -518,22 +535,7 @@ class PagePool:
             self.cache.copy_pages(*to_device(torch.tensor(pages, device="cpu").t().contiguous(), self.cache.device))
 
     def upload(self) -> None:
-        """Write the table of the pages, and which rows begin with the same ones."""
-        if self.cache is None or self.cache.pages is None or self.cache.common is None:
-            return
-        groups: dict[int, list[int]] = {}
-        counts = [0] * len(self.held)
-        for row, pages in enumerate(self.held):
-            users = [self.users[page] for page in pages]
-            if users and users[0] > 1:
-                groups.setdefault(pages[0], []).append(row)
-                counts[row] = sum(1 for _ in takewhile(users[0].__eq__, users))
-        lines = [members[at : at + MEMBERS] for members in groups.values() for at in range(0, len(members), MEMBERS)]
-        rows, of_rows = self.cache.common
-        for tensor, values, rest in ((self.cache.pages, self.held, 0), (rows, lines, -1)):
-            values = values + [[]] * (len(tensor) - len(values))
-            padded = torch.tensor(
-                [line + [rest] * (tensor.shape[1] - len(line)) for line in values], dtype=torch.int32, device="cpu"
-            )
-            tensor.copy_(to_device(padded, tensor.device))
-        of_rows.copy_(to_device(torch.tensor(counts, dtype=torch.int32, device="cpu"), of_rows.device))
+        if self.cache is not None and self.cache.pages is not None:
+            most = self.cache.pages.shape[1]
+            table = torch.tensor([row + [0] * (most - len(row)) for row in self.held], dtype=torch.int32, device="cpu")
+            self.cache.pages.copy_(to_device(table, self.cache.device))

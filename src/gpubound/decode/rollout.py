@@ -12,7 +12,7 @@ prompt's index and the sample's.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,8 @@ class Rollout:
 
     def __init__(self, decoder: "FastDecoder", request: RolloutRequest) -> None:
         self.decoder, self.request, self.variant = decoder, request, request.variant
-        if request.samples > 1 and decoder.body.shares_pages and max(len(one.ids) for one in request.sequences) > PAGE:
+        self._grouped = decoder.body.grouped if request.samples > 1 else None
+        if self._grouped is not None and max(len(one.ids) for one in request.sequences) > PAGE:
             self.variant = self.variant._replace(shared=True)
         self.waiting = deque(request.sequences)
         self.size = decoder.bucket(min(len(self.waiting), decoder.max_batch))  # rows of a launch
@@ -236,10 +237,21 @@ class Rollout:
         body.begin(slots.rows.token[: self.size])
 
     def _place(self) -> None:
-        """Write the pages and the adapters of the rows as they are now."""
-        self._pages.upload()
+        """Write the pages and the adapters of the rows as they are now, and which have one prompt."""
+        self._upload()
         if self.request.chooses:
             self.decoder.body.choose([None if one is None else one.adapter for one in self.rows])
+
+    def _upload(self) -> None:
+        self._pages.upload()
+        if self._grouped is not None and self.variant.shared:
+            groups = defaultdict[int, list[int]](list)
+            blocks = [0] * len(self._grouped.common.counts)
+            for row, one in enumerate(self._row_owners):
+                if one is not None and not one.result.turn and len(one.ids) > PAGE:
+                    groups[one.result.prompt].append(row)
+                    blocks[row] = (len(one.ids) - 1) // PAGE
+            self._grouped.group(groups.values(), blocks)
 
     def _prefill(self, batch: list[list[Running]], start: int = 0) -> None:
         """Prefill prompts, each for all of its samples, padded to few sizes, since each is a graph.
@@ -270,7 +282,7 @@ class Rollout:
         if ended := [row for row in self._ended_rows() if self._row_owners[row] is not None]:
             self.decoder.slots.end(ended, forget=True)
             self._drop(ended)
-            self._pages.upload()  # before a step writes to position 0, which other rows may have, too
+            self._upload()  # before a step writes to position 0, which other rows may read
 
     def _drop(self, rows: list[int]) -> None:
         """Drop the keys and values of rows that have ended."""

@@ -82,7 +82,6 @@ class ModelRunner(ABC):
     peers: Sequence[Any] = ()  # its devices, where all of them work on each token
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
     refills = False  # whether `refill` and `move` work
-    shares_pages = False  # whether a step can read what rows have in common once: SamplingVariant.shared
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -163,6 +162,11 @@ class ModelRunner(ABC):
     def keeps_prompts(self) -> bool:
         """Return whether the keys and values of a row's first tokens stay in the cache while it generates."""
         return True
+
+    @property
+    def grouped(self) -> Any:
+        """The cache, if steps can read what its rows have in common once: see SamplingVariant.shared."""
+        return None
 
     @property
     def paged(self) -> Any:
@@ -433,7 +437,7 @@ class SamplingVariant(NamedTuple):
     penalty: bool = False
     logprobs: bool = False
     tempered: bool = False  # log-probabilities after the temperature
-    shared: bool = False  # attention reads the pages that rows have in common once
+    shared: bool = False  # attention reads what rows have in common once
 
 
 class Stepper:
@@ -449,6 +453,8 @@ class Stepper:
         body, slots, state = self.body, self.slots, self.slots.rows.first(rows)
         plain = variant.greedy and not variant.logprobs and body.finds_best(rows)
         settings = None if plain else slots.choice(slice(rows), variant.penalty)
+        if body.grouped is not None:
+            body.grouped.sharing = variant.shared
         for step in range(steps):
             logits = body.step(state.token, state.position)
             if variant.tempered:

@@ -24,7 +24,7 @@ from ..device import entered
 from ..errors import GenerateError
 from ..kernels import add_rms_norm, layer_norm_rows
 from ..kernels.decode_product import EARLY, LATE, Norm, PendingOutput, can_chain, capped_, form
-from ..kernels.dispatch import Call, can_launch
+from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
 from ..kernels.expert_choice import form_of_routing
 from ..kernels.row_ops import LayerNorm
 from ..models.decoding import (
@@ -622,6 +622,11 @@ class FusedRunner(ViewRunner):
             self.adapting.targets = None
         if self.host:
             self.host.finite = self.max_length
+
+    @property
+    def grouped(self) -> Cache | None:
+        usual = self.refills and self.config.tokens == 1 and self.host is None
+        return self.cache if usual and self.live.dtype in SIXTEEN_BITS else None
 
     def cache_bytes(self) -> int:
         return sum(group.cache.nbytes for group in self.spans)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
-from .dispatch import implementation, require
-from .registry import definition, draw, ints, zeros
+from .dispatch import SIXTEEN_BITS, implementation, require
+from .invariant import BLOCK, MEMBERS, SharedBlocks
+from .registry import definition, draw, frozen, ints, zeros
 from .rope import apart, draw_angles, rotate
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -40,6 +41,9 @@ class LayerCache(NamedTuple):
     `pages` (B, M) int32, caches are (P, K, S, D) of P pages with S positions each, a power of two: positions m S to (m + 1) S
     of row b are in page pages[b, m]. The results have the same bits as with contiguous rows. A page that does not exist is
     neither read nor written, and results that depend on it are NaN. Positions beyond a row's own are never read.
+
+    shared: the rows that begin with equal keys and values, which are read once for a group, from its first row. Of a call that
+    `reads_shared`; in another order of summation.
     """
 
     k: Tensor
@@ -47,6 +51,7 @@ class LayerCache(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     pages: Tensor | None = None
+    shared: SharedBlocks | None = None
 
 
 class Heads(NamedTuple):
@@ -136,6 +141,15 @@ def quantized_decode_attention(
 
 
 quantized_decode_attention_reference = decode_attention_reference
+
+
+def reads_shared(cache: LayerCache, heads: Heads, dtype: torch.dtype) -> bool:
+    """Return whether a launch of one token a row may read the keys that rows share once. dtype: of the products.
+
+    In 16 bits: in fp32 a row's result does not depend on the others.
+    """
+    whole = heads.q_norm is not None and len(heads.q_norm.weight) > cache.k.shape[3]  # norms are over full rows
+    return dtype in SIXTEEN_BITS and not (whole or heads.window or heads.sinks is not None)
 
 
 def written(cache: LayerCache, out: Tensor) -> tuple[Tensor, ...]:
@@ -280,6 +294,9 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     _check_heads(op, heads if new else heads._replace(k_norm=None), (D, H, K), device, new > 0)
     (sums, finished, _), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
     require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
+    if cache.shared is not None:
+        require(op, "cache.shared.rows", cache.shared.rows, torch.int32, ("groups", MEMBERS), device, "the kernel reads it")
+        require(op, "cache.shared.counts", cache.shared.counts, torch.int32, (rows,), device, "it has one number for each row")
     counts = (max(rows * K, finished.numel()),)
     require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
 
@@ -333,21 +350,30 @@ def _shape(qkv: Tensor, cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
     others, values = (heads.interleaved, heads.sinks is not None, heads.gated), (new_heads(qkv, cache, out, heads), heads.v_eps)
     own = values != (2, 0.0)
-    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others) or own)
-    rare = pairs, full, offset, heads.cap, *(others if any(others) or own else ()), *(values if own else ())
+    shared = cache.shared is not None
+    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others) or own or shared)
+    rare = pairs, full, offset, heads.cap, *(others if any(others) or own or shared else ())
+    rare += (*(values if own or shared else ()), *((shared,) if shared else ()))
     return shape if usual else (*shape, *rare)
 
 
 def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
-    """Two rows of `group` heads over each of `kv`, ten places. `coded`: in int8, and out has the dtype of the call."""
+    """Two rows of `group` heads over each of `kv`, ten places, or some more, where the rows share a block. `coded`: in int8,
+    and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
-    interleaved, sinks, gated, new, v_eps = others + [False, False, False, 2, 0.0][len(others) :]
-    cache = LayerCache(*(draw(generator, 2, kv, 10, size) for _ in range(2)))
+    interleaved, sinks, gated, new, v_eps, shared = others + [False, False, False, 2, 0.0, False][len(others) :]
+    places = BLOCK + 10 if shared else 10
+    caches = [draw(generator, 2, kv, places, size) for _ in range(2)]
+    if shared:
+        caches = [frozen(torch.cat([t[1:, :, :BLOCK].expand(2, -1, -1, -1), t[:, :, BLOCK:]], 2)) for t in caches]
+    cache = LayerCache(caches[0], caches[1])
     if coded:
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
+    if shared:
+        cache = cache._replace(shared=SharedBlocks(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(1, 1)))
     qkv = draw(generator, 2, ((2 if gated else 1) * group + new) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, 10, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
+    heads = Heads(*draw_angles(generator, places, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
     if sinks:
         heads = heads._replace(sinks=draw(generator, kv * group).detach())
     if full or offset:
@@ -356,4 +382,4 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
     scratch = Scratch(zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32, device="cpu"))
     out = draw(generator, 2, kv * group * size) if coded else zeros(2, kv * group * size)
-    return qkv, ints(9, 3), cache, heads, scratch, out
+    return qkv, ints(9, 3) + (BLOCK if shared else 0), cache, heads, scratch, out

@@ -7,6 +7,9 @@ size of the cache. The program whose part ends with the new token reads its k an
 Each of several tokens of a row has separate programs, which compute the same bits as if it came alone. They cannot wait for
 each other's writes to the cache, so they recompute the keys of the new tokens before theirs.
 
+The keys that rows share are read by another launch before this one, for the queries of all of them in one tile; it leaves what
+they come to in fp32, and a row's first part goes on from there.
+
 A cache may hold 8-bit values: tiles are multiplied as integers or e4m3, which bf16 holds exactly. The scales of keys are
 applied to the scores, those of values to the weights. It may have pages, of which a table names those of each row: a position
 is then looked up, and the bits are the same.
@@ -28,6 +31,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, new_heads, written
 from ..decode_product import EARLY, Norm
+from ..invariant import BLOCK, MEMBERS
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from ._launch import bump_versions, launch, options
 from ._math import capped
@@ -291,19 +295,72 @@ def _store(to, gate, a, b, mask, HALF: tl.constexpr, Q: tl.constexpr):
     tl.store(to + HALF, b.to(to.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, rows_ptr, counts_ptr, cos_ptr, sin_ptr,
+                        q_norm, eps, scale, state_ptr, length_max, total, rows, KV: tl.constexpr, GROUP: tl.constexpr,
+                        G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
+                        NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
+                        NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
+                        MEMBERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Leave in state_ptr (rows, KV, GROUP, D + 2) what the keys that a group of rows shares come to: the queries of up to
+    MEMBERS rows, G at once, over the keys of the group's first row."""
+    EACH: tl.constexpr = G // GROUP
+    D: tl.constexpr = 2 * HALF
+    tiles = tl.cdiv(MEMBERS, EACH)
+    kv, tile, group = tl.program_id(0) % KV, tl.program_id(0) // KV % tiles, tl.program_id(0) // KV // tiles
+    leader = tl.load(rows_ptr + group * MEMBERS)
+    if (leader >= 0) & (leader < rows) & (tl.load(rows_ptr + group * MEMBERS + tile * EACH) >= 0):
+        g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
+        inside, member = i < HALF, tile * EACH + g // GROUP
+        row = tl.load(rows_ptr + group * MEMBERS + member, mask=(g // GROUP < EACH) & (member < MEMBERS), other=-1)
+        here = (row >= 0) & (row < rows)
+        row, head = tl.where(here, row, 0), kv * GROUP + g % GROUP
+        heads = here[:, None] & inside[None]
+        position = tl.load(position_ptr + row, mask=here, other=0)
+        position = tl.where((position >= 0) & (position < length_max), position, 0)[:, None]
+        c = tl.load(cos_ptr + position * PAIRS + i[None], mask=(i < PAIRS)[None], other=1.0)
+        s = tl.load(sin_ptr + position * PAIRS + i[None], mask=(i < PAIRS)[None], other=0.0)
+        first = (row * ((Q * GROUP + NEW) * KV) + head * Q)[:, None] * D
+        qa, qb = _head(qkv_ptr, first, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
+        qa *= scale
+        qb *= scale
+        if PAGE is None:
+            base = (leader * KV + kv).to(tl.int64) * length_max
+            k_ptr += base * D
+            v_ptr += base * D
+            if KIND is not None:
+                k_scale += base
+                v_scale += base
+        m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
+        acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
+        end = tl.minimum(tl.load(counts_ptr + leader) * BLOCK, length_max)
+        for start in range(0, end, N):
+            live = start + n < end
+            ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, leader, start + n, live, i, inside, length_max,
+                                          total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+        line = state_ptr + ((row * KV + kv) * GROUP + g % GROUP) * (D + 2)
+        tl.store(line[:, None] + i[None], acc_a, mask=heads)
+        tl.store(line[:, None] + i[None] + HALF, acc_b, mask=heads)
+        tl.store(line + D, m, mask=here)
+        tl.store(line + D + 1, weight, mask=here)
+
+
 @triton.jit
-def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm,
-                             sinks, eps, scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr,
+def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, counts_ptr, cos_ptr, sin_ptr,
+                             q_norm, k_norm, sinks, eps, scale, part_ptr, count_ptr, state_ptr, out_ptr, length_max, total,
+                             KV: tl.constexpr,
                              GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                              SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
                              K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
                              V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
                              TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
                              TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
-                             DEPENDENT: tl.constexpr):  # fmt: skip
+                             DEPENDENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
     that a part has at least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked
-    for before the wait, for what a launch before the fence wrote is there (_pdl.py).
+    for before the wait, for what a launch before the fence wrote is there (_pdl.py). With counts_ptr, the first part goes on
+    from what `_shared_keys_kernel` has left in state_ptr.
     """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
@@ -322,6 +379,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     begin = 0
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
+    if counts_ptr is not None:
+        begin = tl.load(counts_ptr + b) * BLOCK
+        begin = tl.where((begin > 0) & (begin <= position), begin, 0)
     chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N * TILES) * (N * TILES)
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
@@ -359,6 +419,13 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             sink = tl.load(sinks + kv * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
             m, weight = tl.where(split == 0, sink, m), tl.where(split == 0, 1.0, weight)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
+        if counts_ptr is not None:
+            line = state_ptr + ((b * KV + kv) * GROUP + g) * (D + 2)
+            begun = g < tl.where((split == 0) & (begin > 0), GROUP, 0)
+            m = tl.load(line + D, mask=begun, other=NOTHING)
+            weight = tl.load(line + D + 1, mask=begun, other=0.0)
+            acc_a = tl.load(line[:, None] + i[None], mask=begun[:, None] & inside[None], other=0.0)
+            acc_b = tl.load(line[:, None] + i[None] + HALF, mask=begun[:, None] & inside[None], other=0.0)
         if AHEAD:
             # An empty tile leaves weights of 1, which the first key that is live multiplies by 0: each part has one.
             m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
@@ -447,13 +514,24 @@ def decode_attention(
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
         kind, wide_dtype = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
+    pages, shared, state = page if cache.pages is not None else None, cache.shared, None
+    if shared is not None:
+        lines = max(16 if wide_dtype == 4 else 32, power_of_two(group))
+        keys, warps = (64, 4) if D <= 128 else (16, 8)
+        state = torch.empty(len(position), KV, group, D + 2, device=out.device, dtype=torch.float32)
+        _shared_keys_kernel[(len(shared.rows) * cdiv(MEMBERS, lines // group) * KV,)](
+            qkv, position, *cache[:5], *shared, cos, sin, q_weight, eps, scale, state, len(cos), len(cache.k), len(position),
+            KV, group, lines, D // 2, HP, keys, cos.shape[1], norms[0], offset, interleaved, heads.q_width, new, cap,
+            interpreted(), pages, kind, MEMBERS, BLOCK, num_warps=warps, num_stages=2,
+        )  # fmt: skip
+
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
-            qkv, position, *cache, cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
-            len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved,
-            heads.q_width, v_eps, new, cap, interpreted(), tokens, page if cache.pages is not None else None, most, kind, tiles,
-            TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
+            qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
+            scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
+            cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages, most, kind,
+            tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, BLOCK=BLOCK, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
