@@ -257,7 +257,7 @@ def test_on_a_gpu_the_cache_and_the_activations_share_memory(tmp_path, monkeypat
         monkeypatch.undo()
         del model, run
     assert runs[0] == runs[1] and all(record["largest_gap"] == 0 for record in runs[1][1:])
-    assert cache == 1 << 29 and peaks[1] < peaks[0] - cache // 2, (peaks, cache)
+    assert cache >= 1 << 29 and peaks[1] < peaks[0] - (1 << 28), (peaks, cache)
 
 
 @pytest.mark.gpu
