@@ -60,6 +60,23 @@ def test_large_gates_stay_finite(form, device):
     parity(*both(form), (gate, torch.ones_like(gate)), TOLERANCE[FP32])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(2,), (3, 126), (2, 5, 64), (3, 1400)], ids=str)
+def test_pairs_of_gate_and_up(shape, dtype, device):
+    """Values within, at and beyond the limit, which both mirrors clamp before all else."""
+    packed = draw(device, dtype, *shape)
+    packed.flatten()[:2] = 0.75
+    parity(*(partial(of.clamped_glu, alpha=1.702, limit=0.75) for of in (fast, reference)), (packed,), TOLERANCE[dtype])
+
+
+def test_pairs_by_their_formula():
+    packed = (2 * draw(CPU, torch.float64, 3, 8)).requires_grad_()
+    gate, up = packed.detach().unflatten(-1, (4, 2)).unbind(-1)
+    gate, up = gate.minimum(torch.tensor(1.5)), up.maximum(torch.tensor(-1.5)).minimum(torch.tensor(1.5))
+    same("y", reference.clamped_glu(packed, 1.7, 1.5), (up + 1) * gate / (1 + (-1.7 * gate).exp()), 1e-15)
+    assert torch.autograd.gradcheck(lambda packed: reference.clamped_glu(packed, 1.7, 1.5), packed)
+
+
 def test_rows_wider_than_a_program(device):
     parity(fast.swiglu, reference.swiglu, (draw(device, FP32, 2, 2 * 2100), None), TOLERANCE[FP32])
 

@@ -1,6 +1,7 @@
 """gpt-oss, placed: attention with sinks, no masks in memory. tests/place and test_packed_rows.py have what all are held to."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def test_experts_that_nobody_chose_have_no_gradient(dtype, device):
     exact.config = copy.deepcopy(exact.config)
     exact.config._experts_implementation = "eager"
     leaves, wide = (x, shares), [t.detach().double().requires_grad_() for t in (x, shares)]
-    y, want = sparse_experts.run_experts(experts, x, ids, shares), exact(wide[0], ids, wide[1])
+    y, want = sparse_experts.run_experts(experts, x, ids, shares, partial(gpt_oss.unit, experts)), exact(wide[0], ids, wide[1])
     g = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     y.backward(g)
     want.backward(g.double())

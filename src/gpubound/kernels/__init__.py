@@ -30,7 +30,7 @@ from .experts import (
     route as route,
     routed_gate_up as routed_gate_up,
 )
-from .gated import geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
+from .gated import clamped_glu as clamped_glu, geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
 from .grouped_linear import grouped_linear as grouped_linear
 from .invariant import (

@@ -76,6 +76,23 @@ def swiglu_backward_reference(dh: Tensor, gate_up: Tensor, overwrite: bool = Fal
     return gradient.to(gate_up.dtype), (gate * s * up).to(gate_up.dtype)
 
 
+def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
+    """gpt-oss' unit of packed (..., 2 I), in which gate and up alternate: (up + 1) · gate · sigmoid(alpha · gate) (..., I).
+
+    limit  as in `swiglu`
+    """
+    _checked("clamped_glu", packed, None)
+    check_limit("clamped_glu", limit)
+    return implementation("clamped_glu", packed)(packed, alpha, limit)
+
+
+@definition(lambda g: (draw(g, 16, 80), 1.7, 0.8))
+def clamped_glu_reference(packed: Tensor, alpha: float, limit: float) -> Tensor:
+    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(packed.dtype)
+
+
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     gate_half, up_half = gate.chunk(2, -1) if up is None else (gate, up)

@@ -5,13 +5,14 @@ attention with sinks over whole masks in memory; the loop makes none for a batch
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from ..kernels import sink_attention
+from ..kernels import clamped_glu, sink_attention
 from ..layers.attention import Attention, Mask, Rope, RopeTable
 from ..layers.fused_weights import Kernels, hooked
 from ..layers.invariant import CONTEXT
@@ -72,9 +73,13 @@ def run_sparse(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: 
     mlp = children["mlp"]
     if role_of(mlp) != "MLP" or hooked(mlp) or "forward" in vars(mlp):
         return x, mlp(y)[0]
-    rows = y.flatten(0, 1)
+    rows, experts = y.flatten(0, 1), mlp.experts
     _, shares, ids = mlp.router(rows)
-    return x, run_experts(mlp.experts, rows, ids, shares).view(y.shape)
+    return x, run_experts(experts, rows, ids, shares, partial(unit, experts)).view(y.shape)
+
+
+def unit(experts: Any, packed: Tensor) -> Tensor:
+    return clamped_glu(packed, float(experts.alpha), float(experts.limit))
 
 
 class SinkStack(TypedStack):
@@ -94,8 +99,9 @@ class SinkStack(TypedStack):
             return f"attention drops {config.attention_dropout:g} of its weights"
         if exact():
             return "attention with sinks has no batch-invariant kernel"
-        positions, others = kwargs.get("position_ids"), (kwargs.get("attention_mask"), kwargs.get(SEGMENTS))
-        if others == (None, None) and positions is not None and restarts(positions, len(positions)):
+        positions: Any = kwargs.get("position_ids")
+        others = (kwargs.get("attention_mask"), kwargs.get(SEGMENTS))
+        if others == (None, None) and getattr(positions, "ndim", 0) == 2 and restarts(positions, len(positions)):
             return "transformers does not look for packed rows in position_ids"
         return super().unable(kwargs | {"output_router_logits": None})
 
@@ -113,7 +119,7 @@ class SinkStack(TypedStack):
 def sink_stack(module: Any, _: Any) -> Swap:
     swap = typed_stack(module, None, SinkStack)
     swap.attributes["tables"] = dict.fromkeys(swap.attributes["tables"], RopeTable(SingleAngles(module.rotary_emb)))
-    return swap
+    return replace(swap, calls=(*swap.calls, ("clamped_glu", ())))
 
 
 def sinks_attention(module: Any, stack: Any) -> Swap:

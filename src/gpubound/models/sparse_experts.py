@@ -4,6 +4,7 @@ transformers' gradients of x[order] and bias[expert] are autograd's of an index,
 of gpt-oss-20b (H200, 2,048 tokens).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +18,11 @@ from ..layers.moe import OwnBias, Permuted
 from .registry import role_of
 
 
-def run_experts(experts: Any, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    """Compute what `experts` compute of x (N, hidden), by the ids (N, S) of each row's experts and their shares."""
+def run_experts(experts: Any, x: Tensor, ids: Tensor, shares: Tensor, unit: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute what `experts` compute of x (N, hidden), by the ids (N, S) of each row's experts and their shares.
+
+    unit  what the experts compute of gate and up, (M, 2 I) -> (M, I)
+    """
     if not computed(experts):
         return experts(x, ids, shares)
 
@@ -30,7 +34,7 @@ def run_experts(experts: Any, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     order, inverse, ends = by_group(ids, len(experts.gate_up_proj))
     own = ids.flatten()[order]
     rows = Permuted.apply(x.to(experts.gate_up_proj.dtype), order, inverse, ids.shape[1])
-    y = product("down_proj", experts._apply_gate(product("gate_up_proj", rows)))
+    y = product("down_proj", unit(product("gate_up_proj", rows)))
     y = Permuted.apply(y, inverse, order, 1).unflatten(0, ids.shape)
     return (y * shares[..., None]).sum(1).to(x.dtype)
 

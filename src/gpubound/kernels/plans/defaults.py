@@ -258,6 +258,7 @@ RULES = {
     "product": Rule(MatrixPlan, product, first(2)),
     "quantize": Rule(MatrixPlan, quantize, first(0)),
     "rope": Rule(RopePlan, rope, first(1)),
+    "clamped_glu": Rule(TilePlan, lambda job: TilePlan(1024, 4), first(0)),
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), first(0)),
     "tiled_product": Rule(ResidentPlan, tiled_product, lambda job: job.shape),
 }

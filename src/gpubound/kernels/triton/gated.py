@@ -103,6 +103,25 @@ def _swiglu_backward_kernel(dh_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, h_ptr,
     tl.store(h_ptr + row * cols + col, (value * up).to(h_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _clamped_glu_kernel(packed_ptr, dout_ptr, out_ptr, count, alpha, limit, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+    """The unit, or in BACKWARD the packed gradient: pairs (gate, up) are read and written whole."""
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    at, pair = first + tl.arange(0, BLOCK), 2 * first + tl.arange(0, 2 * BLOCK)
+    packed = tl.load(packed_ptr + pair, mask=pair < 2 * count, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(packed, (BLOCK, 2)))
+    g, u = _limited(gate, up, limit)
+    s = sigmoid(alpha * g)
+    if BACKWARD:
+        dout = tl.load(dout_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+        dgate = tl.where(gate > limit, 0.0, dout * (u + 1.0) * s * (1.0 + alpha * g * (1.0 - s)))
+        dup = tl.where(tl.abs(up) > limit, 0.0, dout * g * s)
+        both = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
+        tl.store(out_ptr + pair, both.to(out_ptr.dtype.element_ty), mask=pair < 2 * count)
+    else:
+        tl.store(out_ptr + at, ((u + 1.0) * g * s).to(out_ptr.dtype.element_ty), mask=at < count)
+
+
 def _matrix(x: Tensor) -> Tensor:
     """`x` as rows of its last dimension, which is dense; a view where strides allow it."""
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
@@ -191,3 +210,37 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tup
 
     launch(job_of("swiglu_backward", "backward", (cols,), gate_up), run)
     return gradient, h
+
+
+class _ClampedGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, packed, alpha, limit):
+        packed = packed.contiguous()
+        ctx.save_for_backward(packed)
+        ctx.options = alpha, limit
+        out = torch.empty(*packed.shape[:-1], packed.shape[-1] // 2, device=packed.device, dtype=packed.dtype)
+        _pairs("forward", packed, packed, out, alpha, limit)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        first_order_only("clamped_glu")
+        (packed,) = ctx.saved_tensors
+        dpacked = torch.empty(packed.shape, device=packed.device, dtype=packed.dtype)
+        _pairs("backward", packed, dout.contiguous(), dpacked, *ctx.options)
+        return dpacked, None, None
+
+
+def _pairs(way: str, packed: Tensor, dout: Tensor, out: Tensor, alpha: float, limit: float) -> None:
+    count = packed.numel() // 2
+
+    def run(plan: TilePlan) -> None:
+        _clamped_glu_kernel[(cdiv(count, plan.elements),)](
+            packed, dout, out, count, alpha, limit, plan.elements, way == "backward", num_warps=plan.warps
+        )
+
+    launch(job_of("clamped_glu", way, (packed.shape[-1],), packed), run)
+
+
+def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
+    return _ClampedGLU.apply(packed, alpha, limit)
