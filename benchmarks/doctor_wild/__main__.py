@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
-from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from math import inf
@@ -36,8 +34,8 @@ class Options:
     """Names of scripts, the longest first; all of them by default."""
     rounds: int = 3
     """How often a proof runs a script, unmodified and patched. 0: patches are made and not run."""
-    gpus: int = 1
-    """How many scripts start at the same time, each with a GPU and its share of the cores. One at a time runs its steps."""
+    processes: int = 7
+    """How many scripts start at the same time. One at a time runs its steps, alone on the machine, and needs its memory."""
     seconds: float = 300.0
     """After which a verdict is ended, or a proof."""
     budget: float = inf
@@ -66,19 +64,13 @@ def main(options: Options) -> None:
     if not wanted:
         raise SystemExit("no script was measured")
     outcomes: dict[str, Outcome] = {}
-    lanes = list(zip(gpus_of(options.gpus), shares(os.sched_getaffinity(0), options.gpus)))
+    processes = 1 if options.dry_run else options.processes
     with tempfile.TemporaryDirectory() as folder:
         how = Measurement(
             options.folder.resolve(), Path(folder) / "turn", options.keep and options.keep.resolve(), options.rounds,
             options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye,
         )  # fmt: skip
-
-        def begin() -> None:
-            """Choose a GPU and cores, which what this thread starts inherits."""
-            how.lane.gpu, cores = lanes.pop()
-            os.sched_setaffinity(0, cores)
-
-        with ThreadPoolExecutor(len(lanes), initializer=begin) as pool:
+        with ThreadPoolExecutor(processes) as pool:
             for done in as_completed([pool.submit(how.of, script) for script in wanted]):
                 outcome = done.result()
                 outcomes[outcome.name] = outcome
@@ -86,24 +78,6 @@ def main(options: Options) -> None:
                 keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
     measured = [outcomes[script.name] for script in wanted]
     print("\n".join(["", *table(measured), "", *sums(measured)] if options.eye == "doctor" else sums(measured)[:2]))
-
-
-def gpus_of(count: int) -> list[str]:
-    """Return the names of GPUs, as CUDA_VISIBLE_DEVICES has them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return (visible.split(",") if visible else list(map(str, range(count))))[:count]
-
-
-def shares(cores: Collection[int], count: int) -> list[list[int]]:
-    """Divide the cores, one at least for each. Threads of one core stay together."""
-
-    def core(number: int) -> str:
-        file = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
-        return file.read_text(encoding="utf-8") if file.exists() else ""
-
-    ordered = sorted(cores, key=lambda number: (core(number), number))
-    each = max(len(ordered) // count, 1)
-    return [ordered[n * each : (n + 1) * each] or ordered for n in range(count)]
 
 
 def line_of(outcome: Outcome) -> str:

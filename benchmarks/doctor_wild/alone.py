@@ -2,10 +2,10 @@
 
     python -m benchmarks.doctor_wild.alone LOCK NOTES doctor | fix | run  [arguments]
 
-Steps bound by the host differed by 20 to 75 % from run to run while another process started, on other cores and another GPU as
-well (H200): cores share their units, and processes the system below them. So a process starts, reads its tape and reports in
-one room, in which several may be, and is measured in it alone. At the gate one that has to be measured goes before those that
-have to start. NOTES receives when the first step was, and how long the process waited from then on.
+Steps bound by the host differed by 20 to 75 % from run to run while another process started, on other cores as well (H200). So
+a process starts, reads its tape and reports in one room, in which several may be, and is measured in it alone. At the gate one
+that has to be measured goes before those that have to start. NOTES receives when the first step was, and how long the process
+waited from then on.
 """
 
 from __future__ import annotations

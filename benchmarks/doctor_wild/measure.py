@@ -10,10 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ from .peers import score_peer, spans_in
 from .score import Script, score
 
 ALONE = (sys.executable, "-m", "benchmarks.doctor_wild.alone")
-
-
-class Lane(threading.local):
-    """The GPU of a thread that measures scripts; empty: the first."""
-
-    gpu = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,6 @@ class Measurement:
     until: float = inf
     dry: bool = False
     eye: str = "doctor"
-    lane: Lane = field(default_factory=lambda: Lane())
 
     def of(self, script: Script) -> Outcome:
         """Measure on a copy of the script's folder, since scripts write next to themselves.
@@ -78,13 +70,11 @@ class Measurement:
         return time.monotonic() > self.until
 
 
-def ran_within(seconds: float, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
+def ran_within(seconds: float, command: Sequence[str], folder: Path) -> tuple[int, str, str]:
     """Return a program's exit code, stdout and stderr. After `seconds` it is ended with what it has started, such as a run of a
     proof, which would keep its turn."""
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as program:
+    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as program:
         try:
             output, errors = program.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -105,9 +95,8 @@ class _Run:
 
     def call(self, command: Sequence[str], allowed: int = 1) -> str:
         """Return what a command prints. Its exit code may be `allowed` at most."""
-        own = os.environ | ({"CUDA_VISIBLE_DEVICES": self.how.lane.gpu} if self.how.lane.gpu else {})
         left = min(self.how.seconds, max(self.how.until - time.monotonic(), 1.0))
-        code, output, errors = ran_within(left, command, self.there, own)
+        code, output, errors = ran_within(left, command, self.there)
         if code > allowed or not output.strip():
             if self.how.keep is not None:
                 self.how.keep.mkdir(parents=True, exist_ok=True)
