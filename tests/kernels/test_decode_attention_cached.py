@@ -10,7 +10,7 @@ import torch
 from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, LayerCache, decode, encode
 from gpubound.kernels.decode_product import EARLY
-from gpubound.kernels.invariant import MEMBERS, SharedBlocks
+from gpubound.kernels.invariant import MEMBERS, SharedKeys
 from gpubound.kernels.write_tokens import as_integers
 from tests.messages import refusals
 
@@ -132,11 +132,14 @@ def test_a_row_gives_the_same_bits_in_any_order_of_pages(device):
         pytest.param("fp8", torch.float16, False, {"normed": True, "offset": 1.0}, marks=pytest.mark.slow),
     ],
 )
-def test_keys_that_rows_share_are_read_from_the_first_of_them(device, kind, dtype, paged, options):
-    """Rows 2 and 5 have no group. What the others of a group hold is lost before the kernel runs."""
-    case = Case(device, dtype, [129, 140, 66, 149, 128, 12, 64, 90], kind, **options)
-    groups, counts = [[3, 0, 1, 4], [7, 6]], [2, 2, 0, 2, 2, 0, 1, 1]
-    others = [(row, group[0], 64 * counts[row]) for group in groups for row in group[1:]]
+def test_keys_that_rows_share_are_read_from_the_furthest_of_them(device, kind, dtype, paged, options):
+    """Rows 2 and 5 have no group, and row 8 reads its own keys: it is not beyond those that it shares. What the others of a
+    group hold is lost before the kernel runs."""
+    case = Case(device, dtype, [129, 140, 66, 149, 128, 12, 64, 90, 63], kind, **options)
+    groups, counts = [[0, 1, 3, 4], [8, 7, 6]], [127, 127, 0, 127, 127, 0, 64, 64, 64]
+    others = [(0, 3, 127), (1, 3, 127), (4, 3, 127), (6, 7, 64)]
+    for cache in map(as_integers, case.caches):
+        cache[8, :, :63] = cache[7, :, :63]
     for cache in map(as_integers, case.caches):
         for row, leader, end in others:
             cache[row, :, :end] = cache[leader, :, :end]
@@ -144,10 +147,10 @@ def test_keys_that_rows_share_are_read_from_the_first_of_them(device, kind, dtyp
     for cache in case.caches:
         for row, _, end in others:
             cache[row, :, :end] = 0 if cache.dtype == torch.int8 else float("nan")
-    case.pages = shuffled(8, device) if paged else None
+    case.pages = shuffled(9, device) if paged else None
     case.caches = [into_pages(as_integers(cache), case.pages).view(cache.dtype) for cache in case.caches]
     rows = torch.tensor([row + [-1] * (MEMBERS - len(row)) for row in [*groups, []]], dtype=torch.int32, device=device)
-    case.shared = SharedBlocks(rows, torch.tensor(counts, dtype=torch.int32, device=device))
+    case.shared = SharedKeys(rows, torch.tensor(counts, dtype=torch.int32, device=device))
     for splits in (1, 2):
         same("out", case("triton", splits=splits)[0], want[0], max(2 * TOLERANCE[dtype], CODED[dtype] if kind else 1e-5))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.invariant import BLOCK, MEMBERS, SharedBlocks
+from gpubound.kernels.invariant import BLOCK, MEMBERS, SharedKeys
 from gpubound.kernels.registry import load
 from gpubound.kernels.triton import invariant as fast
 
@@ -96,34 +96,31 @@ def grouped(groups, counts, device):
     rows = torch.full((len(groups), MEMBERS), -1, dtype=torch.int32)
     for line, members in zip(rows, groups):
         line[: len(members)] = torch.tensor(members)
-    return SharedBlocks(rows.to(device), torch.tensor(counts, device=device, dtype=torch.int32))
+    return SharedKeys(rows.to(device), torch.tensor(counts, device=device, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_blocks_that_rows_share_are_read_once_with_equal_bits(device, dtype, heads, kv_heads):
-    """Those of a group's first row: the others' tables name blocks there that do not exist. Row 4 has no group, row 7 is at a
-    place before the end of what it shares."""
-    members = [[8, 0, 2, 3, 5, 6, 7, 9, 10, 11], [12, 1]]
-    counts = [2, 1, 2, 2, 0, 2, 2, 2, 2, 2, 2, 2, 1]
+    """Those of the row of a group that is furthest, 2 and 1: the tables of 0, 3 and 12 name blocks there that do not exist.
+    Row 7 is at a place before the end of what it shares, and the third group is larger than a tile."""
+    members = [[8, 0, 2, 3, 7], [12, 1], [4, 5, 6, 9, 10, 11]]
+    counts = [130, 70, 130, 130, 128, 128, 128, 130, 130, 128, 128, 128, 70]
     q = draw(device, dtype, 13, 1, heads, 32)
     k, v = (draw(device, dtype, 45, kv_heads, BLOCK, 32, seed=seed) for seed in (1, 2))
     blocks = torch.arange(39, device=device, dtype=torch.int32).view(13, 3) + 3
-    for group, count in zip(members, (2, 1)):
+    for group, count in zip(members, (2, 1, 2)):
         blocks[group, :count] = blocks[group[0], :count].clone()
-    position = torch.tensor([130, 70, 191, 128, 77, 129, 140, 90, 150, 160, 170, 180, 64], device=device, dtype=torch.int32)
+    position = torch.tensor([130, 70, 191, 128, 177, 129, 140, 90, 150, 160, 170, 180, 64], device=device, dtype=torch.int32)
     step = load("triton", "invariant_cached_attention")
     want = step(q, k, v, blocks, position, 0.2)
-    own = blocks.clone()
-    for row in (0, 2, 3, 5, 6, 9, 10, 11):
-        blocks[row, :2] = 45
-    blocks[1, 0] = 45
-    shared = grouped([*members, []], counts, device)
+    own, shared = blocks.clone(), grouped([*members, []], counts, device)
+    blocks[[0, 3], :2], blocks[12, 0] = 45, 45
     assert torch.equal(step(q, k, v, blocks, position, 0.2, shared), want)
     same("y", kernels.invariant_cached_attention(q, k, v, own, position, 0.2, shared), want, max(2 * TOLERANCE[dtype], 1e-5))
-    blocks[8, 1], shared.rows[1, 2:4] = 45, torch.tensor([13, -7])  # a block and rows that there are not
+    blocks[2, 1], shared.rows[1, 2:4] = 45, torch.tensor([13, -7])  # a block and rows that there are not
     y = step(q, k, v, blocks, position, 0.2, shared)
-    assert y.isnan().flatten(1).any(1).tolist() == [row in members[0] and row != 7 for row in range(13)]
+    assert y.isnan().flatten(1).any(1).tolist() == [row in (8, 0, 2, 3) for row in range(13)]
 
 
 @pytest.mark.gpu
@@ -138,9 +135,9 @@ def test_samples_of_many_prompts_have_the_bits_of_single_ones(device, dtype, hea
     counts = [0] * rows
     for group, members in enumerate(order):
         for row in members:
-            counts[row] = group % 4
+            counts[row] = 64 * (group % 4) + group % 3
             blocks[row, : group % 4] = blocks[members[0], : group % 4].clone()
-    position = torch.tensor([64 * count + 37 * row % 256 for row, count in enumerate(counts)], device=device, dtype=torch.int32)
+    position = torch.tensor([count + 37 * row % 256 for row, count in enumerate(counts)], device=device, dtype=torch.int32)
     arguments = q, k, v, blocks, position, width**-0.5
     shared = grouped([members for group, members in enumerate(order) if group % 4], counts, device)
     want = kernels.invariant_cached_attention(*arguments)

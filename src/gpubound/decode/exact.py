@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import GenerateError
 from ..kernels import cross_entropy, invariant_cached_attention, write_tokens
-from ..kernels.invariant import BLOCK, SharedBlocks
+from ..kernels.invariant import BLOCK, SharedKeys
 from ..layers.embedding_and_head import head_of
 from ..layers.invariant import BatchInvariant
 from ..models.invariant import why_not_invariant
@@ -39,7 +39,7 @@ class CachedKeys:
     blocks (B, C, P, int32): where each of C copies of a row is stored; the first one is read. shared: what rows have in common.
     """
 
-    def __init__(self, cache: Cache, blocks: Tensor, start: Tensor, tokens: int, shared: SharedBlocks | None) -> None:
+    def __init__(self, cache: Cache, blocks: Tensor, start: Tensor, tokens: int, shared: SharedKeys | None) -> None:
         self.cache, self.start, self.shared = cache, start, shared
         self.copies, self.blocks = blocks, blocks[:, 0].contiguous()
         self.positions = start[:, None].long() + torch.arange(tokens, device=start.device)  # (B, T)
@@ -100,7 +100,7 @@ class ExactRunner(ViewRunner):
         assert self.cache.pages is not None
         return self.cache.pages[:rows, None]
 
-    def _hidden(self, ids: Tensor, start: Tensor, blocks: Tensor, shared: SharedBlocks | None = None) -> Tensor:
+    def _hidden(self, ids: Tensor, start: Tensor, blocks: Tensor, shared: SharedKeys | None = None) -> Tensor:
         """Return the last hidden states (B, T, hidden) of ids (B, T), at positions from `start` (B) on."""
         (B, T), device = ids.shape, ids.device
         keys = CachedKeys(self.cache, blocks, start, T, shared)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention, write_tokens
 from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode, reads_shared
-from ..kernels.invariant import MEMBERS, SharedBlocks
+from ..kernels.invariant import MEMBERS, SharedKeys
 from ..kernels.latent_attention import LatentCache
 from ..kernels.write_tokens import as_integers
 from ..models.decoding import LatentAttentionWeights, LayerWeights, StateShape
@@ -284,7 +284,7 @@ class Cache:
         self._sources = {layer.source for layer in self.layers.values()}
         self._extended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a prompt that later layers share
         together = torch.full((max(1, self.rows // 2), MEMBERS), -1, device=device, dtype=torch.int32)
-        self.common = SharedBlocks(together, torch.zeros(self.rows, device=device, dtype=torch.int32))
+        self.common = SharedKeys(together, torch.zeros(self.rows, device=device, dtype=torch.int32))
         self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
 
     @property
@@ -361,22 +361,22 @@ class Cache:
             cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
 
-    def group(self, groups: Iterable[list[int]], blocks: list[int]) -> None:
-        """Write which rows begin with the same `blocks` (B) of 64 tokens."""
+    def group(self, groups: Iterable[list[int]], tokens: list[int]) -> None:
+        """Write which rows begin with the same tokens, and with how many (B)."""
         lines = [rows[at : at + MEMBERS] for rows in groups for at in range(0, len(rows), MEMBERS) if len(rows) > 1]
         lines += [[]] * (len(self.common.rows) - len(lines))
         padded = torch.tensor([line + [-1] * (MEMBERS - len(line)) for line in lines], dtype=torch.int32, device="cpu")
         self.common.rows.copy_(to_device(padded, self.device))
         counts = torch.zeros(self.rows, dtype=torch.int32, device="cpu")
         for row in (row for line in lines for row in line):
-            counts[row] = blocks[row]
+            counts[row] = tokens[row]
         self.common.counts.copy_(to_device(counts, self.device))
 
-    def shared_by(self, rows: int) -> SharedBlocks | None:
+    def shared_by(self, rows: int) -> SharedKeys | None:
         """Return what the first rows have in common, while attention reads it once."""
         if not self.sharing:
             return None
-        return SharedBlocks(self.common.rows[: max(1, rows // 2)], self.common.counts[:rows])
+        return SharedKeys(self.common.rows[: max(1, rows // 2)], self.common.counts[:rows])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at positions from `start` on.

@@ -53,7 +53,7 @@ class Rollout:
     def __init__(self, decoder: "FastDecoder", request: RolloutRequest) -> None:
         self.decoder, self.request, self.variant = decoder, request, request.variant
         self._grouped = decoder.body.grouped if request.samples > 1 else None
-        if self._grouped is not None and max(len(one.ids) for one in request.sequences) > PAGE:
+        if self._grouped is not None and max(len(one.ids) for one in request.sequences) >= PAGE:
             self.variant = self.variant._replace(shared=True)
         self.waiting = deque(request.sequences)
         self.size = decoder.bucket(min(len(self.waiting), decoder.max_batch))  # rows of a launch
@@ -246,12 +246,12 @@ class Rollout:
         self._pages.upload()
         if self._grouped is not None and self.variant.shared:
             groups = defaultdict[int, list[int]](list)
-            blocks = [0] * len(self._grouped.common.counts)
+            tokens = [0] * len(self._grouped.common.counts)
             for row, one in enumerate(self._row_owners):
-                if one is not None and not one.result.turn and len(one.ids) > PAGE:
+                if one is not None and not one.result.turn and len(one.ids) >= PAGE:
                     groups[one.result.prompt].append(row)
-                    blocks[row] = (len(one.ids) - 1) // PAGE
-            self._grouped.group(groups.values(), blocks)
+                    tokens[row] = len(one.ids)  # the last one's key is the same, too, once a row is beyond it
+            self._grouped.group(groups.values(), tokens)
 
     def _prefill(self, batch: list[list[Running]], start: int = 0) -> None:
         """Prefill prompts, each for all of its samples, padded to few sizes, since each is a graph.

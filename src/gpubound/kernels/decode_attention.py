@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .decode_product import WRITTEN, Norm, capped_, rms_normed
 from .dispatch import SIXTEEN_BITS, implementation, require
-from .invariant import BLOCK, MEMBERS, SharedBlocks
+from .invariant import BLOCK, MEMBERS, SharedKeys
 from .registry import definition, draw, frozen, ints, zeros
 from .rope import apart, draw_angles, rotate
 
@@ -42,8 +42,8 @@ class LayerCache(NamedTuple):
     of row b are in page pages[b, m]. The results have the same bits as with contiguous rows. A page that does not exist is
     neither read nor written, and results that depend on it are NaN. Positions beyond a row's own are never read.
 
-    shared: the rows that begin with equal keys and values, which are read once for a group, from its first row. Of a call that
-    `reads_shared`; in another order of summation.
+    shared: the rows that begin with equal keys and values, which are read once for a group, those of the row that is at the
+    largest position, for the rows that are beyond them. Of a call that `reads_shared`; in another order of summation.
     """
 
     k: Tensor
@@ -51,7 +51,7 @@ class LayerCache(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     pages: Tensor | None = None
-    shared: SharedBlocks | None = None
+    shared: SharedKeys | None = None
 
 
 class Heads(NamedTuple):
@@ -371,7 +371,7 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
         (k, k_scale), (v, v_scale) = (encode(part.detach(), torch.int8) for part in cache[:2])
         cache = LayerCache(k, v, k_scale, v_scale)
     if shared:
-        cache = cache._replace(shared=SharedBlocks(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(1, 1)))
+        cache = cache._replace(shared=SharedKeys(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(BLOCK, BLOCK)))
     qkv = draw(generator, 2, ((2 if gated else 1) * group + new) * kv * size).detach()
     heads = Heads(*draw_angles(generator, places, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
     if sinks:

@@ -23,11 +23,11 @@ BLOCK = 64  # keys that are read together; a page of a cache holds as many
 MEMBERS = 16  # rows that read blocks together: the queries of half a tile, where a key has two of a row
 
 
-class SharedBlocks(NamedTuple):
-    """Rows of a cache that begin with the same blocks, as the samples of a prompt do."""
+class SharedKeys(NamedTuple):
+    """Rows of a cache that begin with equal keys and values, as the samples of a prompt do."""
 
     rows: Tensor  # (groups, MEMBERS) int32: the rows of each group, then -1
-    counts: Tensor  # (B,) int32: how many blocks a row has in common with its group; 0 without one
+    counts: Tensor  # (B,) int32: of how many first tokens, for each row; 0 without a group
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +77,7 @@ def invariant_attention_reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tenso
 
 
 def invariant_cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedBlocks | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedKeys | None = None
 ) -> Tensor:
     """`invariant_attention` of T tokens of each sequence, at positions from `position` (B, int32) on, which the cache holds.
 
@@ -85,7 +85,8 @@ def invariant_cached_attention(
     row of L positions or pages of BLOCK. Positions after a sequence's last token are not read. A
     sequence with a block or a position that the cache does not have gets NaN.
 
-    shared: for T = 1 and pages, the groups whose first blocks are read once, those of their first row. The bits are the same.
+    shared: for T = 1 and pages, the groups whose blocks of common tokens are read once, those of the row that is at the largest
+    position, for the rows that are beyond them. The bits are the same.
     """
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
@@ -111,14 +112,14 @@ def _cached_example(g: torch.Generator, width: int = 32, grouped: bool = False) 
     q, k, v = (frozen(draw(g, *shape, width)) for shape in ((2, 1 if grouped else 3, 4), (5, 2, BLOCK), (5, 2, BLOCK)))
     if not grouped:
         return q, k, v, ints(3, 1, 4, 2).view(2, 2), ints(70, 20), width**-0.5
-    shared = SharedBlocks(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(1, 1))
+    shared = SharedKeys(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(BLOCK, BLOCK))
     return q, k, v, ints(3, 1, 3, 2).view(2, 2), ints(70, 100), width**-0.5, shared
 
 
 @definition(_cached_example)
 @torch.no_grad()
 def invariant_cached_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedBlocks | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedKeys | None = None
 ) -> Tensor:
     out = torch.empty_like(q)
     for queries, mine, first, results in zip(q, blocks.tolist(), position.tolist(), out):

@@ -31,7 +31,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, new_heads, written
 from ..decode_product import EARLY, Norm
-from ..invariant import BLOCK, MEMBERS
+from ..invariant import MEMBERS
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from ._launch import bump_versions, launch, options
 from ._math import capped
@@ -301,22 +301,22 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
                         G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
                         NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
                         NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-                        MEMBERS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                        MEMBERS: tl.constexpr):  # fmt: skip
     """Leave in state_ptr (rows, KV, GROUP, D + 2) what the keys that a group of rows shares come to: the queries of up to
-    MEMBERS rows, G at once, over the keys of the group's first row."""
+    MEMBERS rows, G at once, over the keys of the one of them that is at the largest position."""
     EACH: tl.constexpr = G // GROUP
     D: tl.constexpr = 2 * HALF
     tiles = tl.cdiv(MEMBERS, EACH)
     kv, tile, group = tl.program_id(0) % KV, tl.program_id(0) // KV % tiles, tl.program_id(0) // KV // tiles
-    leader = tl.load(rows_ptr + group * MEMBERS)
-    if (leader >= 0) & (leader < rows) & (tl.load(rows_ptr + group * MEMBERS + tile * EACH) >= 0):
-        g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
-        inside, member = i < HALF, tile * EACH + g // GROUP
-        row = tl.load(rows_ptr + group * MEMBERS + member, mask=(g // GROUP < EACH) & (member < MEMBERS), other=-1)
-        here = (row >= 0) & (row < rows)
+    g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
+    inside, member = i < HALF, tile * EACH + g // GROUP
+    row = tl.load(rows_ptr + group * MEMBERS + member, mask=(g // GROUP < EACH) & (member < MEMBERS), other=-1)
+    here = (row >= 0) & (row < rows)
+    position = tl.load(position_ptr + row, mask=here, other=-1)
+    leader = tl.max(tl.where(here & (position == tl.max(position, 0)), row, -1), 0)
+    if leader >= 0:
         row, head = tl.where(here, row, 0), kv * GROUP + g % GROUP
         heads = here[:, None] & inside[None]
-        position = tl.load(position_ptr + row, mask=here, other=0)
         position = tl.where((position >= 0) & (position < length_max), position, 0)[:, None]
         c = tl.load(cos_ptr + position * PAIRS + i[None], mask=(i < PAIRS)[None], other=1.0)
         s = tl.load(sin_ptr + position * PAIRS + i[None], mask=(i < PAIRS)[None], other=0.0)
@@ -333,7 +333,7 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
                 v_scale += base
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
-        end = tl.minimum(tl.load(counts_ptr + leader) * BLOCK, length_max)
+        end = tl.minimum(tl.load(counts_ptr + leader), length_max)
         for start in range(0, end, N):
             live = start + n < end
             ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, leader, start + n, live, i, inside, length_max,
@@ -356,7 +356,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                              V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
                              TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
                              TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
-                             DEPENDENT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                             DEPENDENT: tl.constexpr):  # fmt: skip
     """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
     that a part has at least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked
     for before the wait, for what a launch before the fence wrote is there (_pdl.py). With counts_ptr, the first part goes on
@@ -380,7 +380,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     if WINDOW > 0:
         begin = tl.maximum(position + 1 - WINDOW, 0)
     if counts_ptr is not None:
-        begin = tl.load(counts_ptr + b) * BLOCK
+        begin = tl.load(counts_ptr + b)
         begin = tl.where((begin > 0) & (begin <= position), begin, 0)
     chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N * TILES) * (N * TILES)
     lo = begin + split * chunk
@@ -522,7 +522,7 @@ def decode_attention(
         _shared_keys_kernel[(len(shared.rows) * cdiv(MEMBERS, lines // group) * KV,)](
             qkv, position, *cache[:5], *shared, cos, sin, q_weight, eps, scale, state, len(cos), len(cache.k), len(position),
             KV, group, lines, D // 2, HP, keys, cos.shape[1], norms[0], offset, interleaved, heads.q_width, new, cap,
-            interpreted(), pages, kind, MEMBERS, BLOCK, num_warps=warps, num_stages=2,
+            interpreted(), pages, kind, MEMBERS, num_warps=warps, num_stages=2,
         )  # fmt: skip
 
     def run(plan: AttentionPlan) -> None:
@@ -531,7 +531,7 @@ def decode_attention(
             qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
             scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
             cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages, most, kind,
-            tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, BLOCK=BLOCK, num_stages=plan.stages,
+            tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 

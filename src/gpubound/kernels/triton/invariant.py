@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import Chip, interpreted
-from ..invariant import BLOCK, MEMBERS, SharedBlocks
+from ..invariant import BLOCK, MEMBERS, SharedKeys
 from ..plans.types import SPARE, cdiv, job_of, power_of_two
 
 # Of a tile of attention: those of one product of a warp group of Hopper's. In fp32, without tensor cores, the compiler writes
@@ -105,10 +105,12 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         tiles = tl.cdiv(MEMBERS, EACH)
         rows_ptr += tl.program_id(0) // tiles * MEMBERS
         offset = tl.program_id(0) % tiles * EACH
-        sequence = tl.load(rows_ptr)
-        count, first = tl.where((sequence >= 0) & (sequence < tokens) & (tl.load(rows_ptr + offset) >= 0), 1, 0), 0
-        sequence = tl.where(count > 0, sequence, 0)
-        end = tl.minimum(tl.load(shared_ptr + sequence), BLOCKS) * BLOCK
+        query = tl.load(rows_ptr + offset + token, mask=token < tl.minimum(MEMBERS - offset, EACH), other=-1)
+        here, first = (query >= 0) & (query < tokens), 0
+        furthest = tl.load(position_ptr + query, mask=here, other=-1)
+        sequence = tl.max(tl.where(here & (furthest == tl.max(furthest, 0)), query, -1), 0)
+        count, sequence = tl.where(sequence >= 0, 1, 0), tl.maximum(sequence, 0)
+        end = tl.minimum(tl.load(shared_ptr + sequence) // BLOCK, BLOCKS) * BLOCK
         limit = end
     else:
         tiles = tl.cdiv(tokens, EACH)
@@ -119,8 +121,7 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         end = tl.where((first >= 0) & (limit <= (BLOCKS * BLOCK if PAGES else length)), limit, 0)
     if count > 0:
         if PART == 1:
-            query = tl.load(rows_ptr + offset + token, mask=token < tl.minimum(MEMBERS - offset, EACH), other=-1)
-            here, position = (query >= 0) & (query < tokens), tl.zeros([ROWS], tl.int32) + end
+            position = tl.zeros([ROWS], tl.int32) + end
         else:
             here, query = token < count, begin_token + token
             position = first + tl.minimum(token, count - 1)
@@ -131,7 +132,7 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
         if PART > 0:
             state_at = state_ptr + (query.to(tl.int64) * H + head) * (D + 2)
         if PART == 2:
-            begin_key = tl.minimum(tl.load(shared_ptr + sequence), BLOCKS) * BLOCK
+            begin_key = tl.minimum(tl.load(shared_ptr + sequence) // BLOCK, BLOCKS) * BLOCK
             begin_key = tl.where((begin_key > 0) & (begin_key < end), begin_key, 0)
             begun = token < tl.where(begin_key > 0, count, 0)
             top = tl.load(state_at + D, mask=begun, other=-float("inf"))
@@ -271,7 +272,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
 
 @torch.no_grad()
 def invariant_cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedBlocks | None = None
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedKeys | None = None
 ) -> Tensor:
     (batch, tokens, heads, width), out = q.shape, torch.empty_like(q)
     strides, each = [t.stride()[:3] for t in (k, v)], _each(q, k)
