@@ -317,9 +317,9 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
     if leader >= 0:
         row, head = tl.where(here, row, 0), kv * GROUP + g % GROUP
         heads = here[:, None] & inside[None]
-        position = tl.where((position >= 0) & (position < length_max), position, 0)[:, None]
-        c = tl.load(cos_ptr + position * PAIRS + i[None], mask=(i < PAIRS)[None], other=1.0)
-        s = tl.load(sin_ptr + position * PAIRS + i[None], mask=(i < PAIRS)[None], other=0.0)
+        angle = tl.where((position >= 0) & (position < length_max), position, 0)[:, None] * PAIRS + i[None]
+        c = tl.load(cos_ptr + angle, mask=(i < PAIRS)[None], other=1.0)
+        s = tl.load(sin_ptr + angle, mask=(i < PAIRS)[None], other=0.0)
         first = (row * ((Q * GROUP + NEW) * KV) + head * Q)[:, None] * D
         qa, qb = _head(qkv_ptr, first, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
         qa *= scale
