@@ -75,8 +75,11 @@ def main(argv: Sequence[str]) -> int:
         found = cache(partial(facts, bench, name, job))
         if "rollouts" in parts and (of := found("rollouts")):
             keep_rollouts(bench, name, of)
-        if "prefill" in parts and (of := found("prefill")):
-            keep_prefill(bench, name, job, of)
+            if exact := found("rollouts-exact"):
+                keep_exact_rollouts(bench, name, of, exact)
+        for who in ("prefill", "prefill-exact") if "prefill" in parts else ():
+            if of := found(who):
+                keep_prefill(bench, name, job, of, who)
         if "exact" in parts and (of := found("loop")) and (other := found("loop-not-exact")):
             keep_exact(bench, name, of, other)
         if "step" in parts and (of := found("loop")):
@@ -112,10 +115,16 @@ def keep_rollouts(bench: Bench, name: str, of: Mapping[str, Any]) -> None:
         bench.figure(f"{name} rollout host syncs", "syncs", of["syncs"], {"budget": 0}, {"budget": 1.0})
 
 
-def keep_prefill(bench: Bench, name: str, job: RLJob, of: Mapping[str, Any]) -> None:
+def keep_exact_rollouts(bench: Bench, name: str, of: Mapping[str, Any], exact: Mapping[str, Any]) -> None:
+    for lengths, found in exact["rates"].items():
+        case = f"{name} exact rollout, {lengths}{' tokens a row' if lengths.isdecimal() else ' lengths'}"
+        bench.figure(case, "tok/s", median(found), {"not exact": median(of["rates"][lengths])}, {})
+
+
+def keep_prefill(bench: Bench, name: str, job: RLJob, of: Mapping[str, Any], who: str) -> None:
     for length, seconds in of.items():
         found = measure.compare_samples(seconds, clock="perf_counter, drained")
-        case = f"{name} prefill of {length} tokens for {job.samples} samples"
+        case = f"{name} {' '.join(reversed(who.split('-')))} of {length} tokens for {job.samples} samples"
         bench.keep(case, found, unit="ms", amount=1, gates={"one sample": SHARED})
 
 

@@ -149,12 +149,12 @@ def learning(job: RLJob) -> dict[str, Any]:
     return facts | {"syncs": None if job.device == "cpu" else host_syncs(once)}
 
 
-def rollouts(job: RLJob) -> dict[str, Any]:
+def rollouts(job: RLJob, exact: bool = False) -> dict[str, Any]:
     """Tokens a second of rollouts with log-probabilities, after one that captures the graphs, and the host syncs inside one.
 
     Geometric lengths: the samples of a prompt have one length, or ("own") each sequence has its own prompt and length.
     """
-    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=job.prompt + job.most)
+    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=job.prompt + job.most, exact=exact)
     draw, vocabulary = np.random.default_rng(0), shape_of(job.shape).vocab
 
     def rollout(lengths: list[int], samples: int, seed: int = 0) -> Any:
@@ -178,9 +178,9 @@ def rollouts(job: RLJob) -> dict[str, Any]:
     return {"rates": found, "mean": float(np.mean(unlike["geometric"])), "syncs": syncs}
 
 
-def prefill(job: RLJob) -> dict[str, Any]:
+def prefill(job: RLJob, exact: bool = False) -> dict[str, Any]:
     """Seconds from a prompt to the first token of each of its samples, in turn with those of a single one."""
-    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=max(job.lengths) + 2)
+    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=max(job.lengths) + 2, exact=exact)
     draw, found = np.random.default_rng(0), dict[str, dict[int, list[float]]]()
 
     def seconds(prompt: list[int], samples: int) -> float:
@@ -272,7 +272,9 @@ CONTENDERS: dict[str, Callable[[RLJob], dict[str, Any]]] = {
     "loop-not-exact": partial(loop, exact=False),
     "learning": learning,
     "rollouts": rollouts,
+    "rollouts-exact": partial(rollouts, exact=True),
     "prefill": prefill,
+    "prefill-exact": partial(prefill, exact=True),
     "trl": trl,
     "trl-continuous": partial(trl, continuous=True),
 }

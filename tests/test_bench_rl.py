@@ -10,9 +10,11 @@ from benchmarks.finetune_worker import tokenizer
 from benchmarks.shapes import QWEN3, qwen3_config
 from gpubound.cli import guarded
 
+ROLLOUTS = [f"{what}{how}" for what in ("rollouts", "prefill") for how in ("", "-exact")]
+
 
 def test_each_contender_is_known():
-    assert {*bench_rl.PEERS, "loop", "loop-not-exact", "learning", "rollouts", "prefill"} == set(rl_worker.CONTENDERS)
+    assert {*bench_rl.PEERS, "loop", "loop-not-exact", "learning", *ROLLOUTS} == set(rl_worker.CONTENDERS)
     for job in (bench_rl.CASES | bench_rl.TINY).values():
         assert job.seq == job.prompt + job.new and job.micro * job.accumulate == job.prompts * job.samples
         assert job.micro % job.samples == 0 or job.samples % job.micro == 0
@@ -51,7 +53,8 @@ def test_the_gates_are_those_that_were_asked_for(monkeypatch):
     run = {"seconds": 4.0, "phases": phases, "tokens": 1e5, "gap": 0.0, "largest_gap": 0.0, "peak_gib": 24.0}
     found = {
         "rollouts": {"rates": {"256": [9e4], "512": [5e4], "geometric": [4e4], "own": [3e4]}, "mean": 256.0, "syncs": 2},
-        "prefill": {"64": {"ours": [1.1], "one sample": [1.0]}},
+        "rollouts-exact": {"rates": {"256": [6e4], "512": [4e4], "geometric": [3e4], "own": [2e4]}},
+        "prefill": {"64": {"ours": [1.1], "one sample": [1.0]}}, "prefill-exact": {"64": {"ours": [1.2], "one sample": [1.0]}},
         "loop": run, "loop-not-exact": run | {"seconds": 3.0, "gap": 0.03, "largest_gap": 0.2},
         "trl": run | {"seconds": 40.0, "peak_gib": 60.0},
         "learning": {"seconds": 0.5, "peak_gib": 20.0, "syncs": 0},
@@ -63,6 +66,14 @@ def test_the_gates_are_those_that_were_asked_for(monkeypatch):
     assert kept["0.6b rollout, geometric lengths, one sample a prompt", "equal lengths"][4] is None
     assert kept["0.6b rollout host syncs", "budget"] == ("syncs", 2, 0, 0.0, 1.0)
     assert kept["0.6b prefill of 64 tokens for 8 samples", "one sample"][3:] == pytest.approx((1 / 1.1, 1 / 1.15), rel=1e-4)
+    assert kept["0.6b exact prefill of 64 tokens for 8 samples", "one sample"][3] == pytest.approx(1 / 1.2, rel=1e-4)
+    assert kept["0.6b exact rollout, 256 tokens a row", "not exact"] == (
+        "tok/s",
+        6e4,
+        9e4,
+        pytest.approx(2 / 3, rel=1e-4),
+        None,
+    )
     assert kept["0.6b gap", "budget"] == ("nats", 0.0, 0.0, 1.0, 1.0)
     assert kept["0.6b gap, not exact", "budget"] == ("nats", 0.03, 1e-3, 0.0, None)
     assert kept["0.6b step, exact", "not exact"] == ("s", 4.0, 3.0, 0.75, 1 / 1.3)
