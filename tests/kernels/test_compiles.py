@@ -112,3 +112,13 @@ def test_a_word_of_an_adapter_that_never_comes_is_nan(ranks, device, monkeypatch
     for found in (out, words):  # nor does another program wait for it
         assert found.view(torch.float32).isnan().nonzero().tolist() == [[5]] and found[5] != EMPTY
         assert found[6:].tolist() == list(range(6, ranks))
+
+
+def test_no_kernel_assigns_to_a_nested_tuple():
+    """Triton 3.6 raises an unhashable list there, where 3.7 compiles it."""
+    for file in Path(gb.__file__).parent.rglob("triton/*.py"):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in function.decorator_list):
+                targets = [t for node in ast.walk(function) if isinstance(node, ast.Assign) for t in node.targets]
+                nested = [t for t in targets if isinstance(t, ast.Tuple) and any(isinstance(e, ast.Tuple) for e in t.elts)]
+                assert not nested, f"{file.name}:{nested[0].lineno}"

@@ -51,7 +51,8 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     x = _convolved(inputs + x_channel, x_own, x_before, ring_ptr, x_channel, in_x, position, in_x, C, PLACES)
     first = 0 * bc_channel + h % SHARE == 0
     bc = _convolved(inputs + bc_channel, bc_own, bc_before, ring_ptr, bc_channel, in_bc, position, first, C, PLACES)
-    x, (b, c) = tl.sum(x, 0), _apart(bc, part[None], 1)
+    x = tl.sum(x, 0)
+    b, c = _apart(bc, part[None], 1)
     dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
     dt = tl.where(dt < least, least, dt)  # a NaN stays
     S = S * tl.exp(decay * dt) + (dt * x)[:, None] * b[None]
