@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.mamba import MambaParameters, MambaShape, chunked_mamba
+from gpubound.kernels.triton import mamba as fast
 
 from .cases import agree, assert_chunks_match, draw, pairwise, same
 
@@ -44,8 +45,10 @@ def layer(row, parameters, shape):
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("factors", [(), (0.5, 0.7, 1.3, 1.1)])
-def test_steps_are_the_recurrence(device, heads, widths, taps, bias, factors):
-    """Two rows that begin with what others have left, NaN."""
+@pytest.mark.parametrize("matrix", [8192, 16])
+def test_steps_are_the_recurrence(device, heads, widths, taps, bias, factors, matrix, monkeypatch):
+    """Two rows that begin with what others have left, NaN. matrix: numbers of a head's matrix that a program takes"""
+    monkeypatch.setattr(fast, "MATRIX", matrix)
     (H, G), (P, N), length = heads, widths, 5
     shape = MambaShape(H, P, G, N, *factors)
     x = draw(device, torch.float32, 2, length, shape.columns)

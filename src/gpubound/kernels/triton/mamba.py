@@ -1,6 +1,6 @@
-"""A step of Mamba-2 by a program for each row and head, which holds the head's whole matrix, and the norm of groups of heads.
+"""A step of Mamba-2 by programs for each row and head, which hold the head's matrix, and the norm of groups of heads.
 
-The heads of a group convolve its B and C each by itself; the first of them writes their inputs to the ring.
+The programs of a group's heads convolve its B and C each by itself; the first of them writes their inputs to the ring.
 """
 
 import torch
@@ -10,10 +10,14 @@ from torch import Tensor
 
 from ..decode_product import Norm
 from ..mamba import MambaParameters, MambaShape
-from ..plans import power_of_two
+from ..plans import cdiv, power_of_two
 from ._launch import at_once, bump_versions, options
 from ._pdl import _begin, _end, _wait
 from ._ring import _apart, _convolved, _earlier, warps_of
+
+MATRIX = (
+    8192  # numbers of a program: with 16,384 it takes 181 registers, and one program of 8 warps a multiprocessor (Triton 3.6)
+)
 
 
 @triton.jit
@@ -26,8 +30,10 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     SHARE: tl.constexpr = H // G
     INNER: tl.constexpr = H * P
     C: tl.constexpr = INNER + 2 * G * N
-    p, n, part = tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, 2)
+    p, n, part = tl.program_id(2) * BP + tl.arange(0, BP), tl.arange(0, BN), tl.arange(0, 2)
     in_head, in_state = p < P, n < N
+    if P % BP == 0:  # what the compiler knows to be there takes 80 registers, not 110
+        in_head = tl.arange(0, BP) < BP
     # Written before the last fence (_pdl.py): the position by the choice of a token, the rest by the step before.
     position = tl.load(position_ptr + row, cache_modifier=".cg")
     tile = state_ptr + (row * H + h) * P * N + p[:, None] * N + n[None]
@@ -49,7 +55,7 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     dt = tl.load(inputs + C + h).to(tl.float32) * rate + shift
     z = tl.load(x_ptr + h * P + p, mask=in_head, other=0.0).to(tl.float32) * gate
     x = _convolved(inputs + x_channel, x_own, x_before, ring_ptr, x_channel, in_x, position, in_x, C, PLACES)
-    first = 0 * bc_channel + h % SHARE == 0
+    first = 0 * bc_channel + h % SHARE + tl.program_id(2) == 0
     bc = _convolved(inputs + bc_channel, bc_own, bc_before, ring_ptr, bc_channel, in_bc, position, first, C, PLACES)
     x = tl.sum(x, 0)
     b, c = _apart(bc, part[None], 1)
@@ -84,8 +90,9 @@ def mamba_step(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     H, P, G, N, *factors = shape
     conv, bias, a_log, dt, skip = parameters
-    BP, BN = power_of_two(P), power_of_two(N)
-    _mamba_step_kernel[(len(x), H)](
+    BN = power_of_two(N)
+    BP = min(power_of_two(P), max(16, MATRIX // BN))
+    _mamba_step_kernel[(len(x), H, cdiv(P, BP))](
         x, position, ring, state, conv, bias, a_log, dt, skip, out, *factors, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
         **options(warps_of(BN, BP * BN), at_once(dependent)),
     )  # fmt: skip
