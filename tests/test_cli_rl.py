@@ -89,6 +89,9 @@ def test_names_of_trl_are_read(config, tmp_path):
         ({"model": "none"}, "none"),
         ({"variant": "ppo"}, "ppo"),
         ({"stop": ["two words"]}, "two words"),
+        ({"rewards": [{"exact_match": 1.0}]}, "weights by name"),
+        ({"lr": 10**400}, "finite"),
+        ({"prompts": "."}, "is a folder"),
     ],
 )
 def test_mistakes_are_named_in_a_line(change, words, config, tmp_path, capsys):

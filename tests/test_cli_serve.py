@@ -55,7 +55,17 @@ def test_a_service_from_its_first_line_to_ctrl_c(base, tmp_path, quantised):
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-length", "1"], ["--max-batch", "0"], ["--port", "-1"], ["--token-file", "empty"], ["--host", "0.0.0.0"]]
+    "options",
+    [
+        ["--max-length", "1"],
+        ["--max-batch", "0"],
+        ["--port", "-1"],
+        ["--token-file", "empty"],
+        ["--host", "0.0.0.0"],
+        ["--folder", "empty"],
+        ["--precision", "fp61"],
+        ["--graph", "maybe"],  # which the first create or save had found
+    ],
 )
 def test_options_that_are_refused(base, options, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -13,12 +13,13 @@ from safetensors import SafetensorError
 
 import gpubound as gb
 from gpubound import device as facts
-from gpubound.cli import main
+from gpubound.cli import arguments, main
 from gpubound.cli.train import presets
-from gpubound.cli.train_options import from_file
+from gpubound.cli.train_options import Train, from_file
 from gpubound.data import Corpus
 from gpubound.errors import RankError
 from gpubound.files import LOCK, locked
+from gpubound.models import Decoder, DecoderConfig, save_hf
 from gpubound.models.llama import checkpoint as llama
 from gpubound.models.llama.checkpoint import PRESETS
 from gpubound.models.registry import presets as every_preset
@@ -148,6 +149,13 @@ def test_an_unknown_option_names_the_near_one(capsys):
         ("lr: 1e999", "recipe: lr must be a finite number, got inf."),
         ('out: ""', "recipe: out must be UTF-8 text, not empty, without control characters, got ''."),
         ('data: ""', "recipe: data must be UTF-8 text, not empty, without control characters, got ''."),
+        ("lora: 8", "recipe: lora must be keys and values, got 8."),  # which ended in the option parser's TypeError
+        ("objective_options: 0.1", "recipe: objective_options must be keys and values, got 0.1."),
+        (
+            "data: {train: a.jsonl}",
+            "config: data: got {'train': 'a.jsonl'}, wanted a path, a list of them, or weights by path such as {a.jsonl: 2}.",
+        ),
+        ("rank: 8", "config: 'rank' is unknown; it is a key of the section lora, as in lora: {rank: ...}."),
         ("phases: [{phases: []}]", "recipe: phase phase-1: 'phases' is the whole run's, not a phase's."),
     ],
 )
@@ -156,6 +164,52 @@ def test_a_wrong_file(tmp_path, text, sentence):
     with pytest.raises(ValueError) as error:
         from_file(str(tmp_path / "c.yaml"))
     assert str(error.value) == f"{tmp_path / 'c.yaml'}: {sentence}"
+
+
+def test_keys_of_another_command(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("rewards: [exact_match]\n")
+    (tmp_path / "rl.yaml").write_text("accumulate: 2\n")
+    assert main(["train", str(tmp_path / "c.yaml")]) == 2 and main(["rl", str(tmp_path / "rl.yaml")]) == 2
+    train, rl = capsys.readouterr().err.splitlines()
+    assert train == message("cli_train:keys_of_another_command", tmp_path / "c.yaml")
+    assert rl == message("cli_train:keys_of_another_command.2", tmp_path / "rl.yaml")
+
+
+def test_flags_that_repeat_what_the_config_says(tmp_path):
+    """`--resume` beside `resume: true` was no option."""
+    (tmp_path / "c.yaml").write_text("resume: true\nquiet: false\n")
+    default = from_file(str(tmp_path / "c.yaml"))
+    for words, wanted in ((["--resume", "--no-quiet"], (True, False)), (["--no-resume", "--quiet"], (False, True))):
+        options = arguments(Train, words, "train", default)
+        assert (options.resume, options.quiet) == wanted
+
+
+def test_hints_of_options(capsys):
+    said = []
+    for words in (
+        ["train", "--config", "c.yaml"], ["place", "m", "--nofuse"], ["report", "--undo"], ["plan", "--loraa", "8"], ["TRAIN"],
+    ):  # fmt: skip
+        assert main(words) == 2
+        said += capsys.readouterr().err.splitlines()
+    assert "\n".join(said) == message("cli_train:hints_of_options")
+    assert main(["help", "train"]) == 0 and capsys.readouterr().out.startswith("usage: gpubound train")
+
+
+def test_a_model_folder_is_kept(folder_of_model, tmp_path, capsys):
+    """A run in the folder of its model was taken for the model afterwards; a model without a tokenizer was given a new one."""
+    (tmp_path / "text.txt").write_text("some text " * 100)
+    words = ["train", "--model", str(folder_of_model), "--data", str(tmp_path / "text.txt"), "--device", "cpu", "--out"]
+    before = contents_of(folder_of_model)
+    assert main([*words, str(folder_of_model)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_train:a_model_folder_is_kept", folder_of_model)
+    assert main([*words, str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == message("cli_train:a_model_folder_is_kept.2", folder_of_model)
+    assert contents_of(folder_of_model) == before and not (tmp_path / "run" / "corpus").exists()
+
+
+@pytest.fixture
+def folder_of_model(tmp_path):
+    return save_hf(Decoder(DecoderConfig(32, 64, 1, 2, 1, 300)), tmp_path / "model")
 
 
 def test_files_that_are_no_config(tmp_path, capsys):

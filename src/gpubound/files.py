@@ -109,6 +109,15 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
 
 
+def check_creatable(folder: Path, argument: str) -> None:
+    """Raise ValueError if the folder cannot be made, or not be written to: said before the work whose result it gets."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{argument}: {existing} is a file; give a folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{argument}: {existing} cannot be written to; give another folder.")
+
+
 def check_replaceable(
     folder: Path, argument: str, names: Iterable[str] | None = None, run: str | None = None, overwrite: bool = False
 ) -> None:

@@ -118,7 +118,9 @@ def hint(name: Any, known: Iterable[str], others: str) -> str:
     '--help lists the keys.'
     """
     names = list(known)
-    close = difflib.get_close_matches(str(name)[:40], names, n=1)
+    close = difflib.get_close_matches(str(name)[:40], names, n=1) or difflib.get_close_matches(
+        str(name)[:40].lower(), names, n=1
+    )
     if close:
         return f"did you mean {close[0]!r}?"
     return others if others.endswith(".") else f"{others} {', '.join(names) or 'none'}."

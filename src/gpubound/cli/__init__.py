@@ -20,7 +20,6 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -69,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # the caller has closed it
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the rest of the process)
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "help" and rest and rest[0] in COMMANDS:
+        name, rest = rest[0], ["--help"]
     if name in ("-h", "--help", "help"):
         return guarded("help", lambda _: print(_help()), rest)
     if name in ("-V", "--version", "version"):
@@ -181,6 +182,10 @@ def summary(command: str) -> str:
 def split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return (the config file, or None, and the options): the file comes first."""
     words = list(argv)
+    if any(word.partition("=")[0] == "--config" for word in words):
+        raise ValueError(
+            "there is no option --config; the config file comes first, without it, as in gpubound train config.yaml."
+        )
     return (words[0], words[1:]) if words and not words[0].startswith("-") else (None, words)
 
 
@@ -194,12 +199,17 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
     import tyro  # here, because gpubound's own --help and --version are answered without it
 
     prog = f"gpubound {command}"
-    names = {f"--{field.name.rstrip('_').replace('_', '-')}" for field in fields(kind)}  # type: ignore[arg-type]  # from_ is --from
-    lists = set[str]()
+    values, lists, flags, hidden = dict[str, Any](), set[str](), set[str](), set[str]()
     for name, of in get_type_hints(kind, include_extras=True).items():
         plain, *marks = get_args(of) if get_origin(of) is Annotated else (of,)
+        option = f"--{name.rstrip('_').replace('_', '-')}"  # from_ is --from
+        values[option] = getattr(kind if default is None else default, name, None)
         if get_origin(plain) in (tuple, list) and tyro.conf.UseAppendAction not in marks:
-            lists.add(f"--{name.replace('_', '-')}")
+            lists.add(option)
+        if plain is bool:
+            flags.add(option)
+        if tyro.conf.Suppress in marks:  # a key of a config file
+            hidden.add(option)
     before: set[str] = set()
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
@@ -208,10 +218,14 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
                 f"{name} is given twice, and the second would replace the first; give all values after one {name}."
             )
         before.add(name)
-        if name.startswith("--") and name not in names | {"--help"} and f"--{name.removeprefix('--no-')}" not in names:
-            near = hint(name, names, "")
+        if name.startswith("--") and name not in {*values, "--help"} and f"--{name.removeprefix('--no-')}" not in values:
+            known = [f"no-{one[2:]}" if one in flags and values[one] else one[2:] for one in values.keys() - hidden]
+            near = hint(name[2:], known, "").replace("mean '", "mean '--")  # equal dashes would make all names similar
             raise ValueError(f"there is no option {name}{f'; {near}' if '?' in near else '.'} See {prog} --help.")
 
+    # Flags that repeat what the config file or the default says: tyro knows only those that change it.
+    said = {name if values[name] else f"--no-{name[2:]}" for name in flags}
+    argv = [word for word in argv if word not in said]
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_primitive)
     _join_help_lines(kind)  # type: ignore[arg-type]

@@ -15,14 +15,14 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from ..formatting import hint, shown
+from ..formatting import hint, listed, shown
 from ..monitor.live import check_log
 from ..rl.recipe import RLRecipe
 from ..trace import notice
 from ..train.aliases import read
 from . import arguments, split_config
 from .ranks import resume_command
-from .train_options import RunOptions, export_folder, read_config, write_export
+from .train_options import OPTIONS as TRAIN, RunOptions, export_folder, read_config, write_export
 
 # TRL's names of a run's keys. Those of training are read as by gpubound train.
 NAMES = {
@@ -104,7 +104,11 @@ def from_file(path: str) -> RLOptions:
         values = read({NAMES[key] if key in named else key: value for key, value in values.items()}, OPTIONS)
         for key in values:
             if key not in OPTIONS:
-                near = hint(key, OPTIONS, "gpubound rl --help lists the keys.")
+                near = (
+                    "it is a key of gpubound train."
+                    if key in TRAIN
+                    else hint(key, OPTIONS, "gpubound rl --help lists the keys.")
+                )
                 raise ValueError(f"config: {shown(key)} is unknown; {near}")
         options = RLOptions(**{key: _converted(key, value) for key, value in values.items()})
         options.recipe()
@@ -117,12 +121,14 @@ def _converted(key: str, value: Any) -> Any:
     """Return a value of YAML's with the type of its option: YAML reads 3e-4 as a text."""
     wanted = (get_args(OPTIONS[key].type) or (OPTIONS[key].type,))[0]
     if key == "rewards" and not isinstance(value, Mapping):
-        return dict.fromkeys(value if isinstance(value, list) else [value], 1.0)
+        if any(isinstance(one, list | Mapping) for one in listed(value)):
+            raise ValueError(f"rewards: got {shown(value)}, wanted a name, a list of them, or weights by name.")
+        return dict.fromkeys(listed(value), 1.0)
     if key in ("stop", "betas"):
         return tuple(value) if isinstance(value, list) else (value,)
     if value in ("none", "off") and key in ("clip", "truncate"):
         return None
     if wanted is float and isinstance(value, str | int) and not isinstance(value, bool):
-        with suppress(ValueError):  # the recipe's error names the key
+        with suppress(ValueError, OverflowError):  # the recipe's error names the key
             return float(value)
     return os.path.expanduser(value) if key in PATHS and isinstance(value, str) else value

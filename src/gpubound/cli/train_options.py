@@ -10,8 +10,9 @@ from typing import Annotated, Any, TypeVar
 import tyro
 import yaml
 
-from ..files import check_replaceable, explain_disk_full, exporting_run, read_text
+from ..files import check_creatable, check_replaceable, explain_disk_full, exporting_run, read_text
 from ..formatting import shown
+from ..rl.recipe import RLRecipe
 from ..train.aliases import advice, is_alias, normal
 from ..train.convert import convert
 from ..train.recipe import EITHER, Recipe, of_either
@@ -150,6 +151,7 @@ class Train(RunOptions, RankOptions, RecipeOptions):
 
 
 OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("variants", "from_", "print")}
+RL = {field.name for field in dataclasses.fields(RLRecipe)}
 PATHS = ("out", "model", "data", "eval_data", "tokenizer", "chat_template", "export")  # keys that may name a file or a folder
 
 
@@ -240,6 +242,9 @@ def from_file(path: str, complete: bool = True) -> Train:
     """
     values: Any = read_config(path)
     try:
+        for key in values.keys() - OPTIONS.keys():
+            if key in RL and not is_alias(key, OPTIONS):
+                raise ValueError(f"config: {key!r} is a key of gpubound rl; write gpubound rl {path}, or leave it out.")
         values = {key: _expand_home(value) if key in PATHS else value for key, value in values.items()}
         compare: Any = values.get("compare")
         variants = {str(name): changes for name, changes in compare.items()} if isinstance(compare, dict) else {}
@@ -285,11 +290,7 @@ def export_folder(options: Any) -> Path | None:
     folder = Path(options.out, "hf") if options.export == "hf" else Path(options.export)
     if os.path.realpath(folder) == os.path.realpath(options.out):
         raise ValueError(f"export: {folder} is --out itself, which holds the run's own files; give hf or another folder.")
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"export: {existing} is a file; give a folder.")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"export: {existing} cannot be written to; give another folder.")
+    check_creatable(folder, "export")
     if folder.exists() and options.model and Path(options.model).exists() and folder.samefile(options.model):
         raise ValueError(f"export: {folder} holds the model that the run begins with; give another folder.")
     if folder.is_dir():

@@ -199,7 +199,7 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exceptions
-            raise DataError(f"{file}: is not a tokenizer that the tokenizers library reads: {error}") from error
+            raise DataError(f"{file}: is not a tokenizer that the tokenizers library reads: {error}; {CURE}.") from error
         config: dict[str, Any] = {}
         for file in (folder / "special_tokens_map.json", folder / "tokenizer_config.json"):
             config |= read_json(file, CURE) if file.exists() else {}

@@ -215,7 +215,7 @@ def _read(file: str) -> str:
         with reading(Path(file)):
             return Path(file).read_text(encoding="utf-8-sig")  # sig: without a byte order mark
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not a text in UTF-8: {error}.") from error
+        raise ValueError(f"{file} is not a text in UTF-8: {error}; convert it first, as iconv -t utf-8 does.") from error
 
 
 def check_utf8(where: str, text: str) -> None:

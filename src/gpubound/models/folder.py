@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..data.gguf_file import CURE as CURE, GgufFile, gguf_in
 from ..errors import DataError
-from ..files import read_json, regular, sibling
+from ..files import read_json, reading, regular, sibling
 from .registry import WRAPPERS
 
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
@@ -42,6 +42,7 @@ LLADA_NAMES = {
     "model.transformer.ln_f": "model.norm",
     "model.transformer.ff_out": "lm_head",
 }
+LFS = b"version https://git-lfs"  # begins a pointer, which git leaves where git lfs is not installed
 LARGEST = 2**24  # of a size: the product of two still fits into the 63 bits in which torch counts bytes
 
 
@@ -217,6 +218,9 @@ def weight_files(path: Path) -> list[Path]:
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """Open a safetensors file. Its errors name the file, and its slices are on the CPU whatever the default device."""
+    with reading(file), regular(file).open("rb") as first:
+        if first.read(len(LFS)) == LFS:
+            raise DataError(f"{file} is a pointer of git lfs, without the weights; run git lfs pull in its folder.")
     try:
         with torch.device("cpu"), safe_open(regular(file), framework="pt", device="cpu") as tensors:
             yield tensors

@@ -20,6 +20,7 @@ from ..train.adapters import base_of
 from ..train.changes import newest_checkpoint
 from ..train.checkpoint import Checkpoints
 from ..train.prepare import place_model
+from ..train.recipe import check_out
 from ..train.step import TrainStep
 from .batches import RowShape
 from .environments import read_environment
@@ -51,6 +52,7 @@ def prepare(
     device, folder = resolve(recipe.device), Path(recipe.out)
     if policy is None and (recipe.model is None or not Path(recipe.model).is_dir()):
         raise ValueError(f"rl: model: got {recipe.model!r}, wanted a Hugging Face folder with the policy's weights.")
+    check_out(recipe.model, recipe.out)
     known = _tokenizer(recipe, tokenizer)
     asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
     validation = recipe.eval_prompts if eval_prompts is None else eval_prompts

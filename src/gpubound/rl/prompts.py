@@ -43,7 +43,7 @@ def read_prompts(source: Any, tokenizer: "Tokenizer | None") -> list[RLPrompt]:
 
 def _rows(path: Path) -> list[Any]:
     if not path.is_file():
-        raise ValueError(f"prompts: {path} does not exist; give a .jsonl file.")
+        raise ValueError(f"prompts: {path} {'is a folder' if path.is_dir() else 'does not exist'}; give a .jsonl file.")
     rows = []
     with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):

@@ -24,7 +24,8 @@ from ..layers.embedding_and_head import head_of
 from ..lora.layers import adapted_layers, names_in
 from ..lora.model import adapter_names, set_active
 from ..train import AdamW, TrainStep
-from ..train.precision import check_precision, spelled
+from ..train.graph_cache import MODES as GRAPH_MODES
+from ..train.precision import check_precision, precision as precision_named, spelled
 from .examples import pack, read_examples
 from .objective import LOSS, RequestedLoss, loss_named
 from .saved import FACTS, FILES, OPTIMIZER, optimizer_options, rate, read_saved, with_name, without_name
@@ -82,6 +83,9 @@ class Policies:
         self.max_length, self.max_batch, self.rows = max_length, max_batch, rows or max(1, TOKENS // max_length)
         self.device, self.ends = next(model.parameters()).device, ends
         precision = ("bf16" if self.device.type == "cuda" else "fp32") if precision == "auto" else precision
+        precision_named(precision)  # a wrong one would be found by the first create
+        if graph not in GRAPH_MODES:
+            raise ValueError(f"policies: graph: got {graph!r}, wanted one of {', '.join(GRAPH_MODES)}.")
         self._settings: dict[str, Any] = {"precision": precision, "graph": graph, "recompute": recompute}
         self._policies: dict[str, TrainedPolicy] = {}
         self._decoders: dict[Any, Any] = {}

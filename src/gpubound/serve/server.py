@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import GpuboundError
+from ..files import check_creatable
 from ..formatting import counted, hint, readable, shown
 from ..trace import say
 from ..train.loop import Stop
@@ -62,6 +63,7 @@ class Server:
         most_bytes: int = MOST_BYTES,
     ):
         check_address(host, port, token)
+        check_creatable(Path(folder), "serve: folder")
         self.policies, self.host, self.token, self.folder, self.most_bytes = policies, host, token, Path(folder), most_bytes
         self._jobs: SimpleQueue[QueuedCall] = SimpleQueue()
         self._ending = threading.Event()

@@ -203,6 +203,8 @@ def _joined(values: dict[str, Any]) -> dict[str, Any]:
 
 def advice(name: Any, known: Collection[str]) -> str:
     """Return the end of a refusal of an unknown key: the one that means it or is most like it, else where all are listed."""
+    if normal(name) in LORA_SAME.values() and "lora" in known:
+        return f"it is a key of the section lora, as in lora: {{{normal(name)}: ...}}."
     others = [alias for alias in ALIASES if alias not in known and SAME.get(alias, "").partition(".")[0] in ("", *known)]
     close = difflib.get_close_matches(normal(name)[:40], [*known, *others], n=1, cutoff=0.7)
     if not close or close[0] in known:

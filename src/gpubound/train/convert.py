@@ -25,8 +25,8 @@ def convert(values: Mapping[Any, Any], known: Mapping[str, Field], where: str = 
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"{where}: {shown(key)} is unknown; {advice(key, known)}")
-        if key not in RECIPE:
-            check_type(known[key], value)
+        if key not in RECIPE or key in ("lora", "objective_options"):  # which an option parser cannot hold as other types
+            check_type(RECIPE.get(key, known[key]), value)
     return {key: _convert_value(known[key], value) for key, value in values.items()}
 
 
@@ -57,6 +57,11 @@ def _read_sources(values: dict[str, Any], where: str) -> dict[str, Any]:
     for key, weights_key in (("data", "data_weights"), ("eval_data", None)):
         entries = values.get(key)
         if isinstance(entries, Mapping) and "path" not in entries:
+            if any(not _is_number(weight) for weight in entries.values()):
+                raise ValueError(
+                    f"{where}: {key}: got {shown(dict(entries))}, wanted a path, a list of them, or weights by path such as "
+                    "{a.jsonl: 2}."
+                )
             entries = [{"path": path, "weight": weight} for path, weight in entries.items()]
         entries = entries if isinstance(entries, list | tuple) else [entries]
         if not any(isinstance(entry, Mapping) for entry in entries):

@@ -165,7 +165,14 @@ def known_tokenizer(recipe: Recipe, corpora: list[Corpus]) -> Tokenizer | None:
                 f"tokenizer: {recipe.tokenizer} is not the one that {origin} was built with; leave --tokenizer out, or build "
                 f"the corpus anew with it."
             )
-    if is_named(recipe.model) or not has_tokenizer(Path(recipe.model)):
+    if is_named(recipe.model):
+        return tokenizer
+    if not has_tokenizer(Path(recipe.model)):
+        if tokenizer is None:
+            raise DataError(
+                f"model: {recipe.model} has no tokenizer.json, and its weights know the tokens of one; give a folder with "
+                f"it by --tokenizer."
+            )
         return tokenizer
     models = Tokenizer.load(recipe.model)
     if tokenizer is not None and (difference := models.difference(tokenizer)) is not None:

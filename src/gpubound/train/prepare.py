@@ -39,7 +39,7 @@ from .loop import Run
 from .muon import count_by_rule
 from .objectives import Objective
 from .precision import precision as precision_named
-from .recipe import Recipe, check_model
+from .recipe import Recipe, check_model, check_out
 from .recompute import blocks_of
 from .references import empty_values
 from .stages import Stage, rows_of, stage_of
@@ -140,6 +140,7 @@ def report_resumption(run: Run, changes: dict[str, str]) -> None:
 def check_inputs(recipe: Recipe) -> None:
     """Raise the errors of the recipe's model and data that show without reading them."""
     check_model(recipe.model)
+    check_out(recipe.model, recipe.out)
     if not is_named(recipe.model):
         check_published(recipe.model, recipe.adapters)
     check_data(recipe)

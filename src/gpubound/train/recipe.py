@@ -324,6 +324,12 @@ class Recipe:
             raise ValueError(f"recipe: phase {name}: {str(error).removeprefix('recipe: ')}") from error
 
 
+def check_out(model: str | None, out: str) -> None:
+    """Refuse a run in the folder of its model, which would be taken for the run afterwards."""
+    if model and Path(model).is_dir() and Path(out).is_dir() and Path(out).samefile(model):
+        raise ValueError(f"out: {out} holds the model that the run begins with; give another folder with --out.")
+
+
 def check_model(name: str) -> None:
     from ..models.registry import family_of, is_named, presets
 

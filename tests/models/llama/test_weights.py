@@ -210,6 +210,29 @@ def test_tensors_that_are_codes(folder):
     assert said(folder).startswith(f"{folder / 'model.safetensors'}: lm_head.weight is I8, wanted one of F64, F32, F16, BF16;")
 
 
+def test_a_weights_file_that_is_a_pointer_of_git_lfs(folder):
+    file = folder / "model.safetensors"
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 123\n")
+    assert said(folder) == message("models/llama/weights:a_pointer_of_git_lfs", file)
+
+
+def test_a_weights_file_that_may_not_be_read(folder, monkeypatch):
+    """It was called incomplete. Everything may be read by root, as which tests may run."""
+    file = folder / "model.safetensors"
+
+    usual = type(file).open
+
+    def opened(path, *arguments, **options):
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(file), "open", opened)
+        got = said(folder)
+    assert got == message("models/llama/weights:may_not_be_read", file)
+
+
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\0" * 64, b"garbage" * 99, "half", "header"])
 def test_a_weights_file_that_is_damaged(folder, content):
     file = folder / "model.safetensors"
