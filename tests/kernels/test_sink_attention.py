@@ -132,6 +132,17 @@ def test_a_sink_far_above_and_far_below_all_scores(device, source):
     assert got[3].isfinite().all()
 
 
+def test_the_cpu_takes_torchs_kernel():
+    """With its gradients; a transform, for which it has no rule, the definition."""
+    q, k, v, sinks, scale = arguments(torch.device("cpu"), torch.float32)
+    leaves = [t.requires_grad_() for t in (q, k, v, sinks)]
+    y = kernels.sink_attention(*leaves, scale, 7)
+    assert y.grad_fn.name() == "_SinkAttentionBackward"
+    parity(lambda *a: kernels.sink_attention(*a, scale, 7), lambda *a: reference(*a, scale, 7), tuple(leaves), 2e-5)
+    one = torch.func.vmap(lambda q: kernels.sink_attention(q, k, v, sinks, scale, 7))(torch.stack([q, 2 * q]))
+    same("of a batch", one[0], y, 2e-6)
+
+
 def test_autocast_computes_in_its_dtype(device):
     q, k, v, sinks, scale = arguments(device, torch.float32)
     with torch.autocast(device.type, torch.bfloat16):

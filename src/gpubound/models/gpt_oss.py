@@ -58,7 +58,7 @@ class SinkAttention(CappedAttention):
 
     def fused_kernels(self) -> Kernels:
         words, ops = Attention.fused_kernels(self)
-        return words.removesuffix("; SDPA"), (*ops, "sink_attention")
+        return words.replace("SDPA", "torch's attention with sinks"), ops
 
 
 def exact() -> bool:

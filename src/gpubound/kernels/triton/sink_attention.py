@@ -5,8 +5,8 @@ o' = o · exp(l − l') = o · sigmoid(l − s). The kernels' backward computes 
 it is given, and dS = weights · (do · v − do · o) from the result: with l' and o' it returns the gradients of attention with
 sinks. That of a sink is −exp(s − l') · (do' · o'), summed over tokens.
 
-16 bits on a GPU take flash attention over the tokens of all rows; fp32 the memory-efficient kernel; the CPU, in tests, its own
-flash attention.
+16 bits on a GPU take flash attention over the tokens of all rows; fp32 the memory-efficient kernel; the CPU its own flash
+attention.
 """
 
 from typing import Any
