@@ -349,18 +349,17 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
 @triton.jit
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, counts_ptr, cos_ptr, sin_ptr,
                              q_norm, k_norm, sinks, eps, scale, part_ptr, count_ptr, state_ptr, out_ptr, length_max, total,
-                             KV: tl.constexpr,
-                             GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
-                             SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-                             K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
-                             V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
+                             KV: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
+                             HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr,
+                             NORM: tl.constexpr, K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+                             Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
                              TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
                              TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
                              DEPENDENT: tl.constexpr):  # fmt: skip
-    """PAGE: places a page, or None. MOST: the largest code, and KIND: what codes are multiplied as; or None. TILES: of N keys,
-    that a part has at least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked
-    for before the wait, for what a launch before the fence wrote is there (_pdl.py). With counts_ptr, the first part goes on
-    from what `_shared_keys_kernel` has left in state_ptr.
+    """FEW: a power of two for GROUP, and G: for tensor cores. PAGE: places a page, or None. MOST: the largest code, and KIND:
+    what codes are multiplied as; or None. TILES: of N keys, that a part has at least. Q: heads that a query head takes in the
+    product, 2 with a gate. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
+    there (_pdl.py). With counts_ptr, the first part goes on from what `_shared_keys_kernel` has left in state_ptr.
     """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
@@ -489,8 +488,12 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             tl.store(line + D + 1, weight, mask=g < GROUP)
             tl.debug_barrier()  # every thread's stores before the one thread that counts
             if tl.atomic_add(count_ptr + b * KV + kv, 1, sem="acq_rel") == parts - 1:
-                acc_a, acc_b = _combined(mine, parts, g, i, heads, GROUP, HALF, G, HP, TOGETHER)
-                _store(to, gate, acc_a, acc_b, heads, HALF, Q)
+                h = tl.arange(0, FEW)  # without the rows that tensor cores want: of two heads an eighth of the loads
+                ours = kv * GROUP + h[:, None]
+                there = (h < GROUP)[:, None] & inside[None]
+                low, high = _combined(mine, parts, h, i, there, GROUP, HALF, FEW, HP, TOGETHER)
+                _store(out_ptr + (b * KV * GROUP + ours) * D + i[None], row + (ours * Q + 1) * D + i[None], low, high, there,
+                       HALF, Q)  # fmt: skip
                 tl.store(count_ptr + b * KV + kv, 0)
     elif (split == 0) & (known == 0):  # a place that the cache does not have
         nothing = tl.full([G, HP], float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
@@ -509,7 +512,8 @@ def decode_attention(
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
     group, new = out.shape[1] // D // KV, new_heads(qkv, cache, out, heads)
-    G, HP = max(16, power_of_two(group)), max(16, power_of_two(D // 2))  # 16: the least that tensor cores take
+    few, HP = power_of_two(group), max(16, power_of_two(D // 2))
+    G = max(16, few)  # 16: the least that tensor cores take
     most, kind, wide_dtype = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
         kind, wide_dtype = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
@@ -529,9 +533,9 @@ def decode_attention(
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
-            scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, G, D // 2, HP, plan.keys, splits, window,
-            cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages, most, kind,
-            tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
+            scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, few, G, D // 2, HP, plan.keys, splits,
+            window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages,
+            most, kind, tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
