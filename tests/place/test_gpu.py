@@ -45,6 +45,8 @@ def error_of(run, truth):
 # only what no rounding explains is refused: a missing term, a wrong factor. One below a thousandth of the largest, as those of
 # DeepSeek-V3's q are, may be off by a quarter of itself: flash attention subtracts the rounded output's product with its
 # gradient from terms of the same size, where transformers' attention subtracts a sum of the terms (on a CPU 0.22 beside 0.034).
+# gpt-oss' sinks have no flash attention in transformers, so that all of its q and k below a hundredth have both errors (on a CPU
+# with flash attention 0.107 and 0.123 beside 0.021 and 0.031, over three draws of the weights).
 @pytest.mark.parametrize("kind", [*CONFIGS, *cases.BESIDE])
 def test_16_bit_error_is_no_larger_than_before(kind):
     options = OPTIONS.get(kind, {})
@@ -70,7 +72,8 @@ def test_16_bit_error_is_no_larger_than_before(kind):
     largest = max(t.norm().item() for name, t in truth.items() if name != "loss")
     for name, t in truth.items():
         part = t.norm().item() / (verify.smallest(torch.bfloat16) * largest)  # of what its error is relative to
-        bound = 2.5 * befores[name] + (1e-2 if name == "loss" or part > 0.125 else max(1e-2, 0.25 * part))
+        small = part <= (1.0 if kind == "gpt_oss" and ".self_attn." in name else 0.125)
+        bound = 2.5 * befores[name] + (max(1e-2, 0.25 * part) if small and name != "loss" else 1e-2)
         assert errors[name] <= bound, f"{name}: {errors[name]:.2e}, before {befores[name]:.2e}"
     assert placement.summary.startswith("GPU ready: ") and placement.fallbacks == 0
     assert all(row.device.startswith("cuda") for row in placement.rows if row.device)  # Gemma 4's v norms have no tensors
