@@ -45,7 +45,7 @@ def error_of(run, truth):
 # only what no rounding explains is refused: a missing term, a wrong factor. One below a thousandth of the largest, as those of
 # DeepSeek-V3's q are, may be off by a quarter of itself: flash attention subtracts the rounded output's product with its
 # gradient from terms of the same size, where transformers' attention subtracts a sum of the terms (on a CPU 0.22 beside 0.034).
-# gpt-oss' sinks have no flash attention in transformers, so that all of its q and k below a hundredth have both errors (on a CPU
+# gpt-oss' sinks have no flash attention in transformers, so all of its q and k below a hundredth have both errors (on a CPU
 # with flash attention 0.107 and 0.123 beside 0.021 and 0.031, over three draws of the weights).
 @pytest.mark.parametrize("kind", [*CONFIGS, *cases.BESIDE])
 def test_16_bit_error_is_no_larger_than_before(kind):
