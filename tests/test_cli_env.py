@@ -131,6 +131,11 @@ def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
             "gpubound train: there is no room for what is written (No space left on device); free some space, or write to "
             "another disk.\n",
         ),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            2,
+            "gpubound train: there is no room for what is written (File too large); free some space, or write to another disk.\n",
+        ),
         (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
         (SystemExit(0), 0, ""),
         (SystemExit(2), 2, ""),

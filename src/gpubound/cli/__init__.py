@@ -60,7 +60,7 @@ TYPE_NAMES: dict[type, tuple[str, str]] = {int: ("N", "a whole number"), float: 
 MAX_COLUMNS = 100  # of a command's description
 UNSET = "unset"  # default of an option that has none; the help leaves it out
 EXPECTED = (GpuboundError, ValueError, OSError)
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EFBIG: ulimit -f, or more than the file system allows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
