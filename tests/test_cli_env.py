@@ -134,7 +134,8 @@ def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
         (
             OSError(errno.EFBIG, "File too large"),
             2,
-            "gpubound train: there is no room for what is written (File too large); free some space, or write to another disk.\n",
+            "gpubound train: there is no room for what is written (File too large); free some space, or write to another "
+            "disk.\n",
         ),
         (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
         (SystemExit(0), 0, ""),
