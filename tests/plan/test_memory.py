@@ -204,12 +204,13 @@ SMALL = {"optimizer": AdamW8bit(), "precision": "bf16-split", "in_backward": Tru
 @pytest.mark.parametrize(
     ("shape", "rows", "seq", "options", "place", "make", "steps"),
     [
-        ("135m", 1, 1024, {}, None, 2.41, 3.24),
-        ("350m", 16, 1024, {}, None, 7.24, 17.74),
-        ("1b", 2, 2048, SMALL | {"recompute": "cheap"}, 3.42, 8.24, 13.13),
-        ("8b", 1, 4096, {"lora": Lora(rank=16)}, None, 15.76, 30.28),
-        ("8b", 1, 2048, {"lora": Lora(rank=16), "recompute": "20"}, 16.14, 15.76, 21.2),
-        ("3b", 1, 1024, SMALL, 7.61, 19.99, 20.92),
+        ("135m", 1, 1024, {}, 0.51, 2.35, 3.30),
+        ("350m", 16, 1024, {}, 1.0, 7.34, 17.41),
+        ("1b", 2, 2048, SMALL | {"recompute": "cheap"}, 3.87, 8.24, 13.13),
+        ("1b", 8, 1024, {"lora": Lora(rank=16)}, 3.87, 2.59, 10.6),
+        ("8b", 1, 4096, {"lora": Lora(rank=16)}, 16.24, 15.76, 29.3),
+        ("8b", 1, 2048, {"lora": Lora(rank=16), "recompute": "20"}, 16.14, 15.76, 19.46),
+        ("3b", 1, 1024, SMALL, None, 19.99, 20.92),
         ("8b", 1, 2048, SMALL | {"offload": True}, 16.14, 18.91, 19.48),
         ("8b", 1, 2048, SMALL | {"optimizer": AdamW(), "recompute": "cheap"}, None, 92.55, None),
         pytest.param("8b", 1, 2048, QLORA, 6.59, 6.11, 10.34, marks=pytest.mark.slow),  # it quantises a block

@@ -18,10 +18,12 @@ FP32 = 4  # bytes: statistics that norms and attention save of a row
 COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
 WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
 LAUNCHED = int(0.11 * GIB)  # of what was launched so far, such as cuBLAS's workspace: measured on an H200
-PLACING = int(0.22 * GIB)  # the same while a model is placed, with the activations of a few tokens
+PLACING = int(0.09 * GIB)  # the same while a model is placed, with the activations of a few tokens
 QUANTISING = int(0.35 * GIB)  # of a weight's parts that are widened to fp32, one at a time (kernels/nf4.py)
 SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more
-FRAGMENTS = 0.1  # assumption: of frozen weights. Each is packed or quantised by itself, and leaves gaps between those that stay
+# Of frozen weights: each is packed or quantised by itself, and leaves gaps between those that stay. Adapters of 8b on an H200
+# reserved 0.9 GiB more than they allocated, and on an nf4 base 0.8.
+FRAGMENTS, FRAGMENTS_QUANTISED = 0.03, 0.15
 OUTSIDE = ("CUDA context", "NCCL buffers")  # not in torch.cuda.memory_reserved()
 
 
@@ -57,7 +59,8 @@ def _state(step: StepConfig) -> dict[str, int]:
     if step.adapters is None:
         parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0
         return parts
-    fragments = FRAGMENTS * layers * step.adapters.frozen_bytes if step.captured and not step.sharded else 0
+    share = FRAGMENTS if step.adapters.base is None else FRAGMENTS_QUANTISED
+    fragments = share * layers * step.adapters.frozen_bytes if step.captured and not step.sharded else 0
     return {
         "frozen weights": -(-_frozen(step) // (step.world if step.sharded else 1)),
         "scales of quantised weights": layers * step.adapters.scale_bytes,
@@ -147,13 +150,13 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
 
     stored  bytes of a number of the placed model
 
-    Placing verifies the model with the gradient of one weight at a time, and a block's MLP in fp32, by the gradients of its
-    three weights and one of these. Making the step moves trained weights before it makes moments. The first step takes what
-    all others do.
+    Placing verifies the model with the gradient of one weight at a time next to that of gate and up, and a block's MLP in
+    fp32, by the gradients of its three weights and one of these. Making the step moves trained weights before it makes
+    moments. The first step takes what all others do.
     """
     c, h, f = step.config, step.config.hidden, step.config.intermediate
     weights, largest = stored * step.parameters, stored * c.vocabulary * h
-    largest *= 2 if c.tied else 1  # a table's gradient as an embedding's, and as the head's
+    largest *= 3 if c.tied else 1  # a table's gradient as an embedding's, as the head's, and their sum
     if step.adapters is not None and step.adapters.base is not None:  # quantised as they are read: they have no gradients
         weights = _frozen(step)
         largest = max(largest, QUANTISING + stored * h * f)
@@ -163,7 +166,7 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
     moving = moved + (stored * c.vocabulary * h if step.offload else weights) if moved else 0
     steps = reserved(memory(step))
     before = {
-        "place": weights + max(largest, 4 * FP32 * h * f) + PLACING,
+        "place": weights + max(largest, 4 * FP32 * h * f) + 2 * stored * h * f + PLACING,
         "make step": max(state, moving) + LAUNCHED,
     }
     return {} if step.sharded else before | {"first step": steps, "steps": steps}
