@@ -68,6 +68,21 @@ def test_steps_are_the_recurrence(device, heads, widths, taps, bias, factors, ma
         same("rows", out.double(), want[:, t], 1e-5)
 
 
+def test_a_product_in_16_bits_meets_parameters_in_fp32(device):
+    """Falcon-H1's taps are fp32, with its factors in them, whatever the dtype of the model."""
+    shape = MambaShape(4, 8, 2, 16)
+    taps = draw(device, torch.float32, shape.channels, 4, seed=3)
+    parameters = MambaParameters(taps, None, *(draw(device, torch.float32, 4, seed=seed) for seed in (4, 5, 6)))
+    x, position = draw(device, torch.bfloat16, 2, shape.columns), torch.tensor([0, 3], device=device, dtype=torch.int32)
+    ring, state = draw(device, torch.bfloat16, 2, 4, shape.channels), draw(device, torch.float32, 2, 4, 8, 16)
+    results = [
+        kernels.mamba_step(rows, position, ring.clone(), state.clone(), parameters, shape, torch.empty(2, 32, device=device))
+        for rows in (x, x.float())
+    ]
+    for got, want in zip(*results):
+        same("out, ring, state", got, want, 1e-6)
+
+
 @pytest.mark.parametrize("length", [1, 64, 150])
 def test_chunks_are_the_recurrence(device, length):
     """In fp64, from a state: outputs, the state after the last token, and gradients."""

@@ -80,7 +80,7 @@ def delta_step(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
 
-    x         (B, columns) fp32, as norm_product writes it, or in the dtype of conv: q, k, v and z, b and a
+    x         (B, columns) fp32, as norm_product writes it, or 16 bits: q, k, v and z, b and a
     position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
     ring      (B, P, C), of P >= K places: the inputs at position p are at place p % P
     state     (B, H, D, E) fp32

@@ -79,7 +79,7 @@ def mamba_step(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One token of each row: (out, ring, state). The ring gets the inputs of the convolution, and the state goes on.
 
-    x         (B, columns) fp32, as norm_product writes it, or in the dtype of conv: z, x, B, C and dt
+    x         (B, columns) fp32, as norm_product writes it, or 16 bits: z, x, B, C and dt
     position  (B,) int32. At 0 a row begins with zeros; below it out is NaN, and nothing is written
     ring      (B, places, C), of at least K places: the inputs at position p are at place p % places
     state     (B, H, P, N) fp32

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .decode_product import WRITTEN
-from .dispatch import implementation, require
+from .dispatch import SIXTEEN_BITS, implementation, require
 from .registry import definition, draw, ints, zeros
 
 
@@ -21,7 +21,7 @@ def short_conv(
 ) -> tuple[Tensor, Tensor]:
     """out = c · conv(b · v), for the three parts b, c, v of a product's rows: (out, ring). The ring gets the products b · v.
 
-    x         (B T, 3 C) fp32, as norm_product writes it, or in the weight's dtype; all tokens of a row before those of the next
+    x         (B T, 3 C) fp32, as norm_product writes it, or 16 bits; all tokens of a row before those of the next
     position  (B,) or (B, T) int32: positions in order without a gap. For one below 0, out is NaN and nothing is written
     ring      (B, P, C)
     weight    (C, K): the last tap is that of the token itself
@@ -30,7 +30,7 @@ def short_conv(
     require("short_conv", "ring", ring, None, ("rows", "places", "channels"), x.device, "it is written in place")
     (rows, slots, channels), count = ring.shape, position.numel()
     require("short_conv", "position", position, torch.int32, (rows, *position.shape[1:]), x.device, "one for each token")
-    require("short_conv", "x", x, product_dtype(x, weight), (count, 3 * channels), x.device, "a product writes it")
+    require("short_conv", "x", x, product_dtype(x), (count, 3 * channels), x.device, "a product writes it")
     require("short_conv", "weight", weight, None, (channels, "taps"), x.device, "it has the taps of each channel")
     if bias is not None:
         require("short_conv", "bias", bias, None, (channels,), x.device, "it has one number for each channel")
@@ -41,9 +41,9 @@ def short_conv(
     return kernel(x, position, ring, weight, bias, out, dependent)
 
 
-def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype that a product x must have: fp32, or that of the weights, as cuBLAS writes it."""
-    return weight.dtype if x.dtype == weight.dtype else torch.float32
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype that a product x must have: fp32, or 16 bits, as cuBLAS writes it."""
+    return x.dtype if x.dtype in SIXTEEN_BITS else torch.float32
 
 
 def _shape(weight: Tensor, bias: Tensor | None, tokens: int, rounded: bool) -> tuple:
@@ -83,7 +83,7 @@ def short_conv_reference(
 def check_recurrence(op: str, x: Tensor, position: Tensor, ring: Tensor, state: Tensor, conv: Tensor, shape: Any) -> None:
     """Check what a step reads and writes besides a layer's own parameters. shape: has its `columns`, `channels` and `matrix`"""
     rows = len(ring)
-    require(op, "x", x, product_dtype(x, conv), (rows, shape.columns), x.device, "a product writes it")
+    require(op, "x", x, product_dtype(x), (rows, shape.columns), x.device, "a product writes it")
     require(op, "position", position, torch.int32, (rows,), x.device, "a step takes one token of each row")
     require(op, "ring", ring, None, (rows, "places", shape.channels), x.device, "it is written in place")
     require(op, "state", state, torch.float32, (rows, *shape.matrix), x.device, "it is written in place")
