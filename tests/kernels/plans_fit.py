@@ -108,8 +108,6 @@ SHAPES: dict[str, list[tuple]] = {
         (None, 0.0, 256, False),
         (1.0, 0.0, 0, True, 1.0, False),
         (None, 0.0, 0, True, 1.0, True),
-        (None, 0.0, 0, True, None, False, "relu2", False),
-        (None, 0.0, 0, True, 1.0, False, "gelu_tanh", True),
     ],
     "norm_products": [(), (1.0,), (None,), (0.0, True, True), (None, True, False)],
     "norm_rows": [(), (1.0,)],

@@ -157,15 +157,11 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
             ("select_experts", form_of_routing(routing)),
             *((op, ()) for op in ("column_gate_up", "column_down", "add_slots")),
         ]
-    if isinstance(mlp, UngatedWeights):
-        calls.append((product, form(in_product(mlp.norm), 0.0, unit=() if prefix else (mlp.activation, False))))
-    else:
-        calls.append((gate_up, form(norm, activation)))
+    calls.append((product, form(norm, 0.0)) if isinstance(mlp, UngatedWeights) else (gate_up, form(norm, activation)))
     if extra is not None:
-        unit = extra.activation, True
-        calls += [(product, form(None, 0.0)), ("activate_rows", unit)] if prefix else [(product, form(None, 0.0, unit=unit))]
+        calls += [(product, form(None, 0.0)), ("activate_rows", (extra.activation, True))]
     if defers_norms(live, weights):
-        calls = deferred_calls(live)
+        calls = deferred_calls(live) + [call for call in calls if call[0] == "activate_rows"]
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
@@ -175,8 +171,7 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
     for part in (part for layer in live.layers for part in layer.parts if live.adapted and part.groups()):
         *inputs, output = part.groups()
         first = (gate_up, activation) if isinstance(part, DenseWeights) else (product, 0.0)
-        unit = (part.activation, False) if isinstance(part, UngatedWeights) else ()
-        calls += [(first[0], form(norm, first[1], added=form_of_layers(*group), unit=unit)) for group in inputs]
+        calls += [(first[0], form(norm, first[1], added=form_of_layers(*group))) for group in inputs]
         calls.append((add, form_of_layers(*output)))
     return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
 
@@ -187,11 +182,9 @@ def deferred_calls(live: WeightView | HostView) -> list[Call]:
     calls: list[Call] = [("norm_product", form(first.attention.norm, 0.0)), ("norm_product", form(None, 0.0))]
     last = post = first.parts[-1].post_norm.offset, first.factor is not None
     for part in first.parts:
-        if isinstance(part, DenseWeights):
-            calls.append(("norm_gate_up", form(in_product(part.norm), part.activation, post=post)))
-        else:
-            own: tuple = () if part is first.attention else (part.activation, part is first.extra)
-            calls.append(("norm_product", form(in_product(part.norm), 0.0, post=post, unit=own)))
+        gated = isinstance(part, DenseWeights)
+        op, rest = ("norm_gate_up", part.activation) if gated else ("norm_product", 0.0)
+        calls.append((op, form(part.norm, rest, post=post)))
         post = part.post_norm.offset, False
     return [*calls, ("norm_product", form(live.norm, live.shape.logit_cap, post=last))]
 

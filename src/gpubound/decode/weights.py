@@ -161,15 +161,6 @@ class DenseLinear:
         last = adapters_for(self.added, len(x)), pending
         return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, *last)
 
-    def norm_up(
-        self, x: Tensor, norm: Norm | None, activation: str, by: Tensor | None, scratch: Tensor, out: Tensor, mode: int,
-        pending: PendingOutput | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return activation(the product) · by. scratch: fp32 of out's shape, which packed weights need"""
-        (up, *_), (bias, *_) = self._operands
-        last = mode, 0.0, adapters_for(self.added, len(x)), pending, activation, by
-        return norm_product(x, norm, up, None, None, bias, None, None, out, None, None, *last)
-
     def norm_gate_up(
         self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int, pending: PendingOutput | None = None
     ) -> None:

@@ -67,7 +67,6 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-ACTIVATED = ACTIVATIONS | {"relu": F.relu, "relu2": lambda x: F.relu(x).square()}  # of products without a gate
 
 
 class Norm(NamedTuple):
@@ -106,12 +105,8 @@ def norm_product(
     cap: float = 0.0,
     adapters: StepAdapters | None = None,
     pending: PendingOutput | None = None,
-    activation: str = "",
-    by: Tensor | None = None,
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) concatenated.
-
-    With an activation, one of ACTIVATED, activation(out) · by, in any dtype; by (B, rows, fp32) may be absent.
 
     With `cap`, cap · tanh(out / cap) of it. With `pending`, of the x that it describes. Without a norm and
     it, x may be in the weight's dtype.
@@ -127,40 +122,35 @@ def norm_product(
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
     check_stream("norm_product", x, norm, *weights, rounded=norm is None and pending is None)
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
-    require("norm_product", "out", out, None if activation else torch.float32, (x.shape[0], rows), x.device, WRITTEN)
+    require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
-    _check_unit("norm_product", activation, by, out, best)
     check_adapters("norm_product", adapters, x, [len(w) for w in weights])
     check_pending("norm_product", pending, x, adapters)
-    unit = (activation, by is not None) if activation else ()
-    shape = form(norm, cap, added=form_of(adapters), post=form_of_pending(pending), unit=unit)
-    last = dependent, cap, adapters, pending, activation, by
-    kernel = implementation("norm_product", weight, None, shape)
-    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, *last)
+    kernel = implementation(
+        "norm_product", weight, None, form(norm, cap, added=form_of(adapters), post=form_of_pending(pending))
+    )
+    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters, pending)
     return out
 
 
 @definition(
-    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True, post=None, factor=False, activation="", by=False: (
-        *draw_stream(g, 48, offset), *_draw_qkv_outputs(g, activation), 0, cap,
-        _draw_adapters(g, 48, (32, 16, 16), rank, fp32), _draw_pending(g, post, factor),
-        activation, draw(g, 2, 64).detach() if by else None,
+    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True, post=None, factor=False: (
+        *(*draw_stream(g, 48, offset), *_draw_qkv_outputs(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, fp32),
+        _draw_pending(g, post, factor),
     )
 )  # fmt: skip
 @torch.no_grad()
 def norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None, pending: PendingOutput | None = None, activation: str = "",
-    by: Tensor | None = None,
+    cap: float = 0.0, adapters: StepAdapters | None = None, pending: PendingOutput | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     x = _added_to(x, pending)
-    normed = rms_normed(x, norm).to(torch.promote_types(x.dtype, torch.float32))
+    normed = rms_normed(x, norm).to(out.dtype)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
     products = [_times(normed, w, b) for w, b in parts if w is not None]
-    y = capped_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1), cap)
-    y = ACTIVATED[activation](y) if activation else y
-    out.copy_(y if by is None else y * by)
+    out.copy_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1))
+    capped_(out, cap)
     if best is not None and arg is not None:
         size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows of a partial maximum
         padded = F.pad(out, (0, size * best.shape[1] - out.shape[1]), value=float("-inf"))
@@ -337,15 +327,6 @@ def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: T
     require(op, "arg", arg, torch.int32, (len(x), columns), x.device, WRITTEN)
 
 
-def _check_unit(op: str, activation: str, by: Tensor | None, out: Tensor, best: Tensor | None) -> None:
-    if activation and activation not in ACTIVATED:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATED)}, got {activation!r}.")
-    if by is not None:
-        require(op, "by", by, torch.float32, tuple(out.shape), out.device, "it has one number for each of out")
-    if (best is not None and activation) or (by is not None and not activation):
-        raise ValueError(f"{op}: best is of outputs without an activation, and by of outputs with one; leave one of them out.")
-
-
 def check_pending(op: str, pending: PendingOutput | None, x: Tensor, adapters: StepAdapters | None) -> None:
     if pending is None:
         return
@@ -369,13 +350,8 @@ def form_of_pending(pending: PendingOutput | None) -> tuple:
     return () if pending is None else (pending.norm.offset, pending.factor is not None)
 
 
-def form(norm: Norm | None, *rest: Any, added: tuple = (), post: tuple = (), unit: tuple = ()) -> tuple:
-    """Return the example arguments for a call; none for the default.
-
-    added: `form_of` its adapters; post: `form_of_pending`; unit: an activation, and whether its result is multiplied by another
-    """
-    if unit:
-        return None if norm is None else norm.offset, *rest, *(added or (0, True)), *(post or (None, False)), *unit
+def form(norm: Norm | None, *rest: Any, added: tuple = (), post: tuple = ()) -> tuple:
+    """Return the example arguments for a call; none for the default. added: `form_of` its adapters; post: `form_of_pending`."""
     if post:
         return None if norm is None else norm.offset, *rest, 0, True, *post
     if added:
@@ -399,9 +375,7 @@ def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> t
     return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
 
 
-def _draw_qkv_outputs(generator: torch.Generator, activation: str = "") -> tuple[Tensor | None, ...]:
-    if activation:
-        return *draw_qkv(generator), draw(generator, 2, 64), None, None
+def _draw_qkv_outputs(generator: torch.Generator) -> tuple[Tensor, ...]:
     return *draw_qkv(generator), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
 
 
