@@ -9,18 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
-from gpubound.decode import layer
 from gpubound.decode.layer import DenseMLP
-from gpubound.decode.transformer import PARTS, FusedRunner, kernel_calls
+from gpubound.decode.transformer import PARTS, FusedRunner
 from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat
-from gpubound.kernels import decode_attention, dispatch, norm_product
+from gpubound.kernels import decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models import hf_modules as family
 from gpubound.models.decoding import DenseWeights, Linear, plain_linear, plain_norm
 from gpubound.models.reader import Reader
 from tests.messages import message
 
-from ..kernels.cases import same
 from . import cases
 
 
@@ -130,37 +128,3 @@ def test_attention_reads_positions_and_old_keys_behind_a_fence(monkeypatch, devi
         body.step(token, position)
         assert made == [fence] + [mode] * (launches - 1)
         made.clear()
-
-
-@pytest.mark.parametrize("kind, parts", [("Gemma3", 4), ("Gemma4", 12), ("Glm4", 4), ("Olmo2", 4)])
-def test_norms_of_outputs_are_part_of_the_next_product(kind, parts, monkeypatch, device):
-    """In steps of few rows, and every product that they ask for is tested early. Steps of more rows have launches for them."""
-    fast, asked, alone = cases.shared(kind, str(device)), set(), []
-    body = fast.body
-
-    def noted(op, x, unable=None, shape=()):
-        asked.add((op, tuple(shape)))
-        return dispatch.implementation(op, x, unable, shape)
-
-    add_norm = layer.add_norm
-    monkeypatch.setattr(layer, "add_norm", lambda y, *rest: alone.append(len(y)) or add_norm(y, *rest))
-
-    @torch.no_grad()
-    def logits(rows):
-        token = torch.arange(3, 3 + rows, device=device, dtype=torch.int32)[:, None]
-        body.begin(token.flatten())
-        return body.step(token, torch.full_like(token, 5)).clone()
-
-    with monkeypatch.context() as early:
-        early.setattr("gpubound.kernels.decode_product.implementation", noted)
-        got = logits(2)
-    products = {call for call in asked if call[0] != "norm_rows"}
-    assert not alone and products <= set(kernel_calls(body.live, None))
-    same("wide", logits(3)[:2], got, 1e-4)
-    assert alone == [3] * parts
-    monkeypatch.setattr(body, "deferred", False)
-    same("separate", logits(2), got, 1e-5)
-    assert alone[parts:] == [2] * parts
-    assert [how for what, how, _ in body.report() if what == f"{parts} x norm, residual add"] == [
-        f"{body.workspace.kernels}: the next product"
-    ]

@@ -5,7 +5,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.decode_product import Norm, PendingOutput
+from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
 from tests.messages import message, refusals
@@ -212,47 +212,3 @@ def test_a_norm_before_the_residual_add(device, dtype, hidden, offset):
     assert not left.any()
     normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.weight.float() + offset)
     same("stream", added, x + normed, 1e-5)
-
-
-@pairwise
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("columns", [128, 32])  # all of a row in one tile, and in three
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_what_is_pending_is_normed_and_added_first(device, dtype, rows, columns, offset, normed, scaled, monkeypatch):
-    """As add_norm before the product would, whose definition is separate; x and y stay as they are."""
-    hidden = 72
-    for kind, width in (("qkv", 24), ("gate_up", 16)):
-        monkeypatch.setitem(plans.TRIED, ("product", kind, (width, hidden)), MatrixPlan(4, columns, 4))
-    x, y = stream(device, rows, hidden), 5 * stream(device, rows, hidden, seed=1)
-    post, pre = (Norm(draw(device, dtype, hidden, seed=2 + i), 1e-2, offset) for i in range(2))
-    norm, factor = pre if normed else None, torch.tensor([0.625], device=device, dtype=dtype) if scaled else None
-    weight, gate, up = (draw(device, dtype, n, hidden, seed=4 + i) * hidden**-0.5 for i, n in enumerate((24, 16, 16)))
-    added, left = x.clone(), y.clone()
-    load("reference", "add_norm")(left, post, added, 0, factor)
-    no = [None] * 5
-
-    def pending():
-        return PendingOutput(y, post, torch.empty(rows, hidden, device=device), factor)
-
-    out, gated = torch.empty(rows, 24, device=device), torch.empty(rows, 16, device=device, dtype=dtype)
-    *_, got, _, _ = agree("norm_product", x, norm, weight, *no, out, None, None, 0, 0.0, None, pending())[:11]
-    want = torch.empty(rows, 24, device=device)
-    load("reference", "norm_product")(added, norm, weight, *no, want, None, None)
-    same("product", got, want, 1e-5)
-    *_, left = agree("norm_gate_up", x, norm, gate, up, None, None, gated, 0, "gelu_tanh", None, pending())
-    same("stream", left.to, added, 1e-5)
-
-
-def test_what_a_pending_row_needs(device):
-    x, norm, weight = stream(device, 1, 64), Norm(draw(device, torch.float32, 64), 1e-5), draw(device, torch.float32, 32, 64)
-    y, to = torch.zeros_like(x), torch.zeros_like(x)
-    refusals(
-        "kernels/decode_product:what_a_pending_row_needs",
-        lambda: kernels.norm_product(x, norm, weight, pending=PendingOutput(y.half(), norm, to)),
-        lambda: kernels.norm_product(x, norm, weight, pending=PendingOutput(y, norm, x)),
-        lambda: kernels.norm_product(x, norm, weight, pending=PendingOutput(y, norm, to[:, :32])),
-        lambda: kernels.norm_gate_up(x, norm, weight, weight, pending=PendingOutput(y, norm, to, to)),
-    )

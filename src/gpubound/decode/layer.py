@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels import activate_rows, add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope
 from ..kernels.decode_attention import MANY, Heads, Scratch
-from ..kernels.decode_product import EARLY, FENCE, Norm, PendingOutput, capped_
+from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
 from ..kernels.gated import gated
 from ..kernels.row_ops import ACTIVATED, LayerNorm
@@ -85,7 +85,6 @@ class Part:
     captures_prompts = True  # whether a graph can hold `prompt`
     factor: Tensor | None = None  # (1,): the stream is multiplied by it after the part
     output: Tensor | None = None  # a sum of parts that it is added to, in the place of the stream
-    deferred = False  # whether a GEMV after it norms and adds its output (transformer.LayerGroup.step_deferred)
 
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
@@ -217,9 +216,6 @@ class Part:
     def report(self) -> list[tuple[str, str, str]]:
         """Return (operation, implementation, reason) for the decoder's table."""
         rows = self.ops() if self._sum is None else [*self.ops(), ("norm, residual add", "add_norm", "")]
-        if self.deferred:
-            rows = [(what, op.replace("add_product", "norm_product"), why) for what, op, why in self.ops()]
-            rows.append(("norm, residual add", "the next product", "add_norm of more rows"))
         if isinstance(self.weights.norm, LayerNorm) and not self.reads_normed:
             rows = [("norm", "layer_norm_rows", ""), *rows]
         return [(what, f"{self.workspace.kernels}: {op}", why) for what, op, why in rows]
@@ -245,11 +241,11 @@ class CachedAttention(Part):
         self._finished = workspace.buffer("finished", rows * self.kv_heads, dtype=torch.int32)
         self._angles = workspace.no_rotation if w.table is None else workspace.tables[w.table]
 
-    def compute(self, x: Tensor, position: Tensor, mode: int, pending: PendingOutput | None = None) -> Tensor:
-        """Return the input of the last product in a step. pending: the output of the part before, which x does not have yet"""
+    def compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
+        """Return the input of the last product in a step."""
         rows, qkv = len(x), self._qkv[: len(x)]
         h, norm = self.operand(x, mode, self.first)
-        self.qkv.norm_product(h, norm, qkv, self.fenced(mode), pending=pending)
+        self.qkv.norm_product(h, norm, qkv, self.fenced(mode))
         self._attend(rows, qkv, position, mode)
         return self._mixed[:rows]
 
@@ -301,10 +297,10 @@ class DenseMLP(Part):
         self._gated = workspace.buffer("gated", workspace.rows, len(weights.gate.weight), dtype=workspace.dtype)
         self.gate_up_bytes = self.gate_up.nbytes  # that a step reads
 
-    def compute(self, x: Tensor, mode: int, pending: PendingOutput | None = None) -> Tensor:
+    def compute(self, x: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
         y, (h, norm) = self._gated[: len(x)], self.operand(x, mode)
-        self.gate_up.norm_gate_up(h, norm, self.weights.activation, y, mode, pending)
+        self.gate_up.norm_gate_up(h, norm, self.weights.activation, y, mode)
         return y
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
@@ -332,10 +328,10 @@ class UngatedMLP(Part):
         self._activated = workspace.buffer("activated", workspace.rows, width, dtype=workspace.dtype)
         self.gate_up_bytes = self.up.nbytes  # that a step reads
 
-    def compute(self, x: Tensor, mode: int, pending: PendingOutput | None = None) -> Tensor:
+    def compute(self, x: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
         up, (h, norm) = self._up[: len(x)], self.operand(x, mode)
-        self.up.norm_product(h, norm, up, mode, pending=pending)
+        self.up.norm_product(h, norm, up, mode)
         return activate_rows(up, self.weights.activation, self._activated[: len(x)], mode, self.inputs(len(x)))
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import (
-    PendingOutput,
     add_slots,
     column_down,
     column_gate_up,
@@ -289,8 +288,8 @@ class SharedExpert(DenseMLP):
         super().__init__(replace(weights.shared, norm=weights.norm), number, form, workspace)
         self.gate = weights.shared_gate
 
-    def compute(self, x: Tensor, mode: int, pending: PendingOutput | None = None) -> Tensor:
-        h = super().compute(x, mode, pending)
+    def compute(self, x: Tensor, mode: int) -> Tensor:
+        h = super().compute(x, mode)
         return h if self.gate is None else gate_rows(x, self.weights.norm, self.gate, h, mode)
 
     def prompt(self, h: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels import norm_rows, quantized_add_product, quantized_norm_gate_up, quantized_norm_product
 from ..kernels.accumulate import join_rows
-from ..kernels.decode_product import ACTIVATIONS, Norm, PendingOutput
+from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..kernels.packed_weights import Packed, join_packed
 from ..layers.linear_product import format_of
 from ..models.decoding import Linear, RowParts
@@ -77,10 +77,8 @@ class PackedLinear:
             torch.stack(self.biases, 1, out=self.alternate_bias.view(-1, 2))
 
     def norm_product(
-        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0,
-        pending: PendingOutput | None = None,
-    ) -> Tensor:  # fmt: skip
-        assert pending is None, "a packed product adds no norm"
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
+    ) -> Tensor:
         if len(self.parts) == 1:
             quantized_norm_product(x, norm, self.parts[0], self.bias, out, *best, mode, cap)
         else:
@@ -91,10 +89,7 @@ class PackedLinear:
             self.added.add(self._normed(x, norm), *out.split(self.counts, 1))
         return out
 
-    def norm_gate_up(
-        self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int, pending: PendingOutput | None = None
-    ) -> None:
-        assert pending is None, "a packed product adds no norm"
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (packed,) = self.parts
         if self.added is None:
             quantized_norm_gate_up(x, norm, packed, self.alternate_bias, out, mode, activation, self.turns == 2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..device import entered
 from ..errors import GenerateError
 from ..kernels import add_rms_norm, layer_norm_rows
-from ..kernels.decode_product import EARLY, LATE, Norm, PendingOutput, can_chain, capped_, form
+from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
 from ..kernels.expert_choice import form_of_routing
 from ..kernels.row_ops import LayerNorm
@@ -113,20 +113,6 @@ def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
     return next((rows for most, rows in TILED if largest <= most), 0)
 
 
-def defers_norms(live: WeightView | HostView, weights: str | None) -> bool:
-    """Return whether each part of a GEMV's step leaves its output's norm and addition to the next product.
-
-    All parts have a norm of their output, and are read as they are by kernels that take what is pending.
-    """
-    read = weights is None and not (live.coded or live.adapted or live.sliced)
-    kinds = AttentionWeights, DenseWeights, UngatedWeights, LayerInputWeights
-    parts = [part for layer in live.layers for part in layer.parts]
-    apart = not any(layer.attention.joined or layer.mlp.parallel for layer in live.layers)
-    norms = [live.norm, *(part.norm for part in parts)]
-    usual = apart and not any(isinstance(norm, LayerNorm) for norm in norms)
-    return read and usual and all(type(part) in kinds and part.post_norm is not None for part in parts)
-
-
 def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool = False, many: bool = False) -> list[Call]:
     """Return the products that the model's steps will call, so that their kernels' self-tests can begin in parallel.
 
@@ -160,8 +146,6 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
     calls.append((product, form(norm, 0.0)) if isinstance(mlp, UngatedWeights) else (gate_up, form(norm, activation)))
     if extra is not None:
         calls += [(product, form(None, 0.0)), ("activate_rows", (extra.activation, True))]
-    if defers_norms(live, weights):
-        calls = deferred_calls(live) + [call for call in calls if call[0] == "activate_rows"]
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
@@ -174,19 +158,6 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
         calls += [(first[0], form(norm, first[1], added=form_of_layers(*group))) for group in inputs]
         calls.append((add, form_of_layers(*output)))
     return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
-
-
-def deferred_calls(live: WeightView | HostView) -> list[Call]:
-    """Return the products of `LayerGroup.step_deferred`, and of the head after it."""
-    first, *_ = live.layers
-    calls: list[Call] = [("norm_product", form(first.attention.norm, 0.0)), ("norm_product", form(None, 0.0))]
-    last = post = first.parts[-1].post_norm.offset, first.factor is not None
-    for part in first.parts:
-        gated = isinstance(part, DenseWeights)
-        op, rest = ("norm_gate_up", part.activation) if gated else ("norm_product", 0.0)
-        calls.append((op, form(part.norm, rest, post=post)))
-        post = part.post_norm.offset, False
-    return [*calls, ("norm_product", form(live.norm, live.shape.logit_cap, post=last))]
 
 
 def in_product(norm: AnyNorm) -> Norm | None:
@@ -219,8 +190,6 @@ class LayerGroup:
         self.cache = Cache(config, {number: layers[number] for number in stage.layers}, live.dtype, self.device, rings)
         self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
         self.layers: list[Layer] = []
-        few = min(self.workspace.rows, GEMV_ROWS), live.shape.hidden
-        self.spare, self.output = (self.workspace.buffer(name, *few) for name in ("spare stream", "output"))
         self.hidden_states: Any = None  # of draft_head.py, which keeps the stream before some layers
 
     def report(self, number: int) -> tuple[str, str, str]:
@@ -238,26 +207,6 @@ class LayerGroup:
             layer.parts[-1].factor = weights.factor
             layer.mlp.reads_normed = layer.mlp.weights.parallel and _same(*(part.weights.norm for part in layer.parts[:2]))
         self.workspace.adapting.close()
-
-    def step_deferred(self, x: Tensor, position: Tensor, mode: int) -> tuple[Tensor, PendingOutput | None]:
-        """Run layers as `step` does whose outputs are normed: the first product of a part also adds the output before it.
-
-        Return the stream, and the last output, which it does not have yet. A product cannot write the sum where its programs
-        read the stream, so the stream moves between x and a second buffer.
-        """
-        spare, y = self.spare[: len(x)], self.output[: len(x)]
-        pending: PendingOutput | None = None
-        with entered(self.device):
-            for number, layer in zip(self.numbers, self.layers):
-                for part in layer.parts:
-                    h = part.compute(x, *((position,) if part is layer.attention else ()), mode, pending)
-                    if pending is not None:
-                        x, spare = spare, x
-                    if part is layer.attention and self.hidden_states is not None:
-                        self.hidden_states.keep(number, x)
-                    part.last.norm_product(h, None, y, mode)
-                    pending = PendingOutput(y, part.weights.post_norm, spare, part.factor)
-        return x, pending
 
     def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
@@ -449,14 +398,11 @@ class FusedRunner(ViewRunner):
         plain = all(part.post_norm is None for layer in live.layers for part in layer.parts)
         usual = not any(isinstance(layer.attention.norm, LayerNorm) or layer.mlp.parallel for layer in live.layers)
         copied = self.tiled_rows > 0 and plain and usual
-        self.deferred = len(self.spans) == 1 and defers_norms(live, self.config.weights)
         for group in self.spans:
             space = group.workspace
             space.gemv_rows = self.gemv_rows if self.tiled_rows else None
             space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
             group.read_weights(live, self.form)
-        for part in (part for layer in self.layers for part in layer.parts):
-            part.deferred = self.deferred
         self.embed, self.head, self.positions = live.embed, self.form.head(live.head), getattr(live, "positions", None)
         self.early_bytes = PackedFormat.early_bytes if live.coded else self.form.early_bytes
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
@@ -493,8 +439,6 @@ class FusedRunner(ViewRunner):
         mode, own_kernels = self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows)
         if self.hidden_states is not None:
             self.hidden_states.begin(position)
-        if self.deferred and rows <= self.gemv_rows:
-            return self.leave(*self.spans[0].step_deferred(x, position, mode))
         for group in self.spans:
             x, position = x.to(group.device), position.to(group.device)
             group.step(x, position, mode, own_kernels)
@@ -517,15 +461,15 @@ class FusedRunner(ViewRunner):
         group.step(x, position, self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows))
         group.cache.first = 0
 
-    def leave(self, x: Tensor, pending: PendingOutput | None = None) -> Tensor:
-        """Return the logits (B, V) of the stream x after the last layer. pending: an output that x does not have yet"""
+    def leave(self, x: Tensor) -> Tensor:
+        """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
         if rows > self.gemv_rows:
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
         best, norm = (self.best[:rows], self.arg[:rows]), self.live.norm
         if isinstance(norm, LayerNorm):
             x, norm = layer_norm_rows(x, norm, self.workspace.layer_normed[:rows], mode), None
-        logits = self.head.norm_product(x, norm, self.logits[:rows], mode, best, self.live.shape.logit_cap, pending)
+        logits = self.head.norm_product(x, norm, self.logits[:rows], mode, best, self.live.shape.logit_cap)
         if (scale := self.live.shape.logit_scale) != 1:
             logits *= scale
             best[0].mul_(scale)

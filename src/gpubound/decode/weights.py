@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from ..kernels import (
     Norm,
-    PendingOutput,
     add_product,
     add_routed,
     dequantize,
@@ -152,23 +151,19 @@ class DenseLinear:
         self._operands: Any = tuple(zip(*(layer[:2] for layer in layers), *missing))  # weights, biases
 
     def norm_product(
-        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0,
-        pending: PendingOutput | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
+    ) -> Tensor:
         (q, k, v), (q_bias, k_bias, v_bias) = self._operands
         if self.gemv_rows is not None and len(x) > self.gemv_rows:
             return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
-        last = adapters_for(self.added, len(x)), pending
-        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, *last)
+        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x)))
 
-    def norm_gate_up(
-        self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int, pending: PendingOutput | None = None
-    ) -> None:
+    def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._operands
         if self.gemv_rows is not None and len(x) > self.gemv_rows:
             tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
             return
-        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)), pending)
+        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)))
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         if self.gemv_rows is not None and len(h) > self.gemv_rows:

@@ -14,7 +14,6 @@ from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
 from .decode_product import (
     Norm as Norm,
-    PendingOutput as PendingOutput,
     add_norm as add_norm,
     add_product as add_product,
     norm_gate_up as norm_gate_up,

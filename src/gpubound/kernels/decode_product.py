@@ -77,18 +77,6 @@ class Norm(NamedTuple):
     offset: float = 0.0  # the gain is offset + weight
 
 
-class PendingOutput(NamedTuple):
-    """Output of a part that is not yet in the stream: a product reads (x + rms_norm(y)) · factor in the place of x.
-
-    It writes it to `to`, which is not x: all of its programs read x.
-    """
-
-    y: Tensor  # (B, hidden), fp32
-    norm: Norm
-    to: Tensor  # (B, hidden), fp32
-    factor: Tensor | None = None  # (1,)
-
-
 def norm_product(
     x: Tensor,
     norm: Norm | None,
@@ -104,12 +92,10 @@ def norm_product(
     dependent: int = 0,
     cap: float = 0.0,
     adapters: StepAdapters | None = None,
-    pending: PendingOutput | None = None,
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) concatenated.
 
-    With `cap`, cap · tanh(out / cap) of it. With `pending`, of the x that it describes. Without a norm and
-    it, x may be in the weight's dtype.
+    With `cap`, cap · tanh(out / cap) of it.
 
     `adapters` of the weights add to it, as to the results of the products below: decode_adapters.py.
 
@@ -120,33 +106,28 @@ def norm_product(
     weights, rows = side_by_side("norm_product", weight, k_weight, v_weight)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
-    check_stream("norm_product", x, norm, *weights, rounded=norm is None and pending is None)
+    check_stream("norm_product", x, norm, *weights)
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
     check_adapters("norm_product", adapters, x, [len(w) for w in weights])
-    check_pending("norm_product", pending, x, adapters)
-    kernel = implementation(
-        "norm_product", weight, None, form(norm, cap, added=form_of(adapters), post=form_of_pending(pending))
-    )
-    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters, pending)
+    kernel = implementation("norm_product", weight, None, form(norm, cap, added=form_of(adapters)))
+    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters)
     return out
 
 
 @definition(
-    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True, post=None, factor=False: (
-        *(*draw_stream(g, 48, offset), *_draw_qkv_outputs(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, fp32),
-        _draw_pending(g, post, factor),
+    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True: (
+        *(*draw_stream(g, 48, offset), *_draw_qkv_outputs(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, fp32)
     )
 )  # fmt: skip
 @torch.no_grad()
 def norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None, pending: PendingOutput | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    x = _added_to(x, pending)
-    normed = rms_normed(x, norm).to(out.dtype)
+    cap: float = 0.0, adapters: StepAdapters | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    normed = rms_normed(x, norm)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
     products = [_times(normed, w, b) for w, b in parts if w is not None]
     out.copy_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1))
@@ -157,7 +138,7 @@ def norm_product_reference(
         largest = padded.view(*best.shape, size).max(-1)
         best.copy_(largest.values)  # NaN if any is
         arg.copy_(largest.indices + torch.arange(best.shape[1], device=x.device) * size)
-    return (out, best, arg) if pending is None else (out, best, arg, pending.to)
+    return out, best, arg
 
 
 def norm_gate_up(
@@ -171,12 +152,8 @@ def norm_gate_up(
     dependent: int = 0,
     activation: str = "silu",
     adapters: StepAdapters | None = None,
-    pending: PendingOutput | None = None,
 ) -> Tensor:
-    """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS.
-
-    With `pending`, of the x that it describes.
-    """
+    """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS."""
     if out is None:
         out = torch.empty(x.shape[0], gate.shape[0], device=x.device, dtype=gate.dtype)
     check_stream("norm_gate_up", x, norm, gate, up)
@@ -185,29 +162,23 @@ def norm_gate_up(
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
     check_adapters("norm_gate_up", adapters, x, [len(gate), len(up)])
-    check_pending("norm_gate_up", pending, x, adapters)
-    kernel = implementation(
-        "norm_gate_up", gate, None, form(norm, activation, added=form_of(adapters), post=form_of_pending(pending))
-    )
-    kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters, pending)
-    return out
+    kernel = implementation("norm_gate_up", gate, None, form(norm, activation, added=form_of(adapters)))
+    return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters)
 
 
 @definition(
-    lambda g, offset=0.0, activation="silu", rank=0, fp32=True, post=None, factor=False: (
-        *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, fp32),
-        _draw_pending(g, post, factor),
+    lambda g, offset=0.0, activation="silu", rank=0, fp32=True: (
+        *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, fp32)
     )
 )  # fmt: skip
 @torch.no_grad()
 def norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None, pending: PendingOutput | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    normed = rms_normed(_added_to(x, pending), norm)
+    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
+) -> Tensor:  # fmt: skip
+    normed = rms_normed(x, norm)
     gated = ACTIVATIONS[activation](_times(normed, gate, gate_bias) + _added(adapters, 0, normed))
-    out.copy_(gated * (_times(normed, up, up_bias) + _added(adapters, 1, normed)))
-    return (out,) if pending is None else (out, pending.to)
+    return out.copy_(gated * (_times(normed, up, up_bias) + _added(adapters, 1, normed)))
 
 
 def add_product(
@@ -260,14 +231,6 @@ def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.to(x.dtype) + norm.offset)
-
-
-def _added_to(x: Tensor, pending: PendingOutput | None) -> Tensor:
-    if pending is None:
-        return x
-    y, norm, to, factor = pending
-    torch.add(x, rms_normed(y, norm), out=to)
-    return to if factor is None else to.mul_(factor)
 
 
 def capped_(x: Tensor, cap: float) -> Tensor:
@@ -327,33 +290,13 @@ def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: T
     require(op, "arg", arg, torch.int32, (len(x), columns), x.device, WRITTEN)
 
 
-def check_pending(op: str, pending: PendingOutput | None, x: Tensor, adapters: StepAdapters | None) -> None:
-    if pending is None:
-        return
-    if adapters is not None:
-        raise ValueError(f"{op}: got pending and adapters, whose programs read x as it is; call add_norm before.")
-    require(op, "pending.y", pending.y, torch.float32, tuple(x.shape), x.device, "it is added to x")
-    require(op, "pending.to", pending.to, torch.float32, tuple(x.shape), x.device, WRITTEN)
-    require(op, "pending.norm.weight", pending.norm.weight, None, x.shape[1:], x.device, "it has one weight for each column")
-    if pending.factor is not None:
-        require(op, "pending.factor", pending.factor, None, (1,), x.device, "it is one number for the stream")
-    if pending.to.data_ptr() in (x.data_ptr(), pending.y.data_ptr()):
-        raise ValueError(f"{op}: pending.to is x or y, which every program reads; give it another buffer.")
-
-
 def check_activation(op: str, activation: str) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
 
 
-def form_of_pending(pending: PendingOutput | None) -> tuple:
-    return () if pending is None else (pending.norm.offset, pending.factor is not None)
-
-
-def form(norm: Norm | None, *rest: Any, added: tuple = (), post: tuple = ()) -> tuple:
-    """Return the example arguments for a call; none for the default. added: `form_of` its adapters; post: `form_of_pending`."""
-    if post:
-        return None if norm is None else norm.offset, *rest, 0, True, *post
+def form(norm: Norm | None, *rest: Any, added: tuple = ()) -> tuple:
+    """Return the example arguments for a call; none for the default. added: `form_of` its adapters."""
     if added:
         return None if norm is None else norm.offset, *rest, *added
     if norm is None:
@@ -385,13 +328,6 @@ def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | fl
 
 def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, fp32: bool) -> StepAdapters | None:
     return draw_adapters(g, inputs, outputs, rank, fp32) if rank else None
-
-
-def _draw_pending(g: torch.Generator, post: float | None, factor: bool) -> PendingOutput | None:
-    if post is None:
-        return None
-    scale = draw(g, 1).detach() if factor else None
-    return PendingOutput(draw(g, 2, 48).detach(), Norm(draw(g, 48), 1e-6, post), zeros(2, 48), scale)
 
 
 def draw_gate_up(generator: torch.Generator, rows: int = 2, hidden: int = 48, width: int = 40) -> tuple[Tensor, ...]:

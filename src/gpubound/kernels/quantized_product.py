@@ -85,7 +85,7 @@ def quantized_norm_product(
 def quantized_norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
     dependent: int = 0, cap: float = 0.0,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     return norm_product_reference(x, norm, unpack(weight), None, None, bias, None, None, out, best, arg, 0, cap)
 
 
@@ -124,8 +124,7 @@ def quantized_norm_gate_up_reference(
     both = unpack(gate_up)
     gate, up = both.unflatten(0, (-1, 2)).unbind(1) if alternate else both.chunk(2)
     gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
-    norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, 0, activation)
-    return out
+    return norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, 0, activation)
 
 
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:

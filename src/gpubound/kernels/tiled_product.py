@@ -107,7 +107,7 @@ def tiled_norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
     dependent: int = 0, activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    return norm_gate_up_reference(x.float(), norm, gate, up, gate_bias, up_bias, out, dependent, activation)[0]
+    return norm_gate_up_reference(x.float(), norm, gate, up, gate_bias, up_bias, out, dependent, activation)
 
 
 def tiled_add_product(

@@ -87,47 +87,17 @@ def _gained(x, norm_ptr, col, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.cons
 
 
 @triton.jit
-def _factor_of(y_ptr, col, eps, K: tl.constexpr, C: tl.constexpr):
-    """Return the factor of an RMSNorm of a row y, without the gain."""
-    square = tl.zeros([C], tl.float32)
-    for start in tl.static_range(0, K, C):  # unrolled: all of the row is asked for before any of it is there
-        y = _row(y_ptr + start, col, K - start, K % C == 0)
-        square += y * y
-    return 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
-
-
-@triton.jit
-def _with_pending(x, y_ptr, post_ptr, to_ptr, by, factor, col, K: tl.constexpr, EVEN: tl.constexpr, POST: tl.constexpr):
-    """Return a tile of (x + the normed y) · factor, which the first program writes. by: `_factor_of` the row y."""
-    x += _gained(_row(y_ptr, col, K, EVEN) * by, post_ptr, col, K, EVEN, POST)
-    if factor is not None:
-        x *= tl.load(factor).to(tl.float32)
-    if tl.program_id(0) == 0:  # not in the mask: all programs would bring x into the layout of a store
-        tl.store(to_ptr + col, x, mask=col < K)
-    return x
-
-
-@triton.jit
 def _products(x_ptr, norm_ptr, w_ptr, w, row, col, left, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-              WHOLE: tl.constexpr, GAIN: tl.constexpr, DEPENDENT: tl.constexpr = 0, y_ptr=None, post_ptr=None, to_ptr=None,
-              factor=None, post_eps=0.0, POST: tl.constexpr = None):  # fmt: skip
+              WHOLE: tl.constexpr, GAIN: tl.constexpr, DEPENDENT: tl.constexpr = 0):  # fmt: skip
     """A row of x, times its norm's gain, with R rows of a weight, `left` of which are there, by column; and x's squares.
 
-    w: the first tile of the weight, which was asked for before x was there. y_ptr: a row to be normed and added to x."""
+    w: the first tile of the weight, which was asked for before x was there."""
     EVEN: tl.constexpr = K % C == 0
     total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
-    if y_ptr is not None:
-        ahead = _row(x_ptr, col, K, EVEN)  # asked for together with y
-        by = _factor_of(y_ptr, col, post_eps, K, C)
     for start in range(0, K, C):
-        if y_ptr is None:
-            x = _fresh_row(x_ptr + start, col, K - start, EVEN, DEPENDENT)
-        else:
-            x = _with_pending(ahead, y_ptr + start, post_ptr + start, to_ptr + start, by, factor, col, K - start, EVEN, POST)
+        x = _fresh_row(x_ptr + start, col, K - start, EVEN, DEPENDENT)
         total += w.to(tl.float32) * _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
         square += x * x
         if start + C < K:
             w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-            if y_ptr is not None:
-                ahead = _row(x_ptr + start + C, col, K - start - C, EVEN)
     return total, square

@@ -3,8 +3,7 @@
 A program owns some rows of a weight and all of the columns; each row of x is multiplied by the same code in the same order,
 whatever the number of rows, so that a sequence decodes to the same bits alone and in a batch. The norm is fused: its sum of
 squares is computed from the x that the product reads, and its factor applied to the sum. GAIN is the norm's offset, or None
-without a norm. A row that is pending is normed and added by every program, each for itself, from the L2: the launch that it
-would take otherwise begins when the last product has ended, and the next product begins when it has.
+without a norm.
 
 Norms that are fused into no product have a program for each row, which holds the whole row.
 """
@@ -17,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_adapters import StepAdapters
-from ..decode_product import Norm, PendingOutput
+from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
 from ._launch import at_once, bump_versions, launch_product, options
 from ._math import capped
-from ._pdl import _begin, _end, _factor_of, _gained, _products, _row, _tile, _wait, _with_pending
+from ._pdl import _begin, _end, _gained, _products, _row, _tile, _wait
 from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
 from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 
@@ -40,11 +39,11 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
-                         q_rows, k_rows, rows, table, ids, narrow, before, columns, split, second, emptied, ahead, pending,
-                         post, to, scale, post_eps, B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                         BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, CAP: tl.constexpr,
+                         q_rows, k_rows, rows, table, ids, narrow, before, columns, split, second, emptied, ahead,
+                         B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+                         BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, CAP: tl.constexpr,
                          RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr,
-                         POST: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                         DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
     if table is not None:
@@ -73,11 +72,7 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     for b in tl.static_range(B):
         if b > 0 and C < K:
             w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
-        if pending is None:
-            total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN)
-        else:
-            total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN, 0,
-                                      pending + b * K, post, to + b * K, scale, post_eps, POST)  # fmt: skip
+        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN)
         if b == B - 1:
             _end(DEPENDENT)
         if table is not None:
@@ -102,11 +97,10 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
 
 @triton.jit
 def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, table,
-                         ids, narrow, before, columns, split, second, emptied, ahead, pending, post, to, scale, post_eps,
-                         B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
-                         WHOLE: tl.constexpr, GAIN: tl.constexpr, ACTIVATION: tl.constexpr, RANKS: tl.constexpr,
-                         MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, POST: tl.constexpr,
-                         DEPENDENT: tl.constexpr):  # fmt: skip
+                         ids, narrow, before, columns, split, second, emptied, ahead, B: tl.constexpr, K: tl.constexpr,
+                         R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+                         ACTIVATION: tl.constexpr, RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr,
+                         TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
     if table is not None:
@@ -137,15 +131,8 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
             g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
         gate, up = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
         square = tl.zeros([C], tl.float32)
-        if pending is not None:
-            next_x = _row(x_ptr + b * K, col, K, EVEN)  # asked for together with the pending row
-            by = _factor_of(pending + b * K, col, post_eps, K, C)
         for start in range(0, K, C):
-            if pending is None:
-                x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            else:
-                at = b * K + start
-                x = _with_pending(next_x, pending + at, post + start, to + at, by, scale, col, K - start, EVEN, POST)
+            x = _row(x_ptr + b * K + start, col, K - start, EVEN)
             normed = _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
             gate += g.to(tl.float32) * normed
             up += u.to(tl.float32) * normed
@@ -153,8 +140,6 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
             if start + C < K:
                 g = _tile(gate_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
                 u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-                if pending is not None:
-                    next_x = _row(x_ptr + b * K + start + C, col, K - start - C, EVEN)
         if b == B - 1:
             _end(DEPENDENT)
         if table is not None:
@@ -232,13 +217,6 @@ def _way(use: str, adapters: StepAdapters | None) -> str:
     return use if adapters is None else ADAPTED + use
 
 
-def _pending_arguments(pending: PendingOutput | None) -> dict[str, Any]:
-    if pending is None:
-        return {**dict.fromkeys(("pending", "post", "to", "scale", "POST")), "post_eps": 0.0}
-    y, (post, eps, offset), to, factor = pending
-    return {"pending": y, "post": post, "to": to, "scale": factor, "POST": offset, "post_eps": eps}
-
-
 def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
     """Weight, eps and GAIN of a kernel whose norm may be absent."""
     return (None, 0.0, None) if norm is None else norm
@@ -248,8 +226,8 @@ def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
 def norm_product(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None, pending: PendingOutput | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    cap: float = 0.0, adapters: StepAdapters | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
@@ -262,28 +240,25 @@ def norm_product(
         _norm_product_kernel, job_of("product", _way(use, adapters), (rows, width, *parts), weight), width, 1, dependent, x,
         norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
         BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **_adapter_arguments(adapters, len(x), width),
-        **_pending_arguments(pending),
     )  # fmt: skip
-    written = (out, best, arg) if pending is None else (out, best, arg, pending.to)
-    bump_versions(*written)
-    return written
+    bump_versions(out, best, arg)
+    return out, best, arg
 
 
 @torch.no_grad()
 def norm_gate_up(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None, pending: PendingOutput | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
+) -> Tensor:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     rows, width = gate.shape
     launch_product(
         _norm_gate_up_kernel, job_of("product", _way("gate_up", adapters), (rows, width, rows), gate), width, 1, dependent, x,
         norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
-        ACTIVATION=activation, **_adapter_arguments(adapters, len(x), width), **_pending_arguments(pending),
+        ACTIVATION=activation, **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
-    written = (out,) if pending is None else (out, pending.to)
-    bump_versions(*written)
-    return written
+    bump_versions(out)
+    return out
 
 
 @torch.no_grad()

@@ -223,7 +223,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 def quantized_norm_product(
     x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
     dependent: int = 0, cap: float = 0.0,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     use, height = "qkv", None
     if best is not None:
