@@ -295,7 +295,9 @@ def _attend(
     (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if indices[-1] is None else indices[-1].shape[1]
     padded = max(16, power_of_two(width))
     bytes_shared, size = _chip(q).shared_bytes - SPARE, padded * q.element_size()  # and bytes of a key
-    stages = max(1, min(3, (bytes_shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
+    # A step over pages, 256 rows of 200 keys on an H200: 80 us by 2 stages, 82 by 3, 90 by one.
+    most = 2 if blocks > 1 and q.shape[1] == 1 else 3
+    stages = max(1, min(most, (bytes_shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
     _invariant_attention_kernel[(programs, kv_heads)](
         q, k, v, out, lse, *indices, *shared, scale * LOG2_E, *strides[0], *strides[1], tokens, len(k), k.shape[-2], heads,
         width, padded, heads // kv_heads, blocks, blocks > 1, _rows(q, k), BLOCK, interpreted(), part, MEMBERS,
