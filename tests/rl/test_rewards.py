@@ -17,6 +17,13 @@ def test_regex_matches_the_whole_answer():
     assert Regex()(completions=["aa", "b"], pattern=["a+", "a+"]) == [1, 0]
 
 
+def test_what_is_no_regular_expression_is_found_before_a_run():
+    with pytest.raises(ValueError, match=r"exact_match: extract: got '\[', wanted a regular expression: "):
+        read_rewards({"exact_match": {"extract": "["}})
+    with pytest.raises(ValueError, match="regex: pattern: got 3, wanted a regular expression: "):
+        read_rewards({"regex": {"pattern": 3}})
+
+
 def test_unit_tests_run_the_last_block_of_code():
     good = "So:\n```python\ndef f(n):\n    return n + 1\n```\nThat is all."
     answers = [good, good.replace("+ 1", "+ 2"), "def f(n): return n + 1", "def f(n: return"]

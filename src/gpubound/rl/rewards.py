@@ -31,6 +31,14 @@ INTERRUPTS_IGNORED = (signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C 
 CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
+def _check_pattern(name: str, pattern: str | None) -> None:
+    """Raise a ValueError now: the first reward may be minutes away."""
+    try:
+        re.compile(pattern or "")
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{name}: got {shown(pattern)}, wanted a regular expression: {error}.") from None
+
+
 @dataclass(frozen=True)
 class ExactMatch:
     """1 where an answer is the row's `answer`, without white space around it; else 0.
@@ -39,6 +47,9 @@ class ExactMatch:
     """
 
     extract: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_pattern("exact_match: extract", self.extract)
 
     def __call__(self, completions: Sequence[str], answer: Sequence[Any], **_: Any) -> list[float]:
         return [float(self._answer(text) == str(wanted).strip()) for text, wanted in zip(completions, answer)]
@@ -55,6 +66,9 @@ class Regex:
     """1 where the whole answer, without white space around it, matches `pattern`; else 0. Without a pattern, the row's."""
 
     pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_pattern("regex: pattern", self.pattern)
 
     def __call__(self, completions: Sequence[str], pattern: Sequence[str] = (), **_: Any) -> list[float]:
         patterns = [self.pattern] * len(completions) if self.pattern is not None else pattern
