@@ -156,4 +156,5 @@ def test_a_hint_goes_by_the_meaning():
     known = [field.name for field in dataclasses.fields(Recipe)]
     assert "'lr'" in advice("learn_rate", known) and "'seq'" in advice("max_sequence_length", known)
     assert "'steps'" in advice("stepps", known) and "shuffled" in advice("shufle", known)
+    assert "option of dpo, as in objective_options: {beta: ...}" in advice("beta", known)
     assert len(advice("qqqq", known)) < 60, "no list of all keys"

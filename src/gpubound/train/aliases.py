@@ -205,6 +205,13 @@ def advice(name: Any, known: Collection[str]) -> str:
     """Return the end of a refusal of an unknown key: the one that means it or is most like it, else where all are listed."""
     if normal(name) in LORA_SAME.values() and "lora" in known:
         return f"it is a key of the section lora, as in lora: {{{normal(name)}: ...}}."
+    if "objective_options" in known:
+        from .objectives import OBJECTIVES, objective_class
+
+        classes = {objective: objective_class(objective) for objective in OBJECTIVES}
+        having = [of for of, kind in classes.items() if kind.of_corpus and normal(name) in getattr(kind, "__match_args__", ())]
+        if having:
+            return f"it is an option of {' and '.join(having)}, as in objective_options: {{{normal(name)}: ...}}."
     others = [alias for alias in ALIASES if alias not in known and SAME.get(alias, "").partition(".")[0] in ("", *known)]
     close = difflib.get_close_matches(normal(name)[:40], [*known, *others], n=1, cutoff=0.7)
     if not close or close[0] in known:
