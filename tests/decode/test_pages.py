@@ -84,15 +84,15 @@ class TestPool:
         cache = gb.decoder(cases.build("Llama", device=device), 4, 256, pages=9, verify=False).body.cache
         pool = PagePool(cache)
         assert pool.give(0, 200) and pool.give(2, 250, 0, 150) and pool.give(3, 10)
-        assert pool.held[2][:2] == pool.held[0][:2] and len(pool.free) == 9 - 4 - 2 - 1
+        assert pool.rows[2][:2] == pool.rows[0][:2] and len(pool.free) == 9 - 4 - 2 - 1
         pool.upload()
-        assert cache.pages.tolist() == [row + [0] * (4 - len(row)) for row in pool.held]
+        assert cache.pages.tolist() == [row + [0] * (4 - len(row)) for row in pool.rows]
         rows = torch.tensor([[0, 2], [3, 3]], device=device)
-        second = [[-1, -1, *pool.held[2][2:]], [-1] * 4]
+        second = [[-1, -1, *pool.rows[2][2:]], [-1] * 4]
         assert cache.copies(rows)[:, 1].tolist() == second and torch.equal(cache.copies(rows)[:, 0], cache.pages[rows[:, 0]])
         assert not pool.give(1, 200) and not pool.fits(200, [3]) and pool.fits(200, [2]) and pool.fits(129, [3])
-        kept = pool.held[0][:3]
-        assert pool.give(0, 250, 0, 150) and pool.held[0][:3] == kept  # its own ones, the last of them not full
+        kept = pool.rows[0][:3]
+        assert pool.give(0, 250, 0, 150) and pool.rows[0][:3] == kept  # its own ones, the last of them not full
         for row in range(4):
             pool.take(row)
         assert sorted(pool.free) == list(range(1, 10)) and not any(pool.users)
@@ -103,9 +103,9 @@ class TestPool:
         pool.give(0, 150), pool.give(1, 150, 0, 130)
         cache.stores[0].k.copy_(torch.arange(7, device=device).view(1, -1, 1, 1, 1).expand_as(cache.stores[0].k))
         pool.copy_tails([(0, 1, 128)])
-        assert cache.stores[0].k[0, pool.held[1][2]].unique().tolist() == [pool.held[1][2]]
+        assert cache.stores[0].k[0, pool.rows[1][2]].unique().tolist() == [pool.rows[1][2]]
         pool.copy_tails([(0, 1, 130)])
-        assert cache.stores[0].k[0, pool.held[1][2]].unique().tolist() == [pool.held[0][2]]
+        assert cache.stores[0].k[0, pool.rows[1][2]].unique().tolist() == [pool.rows[0][2]]
 
 
 @pytest.mark.slow

@@ -224,8 +224,8 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
             raise ValueError(f"there is no option {name}{f'; {near}' if '?' in near else '.'} See {prog} --help.")
 
     # Flags that repeat what the config file or the default says: tyro knows only those that change it.
-    said = {name if values[name] else f"--no-{name[2:]}" for name in flags}
-    argv = [word for word in argv if word not in said]
+    repeated = {name if values[name] else f"--no-{name[2:]}" for name in flags}
+    argv = [word for word in argv if word not in repeated]
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_primitive)
     _join_help_lines(kind)  # type: ignore[arg-type]

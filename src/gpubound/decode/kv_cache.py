@@ -482,13 +482,13 @@ class PagePool:
         if self.cache is not None and cache is not None and cache.layout.pages is not None:
             self.free = list(range(1, 1 + cache.layout.pages))
             self.users = [0] * (1 + cache.layout.pages)  # rows that have a page
-        self.held: list[list[int]] = [[] for _ in range(0 if cache is None else cache.rows)]  # each row's pages
+        self.rows: list[list[int]] = [[] for _ in range(0 if cache is None else cache.rows)]  # each row's pages
 
     def fits(self, limit: int, ended: Iterable[int]) -> bool:
         """Return whether there are pages for `limit` tokens, those of the rows that have `ended` included."""
         if self.cache is None:
             return True
-        counts = Counter(page for row in ended for page in self.held[row])
+        counts = Counter(page for row in ended for page in self.rows[row])
         return pages_for(limit) <= len(self.free) + sum(self.users[page] == count for page, count in counts.items())
 
     def give(self, row: int, limit: int, source: int | None = None, tokens: int = 0) -> bool:
@@ -498,36 +498,36 @@ class PagePool:
         """
         if self.cache is None:
             return True
-        kept = [] if source is None else self.held[source][: pages_for(tokens) if source == row else tokens // PAGE]
-        own = [page for page in self.held[row] if self.users[page] == 1 and page not in kept]
-        if (needed := pages_for(limit) - len(kept)) > len(self.free) + len(own):
+        shared = [] if source is None else self.rows[source][: pages_for(tokens) if source == row else tokens // PAGE]
+        own = [page for page in self.rows[row] if self.users[page] == 1 and page not in shared]
+        if (needed := pages_for(limit) - len(shared)) > len(self.free) + len(own):
             return False
-        for page in kept:
+        for page in shared:
             self.users[page] += 1
         self.take(row)
         new = [self.free.pop() for _ in range(needed)]
         for page in new:
             self.users[page] = 1
-        self.held[row] = kept + new
+        self.rows[row] = shared + new
         return True
 
     def take(self, row: int) -> None:
         """Take back the pages of a row. The row's steps write to page 0 from the next `upload` on."""
         if self.cache is not None:
-            for page in self.held[row]:
+            for page in self.rows[row]:
                 self.users[page] -= 1
                 if not self.users[page]:
                     self.free.append(page)
-            self.held[row] = []
+            self.rows[row] = []
 
     def move(self, source: int, target: int) -> None:
         if self.cache is not None:
-            self.held[target], self.held[source] = self.held[source], []
+            self.rows[target], self.rows[source] = self.rows[source], []
 
     def copy_tails(self, copied: list[tuple[int, int, int]]) -> None:
         """Copy the last page of a row's first tokens, unless it is full: (from a row, to a row, tokens) each."""
         pages = [
-            (self.held[source][tokens // PAGE], self.held[target][tokens // PAGE])
+            (self.rows[source][tokens // PAGE], self.rows[target][tokens // PAGE])
             for source, target, tokens in copied
             if tokens % PAGE
         ]
@@ -537,5 +537,5 @@ class PagePool:
     def upload(self) -> None:
         if self.cache is not None and self.cache.pages is not None:
             most = self.cache.pages.shape[1]
-            table = torch.tensor([row + [0] * (most - len(row)) for row in self.held], dtype=torch.int32, device="cpu")
+            table = torch.tensor([row + [0] * (most - len(row)) for row in self.rows], dtype=torch.int32, device="cpu")
             self.cache.pages.copy_(to_device(table, self.cache.device))

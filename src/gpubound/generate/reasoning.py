@@ -42,14 +42,14 @@ class Parts:
         self.mark = re.compile(f"({'|'.join(longest)})" if longest else "($.)")  # which matches nothing
         self.reasoning = bool(self.marks) and prompt.rstrip().endswith("<think>")
         self.name: str | None = None  # of a channel, while it arrives
-        self.held, self.begins, self.gemma = "", False, False
+        self.partial, self.begins, self.gemma = "", False, False
 
     def add(self, piece: str, last: bool = False) -> Iterator[tuple[bool, str]]:
         """Yield (whether it is reasoning, text) of what the piece completes."""
-        *parts, rest = self.mark.split(self.held + piece)
+        *parts, rest = self.mark.split(self.partial + piece)
         at = rest.rfind("<")  # a mark that has arrived in part
-        self.held = rest[at:] if not last and at >= 0 and any(mark.startswith(rest[at:]) for mark in self.marks) else ""
-        for part in [*parts, rest.removesuffix(self.held)]:
+        self.partial = rest[at:] if not last and at >= 0 and any(mark.startswith(rest[at:]) for mark in self.marks) else ""
+        for part in [*parts, rest.removesuffix(self.partial)]:
             if part in self.marks:
                 self._meet(part)
                 continue

@@ -3,8 +3,8 @@
 A decoder's cache is dead while a policy learns, and the activations of the step's graphs are dead while it samples. So the
 cache is one block of the graphs' pool. While it is free, captures take it for activations. Allocated again, it has the address
 that the decoder's graphs were captured with, since between replays nothing else of the pool is allocated. torch's allocator
-keeps account of both: it never gives a block to two of them. Where a tensor that outlives its graph's replay lies in the block,
-the next allocation has another address, which `take_back` reports.
+keeps account of both: it never gives a block to two of them. Where a tensor that outlives its graph's replay takes a part of
+the block, the next allocation has another address, which `take_back` reports.
 
 A tensor of the borrower that is dead meanwhile, too, such as the sums of gradients, may have the first bytes. Only the rest is
 then freed and allocated again, and the cache is over both.
@@ -27,8 +27,8 @@ from .runner import capture_stream
 ALIGNED = 512  # bytes, as the allocator's blocks are
 SMALL = 1 << 20  # bytes up to which the allocator has other blocks
 LEAST = 12 << 20  # bytes from which on the allocator reserves a segment for one block, of which a graph's outputs take nothing
-# Bytes of the pool beside the block, at most: the allocator takes the smallest free block that fits, so what a first call makes
-# and keeps, such as a rotary table, does not lie in the block.
+# Bytes of the pool besides the block, at most: the allocator takes the smallest free block that fits, so what a first call
+# makes and keeps, such as a rotary table, takes no part of the block.
 ASIDE = 1 << 26
 
 
@@ -49,7 +49,7 @@ class LentMemory:
         self._begin = 0  # the block's first byte in the memory: those before are of `first`
         self._address = 0
         if self.device.type == "cuda":
-            self.nbytes, self.pool = max(self.nbytes, LEAST), self._made_pool()
+            self.nbytes, self.pool = max(self.nbytes, LEAST), self._make_pool()
             if first is not None and SMALL < first.nbytes < self.nbytes - SMALL:
                 self._move_first(first)
         self.lent = True
@@ -58,7 +58,7 @@ class LentMemory:
             with self._allocating():
                 torch.empty(min(ASIDE, self.nbytes // 64), device=self.device, dtype=torch.uint8)
 
-    def _made_pool(self) -> Any:
+    def _make_pool(self) -> Any:
         """Return a pool that lives as long as this object and the graphs in it."""
         torch.cuda.empty_cache()
         index, pool = self.device.index, torch.cuda.graph_pool_handle()
@@ -66,7 +66,7 @@ class LentMemory:
         torch._C._cuda_endAllocateToPool(index, pool)
         finalize(self, torch._C._cuda_releasePool, index, pool).atexit = False
         with torch.cuda.device(self.device), torch.cuda.stream(capture_stream(self.device)):
-            # cuBLAS keeps a workspace of some 32 MB for each stream where it has multiplied, which is not to lie in the block.
+            # cuBLAS keeps a workspace of some 32 MB for each stream where it has multiplied: not in the block.
             for dtype in (torch.bfloat16, torch.float32):
                 square = torch.zeros(16, 16, device=self.device, dtype=dtype)
                 torch.addmm(square[0], square, square @ square)

@@ -148,8 +148,8 @@ def reads_shared(cache: LayerCache, heads: Heads, dtype: torch.dtype) -> bool:
 
     In 16 bits: in fp32 a row's result does not depend on the others.
     """
-    whole = heads.q_norm is not None and len(heads.q_norm.weight) > cache.k.shape[3]  # norms are over full rows
-    return dtype in SIXTEEN_BITS and not (whole or heads.window or heads.sinks is not None)
+    full_rows = heads.q_norm is not None and len(heads.q_norm.weight) > cache.k.shape[3]  # norms are over full rows
+    return dtype in SIXTEEN_BITS and not (full_rows or heads.window or heads.sinks is not None)
 
 
 def written(cache: LayerCache, out: Tensor) -> tuple[Tensor, ...]:
@@ -362,8 +362,8 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
     and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
     interleaved, sinks, gated, new, v_eps, shared = others + [False, False, False, 2, 0.0, False][len(others) :]
-    places = BLOCK + 10 if shared else 10
-    caches = [draw(generator, 2, kv, places, size) for _ in range(2)]
+    positions = BLOCK + 10 if shared else 10
+    caches = [draw(generator, 2, kv, positions, size) for _ in range(2)]
     if shared:
         caches = [frozen(torch.cat([t[1:, :, :BLOCK].expand(2, -1, -1, -1), t[:, :, BLOCK:]], 2)) for t in caches]
     cache = LayerCache(caches[0], caches[1])
@@ -373,7 +373,7 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
     if shared:
         cache = cache._replace(shared=SharedKeys(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(BLOCK, BLOCK)))
     qkv = draw(generator, 2, ((2 if gated else 1) * group + new) * kv * size).detach()
-    heads = Heads(*draw_angles(generator, places, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
+    heads = Heads(*draw_angles(generator, positions, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
     if sinks:
         heads = heads._replace(sinks=draw(generator, kv * group).detach())
     if full or offset:

@@ -88,8 +88,8 @@ def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
 
 @definition(lambda g: (draw(g, 16, 80), 1.7, 0.8))
 def clamped_glu_reference(packed: Tensor, alpha: float, limit: float) -> Tensor:
-    wide = packed.to(torch.promote_types(packed.dtype, torch.float32))
-    gate, up = wide[..., ::2].clamp(max=limit), wide[..., 1::2].clamp(-limit, limit)
+    pairs = packed.to(torch.promote_types(packed.dtype, torch.float32))
+    gate, up = pairs[..., ::2].clamp(max=limit), pairs[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(packed.dtype)
 
 

@@ -109,11 +109,11 @@ def _example(
 def sink_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, window: int | None = None, bounds: Tensor | None = None
 ) -> Tensor:
-    (B, T, H, D), (L, K), wide = q.shape, k.shape[1:3], torch.promote_types(q.dtype, torch.float32)
-    queries, keys, values = (t.to(wide).transpose(1, 2) for t in (q, k, v))
+    (B, T, H, D), (L, K), compute = q.shape, k.shape[1:3], torch.promote_types(q.dtype, torch.float32)
+    queries, keys, values = (t.to(compute).transpose(1, 2) for t in (q, k, v))
     queries = queries.reshape(B, K, H // K * T, D)  # a group's heads as queries of its one key head
     scores = (queries * scale @ keys.mT).view(B, H, T, L).masked_fill(hidden(q, k, window, bounds), float("-inf"))
-    sink = sinks.to(wide)[:, None, None]
+    sink = sinks.to(compute)[:, None, None]
     most = torch.maximum(scores.detach().amax(-1, keepdim=True), sink.detach())  # the result is the same for any number
     weights = (scores - most).exp()
     total = weights.sum(-1, keepdim=True) + (sink - most).exp()

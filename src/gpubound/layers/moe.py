@@ -124,7 +124,7 @@ class Permuted(torch.autograd.Function):
 
 class OwnBias(torch.autograd.Function):
     """Add bias[own[m]] to each row m of y (M, O), in place. The gradient of bias (E, O) is a product by ones, which is exact in
-    16 bits and sums in fp32: autograd's gradient of an index sorts the rows and adds thousands of them one by one."""
+    16 bits and sums in fp32: autograd's gradient of an index sorts the rows and adds thousands of them individually."""
 
     @staticmethod
     def forward(ctx, y, bias, own):

@@ -51,13 +51,13 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         within = source.scope(other) is not source.tree or other.lineno >= loops[-1].lineno
         if within and last_name(other) in READING:
             raise Refused(f"line {other.lineno} may read what is written: {last_name(other)}()")
-    there = f"def {NAME}(".encode() in source.data
-    taken = {NAME, "_writer", "_written", "atexit", "copy", "ThreadPoolExecutor"} & {
+    has_helper = f"def {NAME}(".encode() in source.data
+    used = {NAME, "_writer", "_written", "atexit", "copy", "ThreadPoolExecutor"} & {
         n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
     }
-    if taken and not there:
-        raise Refused(f"the name {min(taken)} is taken in this file")
-    edits = [] if there else imported_lines(source, *HELPER.splitlines())
+    if used and not has_helper:
+        raise Refused(f"the name {min(used)} is taken in this file")
+    edits = [] if has_helper else imported_lines(source, *HELPER.splitlines())
     for each in source.block(statement):
         if (writing := _called(each)) is not None and _writes(each):
             start, function = source.start(writing), source.end(writing.func)

@@ -334,13 +334,13 @@ def prove(
         proof = compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
         if proof.noise <= proof.tolerance or dry:
             return proof
-        few, same = max(min(steps, COMPARED), 3), dict[str, SeededRun]()
+        count, same = max(min(steps, COMPARED), 3), dict[str, SeededRun]()
         for side, job in jobs.items():
             report(f"--prove: two runs of the script differ by {proof.noise:.1e}; {side}, with deterministic algorithms")
-            same[side] = run_once(replace(job, steps=few, deterministic=True), side, Path(folder), ranks, 0)
+            same[side] = run_once(replace(job, steps=count, deterministic=True), side, Path(folder), ranks, 0)
         apart = difference(same["before"].losses, same["after"].losses)
         if apart > proof.tolerance:  # the patch, or a script that differs even so
-            again = run_once(replace(plain, steps=few, deterministic=True), "before", Path(folder), ranks, 0)
+            again = run_once(replace(plain, steps=count, deterministic=True), "before", Path(folder), ranks, 0)
             if difference(same["before"].losses, again.losses) > proof.tolerance:
                 return proof
     return replace(proof, losses=len(same["before"].losses), difference=apart, noise=0.0, scattered=proof.noise)

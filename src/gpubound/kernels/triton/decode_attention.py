@@ -490,9 +490,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             if tl.atomic_add(count_ptr + b * KV + kv, 1, sem="acq_rel") == parts - 1:
                 h = tl.arange(0, FEW)  # without the rows that tensor cores want: of two heads an eighth of the loads
                 ours = kv * GROUP + h[:, None]
-                there = (h < GROUP)[:, None] & inside[None]
-                low, high = _combined(mine, parts, h, i, there, GROUP, HALF, FEW, HP, TOGETHER)
-                _store(out_ptr + (b * KV * GROUP + ours) * D + i[None], row + (ours * Q + 1) * D + i[None], low, high, there,
+                mask = (h < GROUP)[:, None] & inside[None]
+                low, high = _combined(mine, parts, h, i, mask, GROUP, HALF, FEW, HP, TOGETHER)
+                _store(out_ptr + (b * KV * GROUP + ours) * D + i[None], row + (ours * Q + 1) * D + i[None], low, high, mask,
                        HALF, Q)  # fmt: skip
                 tl.store(count_ptr + b * KV + kv, 0)
     elif (split == 0) & (known == 0):  # a place that the cache does not have
@@ -512,15 +512,15 @@ def decode_attention(
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
     group, new = out.shape[1] // D // KV, new_heads(qkv, cache, out, heads)
-    few, HP = power_of_two(group), max(16, power_of_two(D // 2))
-    G = max(16, few)  # 16: the least that tensor cores take
-    most, kind, wide_dtype = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
+    least, HP = power_of_two(group), max(16, power_of_two(D // 2))
+    G = max(16, least)  # 16: the least that tensor cores take
+    most, kind, itemsize = LARGEST.get(cache.k.dtype), None, cache.k.element_size()
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
-        kind, wide_dtype = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
+        kind, itemsize = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
     pages, shared, state = page if cache.pages is not None else None, cache.shared, None
     if shared is not None:
-        lines = max(16 if wide_dtype == 4 else 32, power_of_two(group))
+        lines = max(16 if itemsize == 4 else 32, power_of_two(group))
         keys, warps = (64, 4) if D <= 128 else (16, 8)
         state = torch.empty(len(position), KV, group, D + 2, device=out.device, dtype=torch.float32)
         _shared_keys_kernel[(len(shared.rows) * cdiv(MEMBERS, lines // group) * KV,)](
@@ -533,14 +533,14 @@ def decode_attention(
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
-            scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, few, G, D // 2, HP, plan.keys, splits,
+            scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, least, G, D // 2, HP, plan.keys, splits,
             window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages,
             most, kind, tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else 0),
         )  # fmt: skip
 
     way = "many" if position.numel() * KV >= MANY else ""
-    launch(job_of("decode_attention", way, (group, D // 2, KV, wide_dtype), cache.k), run)
+    launch(job_of("decode_attention", way, (group, D // 2, KV, itemsize), cache.k), run)
     results = written(cache, out)
     bump_versions(*results)
     return results

@@ -276,13 +276,13 @@ def invariant_cached_attention(
 ) -> Tensor:
     (batch, tokens, heads, width), out = q.shape, torch.empty_like(q)
     strides, each = [t.stride()[:3] for t in (k, v)], _each(q, k)
-    given = q, k, v, out, None, (None, None, None, position, blocks), scale, strides
+    operands = q, k, v, out, None, (None, None, None, position, blocks), scale, strides
     if shared is None:
-        _attend(batch * cdiv(tokens, each), *given, tokens)
+        _attend(batch * cdiv(tokens, each), *operands, tokens)
         return out
     state = torch.empty(batch, heads, width + 2, device=q.device, dtype=torch.float32)  # sums, maximum, sum of the weights
-    _attend(len(shared.rows) * cdiv(MEMBERS, each), *given, batch, (*shared, state), 1)
-    _attend(batch, *given, 1, (*shared, state), 2)
+    _attend(len(shared.rows) * cdiv(MEMBERS, each), *operands, batch, (*shared, state), 1)
+    _attend(batch, *operands, 1, (*shared, state), 2)
     return out
 
 
