@@ -185,7 +185,9 @@ def split_aliases(argv: Sequence[str], known: Collection[str]) -> tuple[list[str
             if is_alias(key, known):
                 theirs.setdefault(name := key, []).extend([text] if equals else [])
                 continue
-            if not {key, key.removeprefix("no_")} & {*known, "help", "from", "print"} and "?" in (meant := advice(key, known)):
+            if not {key, key.removeprefix("no_")} & {*known, "help", "from", "print"} and "?" in (
+                meant := advice(key, {*known} - {"objective_options"})  # whose names are in modules that import torch
+            ):
                 meant = meant.replace("mean '", "mean '--")
                 raise ValueError(f"there is no option {option}; {meant} See gpubound train --help.")
         (ours if name is None else theirs[name]).append(word)
