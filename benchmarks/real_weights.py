@@ -250,7 +250,7 @@ def measured(session: Session, runs: list[str], peers: list[str], options: argpa
             for run in runs:
                 if Path(session.model(run)).exists():
                     others[f"{run}-ours-{seed}"] = session.ours(run, seed)
-                    for peer in {"trl", "trl-fp32"}.intersection(peers):
+                    for peer in (peer for peer in peers if peer != "trl-liger"):
                         others[f"{run}-{peer}-{seed}"] = session.theirs(run, peer, seed, alone=False)
     judgements = {"before": judged(session.base, chats, session.device)}
     for name in found:

@@ -98,7 +98,7 @@ def rope(job: Job) -> RopePlan:
 
 ROUTERS = 64  # programs over which the few rows of a router are spread
 WAVE_BYTES = 1 << 16  # of a weight, that the programs of a multiprocessor hold at a time
-EVEN_TILE = 512, 2048  # columns: as searched plans of large weights have
+LEAST_TILE, MOST_TILE = 512, 2048  # columns: as searched plans of large weights have
 
 
 def product(job: Job) -> MatrixPlan:
@@ -120,8 +120,8 @@ def product(job: Job) -> MatrixPlan:
     tile = min(power_of_two(columns), 4096 if job.bytes <= 2 else 2048)
     even, padded = columns & -columns, -(-columns // tile) * tile
     several = weights * rows * columns * job.bytes > WAVE_BYTES * job.chip.sms and not job.way.startswith(ADAPTED)
-    if several and 4 * columns <= 3 * padded and even >= EVEN_TILE[0]:
-        tile, resident = min(even, EVEN_TILE[1]), 32 * weights
+    if several and 4 * columns <= 3 * padded and even >= LEAST_TILE:
+        tile, resident = min(even, MOST_TILE), 32 * weights
     most = resident * 32 * warps // tile // weights
     if job.way == "router":
         most = min(most, power_of_two(rows) // ROUTERS)
