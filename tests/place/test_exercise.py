@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import gpubound as gb
 from gpubound.place import verify, widened
@@ -13,6 +14,7 @@ from gpubound.place.verify import Named
 from tests.messages import message
 
 from ..models.deepseek_v4.decode.cases import build as deepseek
+from ..train.test_build_model import peak
 from .models import OPTIONS, tiny, tokens
 
 BF16 = torch.bfloat16
@@ -168,6 +170,49 @@ def test_sampled_gradients_are_those_of_one_backward():
     for got, want in zip(found.values(), wanted):
         torch.testing.assert_close(got, widened.sample(want))
     assert not used._backward_hooks and used.grad is None
+
+
+class Wrong(torch.autograd.Function):
+    """A weight whose gradient comes back `factor` times as large."""
+
+    @staticmethod
+    def forward(ctx, weight, factor):
+        ctx.factor = factor
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.factor, None
+
+
+@pytest.mark.parametrize("part", ["lm_head", "model.embed_tokens"])
+@pytest.mark.parametrize("kind", ["llama", "llama tied"])
+@pytest.mark.parametrize("factor, right", [(1.0, True), (0.5, False), (0.0, False)])
+def test_a_wrong_part_of_a_gradient_is_found(part, kind, factor, right):
+    model = tiny(kind, torch.float32)
+    exercise, module = verify.Exercise(model), model.get_submodule(part)
+    assert not exercise.trouble
+    read = nn.functional.embedding if part.endswith("tokens") else lambda x, w: x @ w.t()
+    module.forward = lambda x: read(x, Wrong.apply(module.weight, factor))
+    verdict = exercise.again()
+    assert verdict.ok == right, str(verdict)
+    assert right or ".weight" in verdict.where or "together" in verdict.where
+
+
+def test_parts_of_a_tied_gradient_exist_one_at_a_time():
+    """Three tables at once were the most that placing a tied 1b model took."""
+    model = tiny("llama tied", BF16, vocab_size=8192, hidden_size=256)
+    run, table = verify.run_of(model), model.lm_head.weight.nbytes
+    assert run is not None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        run()
+    assert table < peak(profiled) < 1.9 * table
+
+
+def test_a_hook_on_a_tied_weight_may_write_into_its_gradient():
+    model = tiny("llama tied", torch.float32)
+    model.lm_head.weight.register_hook(lambda gradient: gradient.zero_())
+    assert not (exercise := verify.Exercise(model)).trouble and exercise.again().ok
 
 
 def test_memory_is_released_before_the_last_gradient_of_a_backward(monkeypatch):
