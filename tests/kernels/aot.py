@@ -142,7 +142,7 @@ MORE = {
     ),
     "richards of a tanh with tail": (
         "richards",
-        lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "scale", "beta"), "tanh", True)),
+        lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "k", "m"), "tanh", True)),
     ),
     "rg_lru from a state": (
         "rg_lru",

@@ -82,7 +82,7 @@ SHAPED = {
     "quantized_norm_product": (1.0, 30.0),
     "quantized_routed_down": ("fp4",),
     "quantized_routed_gate_up": ("fp4",),
-    "richards": (Curve(("nu", "scale", "beta"), "tanh", tail=True),),
+    "richards": (Curve(("nu", "k", "m"), "tanh", tail=True),),
     "richards_glu": (72, GATE, VALUE),
     "richards_glu_backward": (72, Curve(), GATE),
     "richards_norm": (96, GATE),

@@ -55,7 +55,7 @@ class CurveNumbers(nn.Module):
         self.register_parameter("free", nn.Parameter(_scalars(curve.start(), device, dtype)) if curve.learned else None)
 
     def values(self) -> dict[str, float]:
-        """Return the current values of the nine parameters. Synchronises with the device, so not for use in a step."""
+        """Return the current values of the five parameters. Synchronises with the device, so not for use in a step."""
         free: Any = self._parameters["free"]
         values = self.curve.parameters(None if free is None else free.detach().double().cpu(), torch.float64)
         return {name: float(value) for name, value in zip(NAMES, values)}

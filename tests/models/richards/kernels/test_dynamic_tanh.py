@@ -130,7 +130,7 @@ def test_wrong_alpha():
 
 LEARNED = {
     "tanh": NORM,
-    "free": Curve(("nu", "scale", "shift", "gain", "bias"), "free", tail=True, nu=0.7),
+    "free": Curve(("nu", "k", "m", "gain", "bias"), "free", tail=True, nu=0.7),
     "nothing": Curve(variant="tanh", k=0.7),
 }
 

@@ -5,21 +5,20 @@
     dynamic_tanh    y = tanh(alpha · x) · weight + bias      Zhu et al. 2025, arXiv 2503.10622
     richards_norm   y = f(x) · weight + bias
 
-A Richards curve is a logistic function with more freedom, of nine parameters, some of them learned:
+A Richards curve is a logistic function with more freedom, of five parameters, some of them learned:
 
-    z = c (scale · x / temperature + shift)             c = 2 for "tanh", else 1
-    t = ln beta − rate · (z − m)                        rate = k, with `tail` k · nu
-    σ = (1 + e^t)^(−1/nu)
+    σ = (1 + e^(−rate · (c · x − m)))^(−1/nu)           rate = k, with `tail` k · nu; c = 2 for "tanh", else 1
     f = gain · σ + bias                                 for "tanh" gain · (2σ − 1) + bias
 
-nu bends one end more than the other. Far to the left σ falls as e^(k z / nu), with `tail` as e^(k z), for any nu.
+nu bends one end more than the other. Far to the left σ falls as e^(k c x / nu), with `tail` as e^(k c x), for any nu. A factor of
+e^t, or a scale, temperature or shift of x, gives the same curves with other k and m.
 
-Learned parameters are one vector `free`. nu, k, beta and temperature must stay positive: `free` has softplus⁻¹(p − LEAST).
+Learned parameters are one vector `free`. nu and k must stay positive: `free` has softplus⁻¹(p − LEAST).
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -30,39 +29,28 @@ from ....kernels.dispatch import TOO_WIDE, WIDEST, implementation, require_devic
 from ....kernels.gated import check_half
 from ....kernels.registry import definition, draw, load
 
-NAMES = ("nu", "k", "m", "beta", "temperature", "gain", "bias", "scale", "shift")
-POSITIVE = ("nu", "k", "beta", "temperature")
-VARIANTS = ("sigmoid", "tanh", "gompertz", "free")
-LEAST = 1e-6  # lower bound of a learned positive parameter: softplus may be 0, and all four are divisors or have a logarithm
-
-# At most one of each group can be learned: the others give the same curves, and an optimizer would drift along them.
-SAME = {
-    ("k", "scale", "temperature"): "each of them stretches x",
-    ("m", "shift", "beta"): "each of them moves the curve along x",
-}
-GOMPERTZ = 0.01  # nu and beta of "gompertz": (1 + e^−z / 100)^−100 is within 0.3 % of 1 of its limit e^(−e^−z)
+NAMES = ("nu", "k", "m", "gain", "bias")
+POSITIVE = ("nu", "k")
+VARIANTS = ("sigmoid", "tanh", "free")
+LEAST = 1e-6  # lower bound of a learned positive parameter: softplus may be 0, and nu is a divisor
 
 
 @dataclass(frozen=True)
 class Curve:
     """A curve: its variant, its learned parameters, and the (initial) value of each parameter.
 
-    "sigmoid" (0 to 1), "tanh" (−1 to 1) and "gompertz" (0 to 1, far from symmetric) keep their range. "free" is the sigmoid
-    whose gain and bias may be learned. With the default values f is exactly the logistic sigmoid, or tanh.
+    "sigmoid" (0 to 1) and "tanh" (−1 to 1) keep their range. "free" is the sigmoid whose gain and bias may be learned. With the
+    default values f is exactly the logistic sigmoid, or tanh.
     """
 
     learned: tuple[str, ...] = ()
     variant: str = "sigmoid"
     tail: bool = False
-    nu: float = field(default=None)  # type: ignore[assignment]  # 1, of a Gompertz curve 0.01
+    nu: float = 1.0
     k: float = 1.0
     m: float = 0.0
-    beta: float = field(default=None)  # type: ignore[assignment]  # as nu
-    temperature: float = 1.0
     gain: float = 1.0
     bias: float = 0.0
-    scale: float = 1.0
-    shift: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.learned, str) or self.variant not in VARIANTS:
@@ -70,27 +58,14 @@ class Curve:
                 f"Curve: learned must be names in a tuple and variant one of {', '.join(VARIANTS)}, "
                 f"got {self.learned!r} and {self.variant!r}."
             )
-        default = GOMPERTZ if self.variant == "gompertz" else 1.0
-        for name, value in (("nu", self.nu), ("beta", self.beta)):
-            object.__setattr__(self, name, default if value is None else value)
         object.__setattr__(self, "learned", tuple(self.learned))
-        self._check_learned()
         for name, value in zip(NAMES, self.values):
             if not math.isfinite(value) or (name in POSITIVE and value < 2 * LEAST):
                 wanted = f"a number from {2 * LEAST:g} up" if name in POSITIVE else "a finite number"
                 raise ValueError(f"Curve: {name} must be {wanted}, got {value}; start from its default.")
-
-    def _check_learned(self) -> None:
         unknown = [name for name in self.learned if name not in NAMES]
         if unknown or len(set(self.learned)) < len(self.learned):
             raise ValueError(f"Curve: learned must name each once, some of {', '.join(NAMES)}, got {', '.join(self.learned)}.")
-        for group, why in SAME.items():
-            chosen = [name for name in self.learned if name in group]
-            if len(chosen) > 1:
-                raise ValueError(
-                    f"Curve: at most one of {', '.join(group)} can be learned, got {' and '.join(chosen)}: {why}; "
-                    f"keep one in learned."
-                )
         ranged = [name for name in self.learned if name in ("gain", "bias")]
         if ranged and self.variant != "free":
             raise ValueError(
@@ -114,7 +89,7 @@ class Curve:
         return (*places, *fixed, self.tail, self.variant == "tanh")
 
     def parameters(self, free: Tensor | None, dtype: torch.dtype) -> list[Tensor | float]:
-        """Return all nine parameters in the order of NAMES, the learned ones as scalars of `dtype`."""
+        """Return all parameters in the order of NAMES, the learned ones as scalars of `dtype`."""
         parameters: list[Tensor | float] = list(self.values)
         for i, name in enumerate(self.learned):
             assert free is not None
@@ -124,12 +99,8 @@ class Curve:
 
     def apply(self, x: Tensor, free: Tensor | None) -> Tensor:
         """Compute f(x) in x's dtype: the definition."""
-        nu, k, m, beta, temperature, gain, bias, scale, shift = self.parameters(free, x.dtype)
-        z = scale * (x / temperature) + shift
-        if self.variant == "tanh":
-            z = 2 * z
-        log_beta = torch.log(beta) if isinstance(beta, Tensor) else math.log(beta)
-        t = log_beta - (k * nu if self.tail else k) * (z - m)
+        nu, k, m, gain, bias = self.parameters(free, x.dtype)
+        t = -(k * nu if self.tail else k) * ((2 * x if self.variant == "tanh" else x) - m)
         sigma = torch.exp(F.logsigmoid(-t) / nu)  # logsigmoid(−t) is −softplus(t), without softplus's threshold
         return gain * (2 * sigma - 1 if self.variant == "tanh" else sigma) + bias
 
@@ -140,7 +111,7 @@ def _inverse_softplus(p: float) -> float:
 
 VALUE = Curve(("nu", "k", "m", "bias"), "free", tail=True)
 """Default curve of a value. gain is not learned, since the following GEMM scales h too; bias sets the part of x1 that bypasses
-the curve. beta is not learned, since m moves the curve."""
+the curve."""
 GATE = Curve(("nu", "k", "m"), tail=True)
 """Default curve of a gate, from 0 to 1."""
 NORM = Curve(("nu", "k", "m"), "tanh", k=0.5)

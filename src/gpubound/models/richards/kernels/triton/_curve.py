@@ -1,11 +1,11 @@
-"""A Richards curve inside a kernel (kernels/richards.py has its nine parameters).
+"""A Richards curve inside a kernel (kernels/richards.py has its five parameters).
 
 An element needs five values, computed once per program:
 
     f = gain · σ + offset        σ = (1 + 2^u)^(−1/nu)        u = rate · x + place
 
 With w the gradient of f, r = 2^u / (1 + 2^u) and d = w σ r, dx = steep · d for steep = −gain · rate · ln 2 / nu. Five sums
-over all elements determine the gradients of all nine parameters: Σ d·x, Σ d, Σ wσ · log2(1 + 2^u), Σ wσ, Σ w. A program
+over all elements determine the gradients of all parameters: Σ d·x, Σ d, Σ wσ · log2(1 + 2^u), Σ wσ, Σ w. A program
 computes the sums that the learned parameters need; `deliver_curves` adds them and computes the gradients of `free`.
 """
 
@@ -23,10 +23,10 @@ SUMS = 8  # five, and room to a power of two
 PARTS = 512  # programs whose sums are added at a time: as many as most launches have, for each round waits for memory
 
 # Places in Curve.constants
-_NU, _K, _M, _BETA, _TEMPERATURE, _GAIN, _BIAS, _SCALE, _SHIFT = (tl.constexpr(i) for i in range(9))
-_VALUES = tl.constexpr(9)
-_TAIL = tl.constexpr(18)
-_TANH = tl.constexpr(19)
+_NU, _K, _M, _GAIN, _BIAS = (tl.constexpr(i) for i in range(5))
+_VALUES = tl.constexpr(5)
+_TAIL = tl.constexpr(10)
+_TANH = tl.constexpr(11)
 _POSITIVE = tl.constexpr(tuple(name in POSITIVE for name in NAMES))
 _LEAST = tl.constexpr(LEAST)
 
@@ -55,12 +55,10 @@ def numbers(free_ptr, CURVE: tl.constexpr):
         rate *= nu
     gain = _parameter(free_ptr, CURVE, _GAIN)
     offset = _parameter(free_ptr, CURVE, _BIAS)
-    scale = _parameter(free_ptr, CURVE, _SCALE) / _parameter(free_ptr, CURVE, _TEMPERATURE)
-    shift = _parameter(free_ptr, CURVE, _SHIFT)
+    place = rate * _parameter(free_ptr, CURVE, _M)
+    rate = -rate
     if CURVE[_TANH]:
-        scale, shift, offset, gain = 2.0 * scale, 2.0 * shift, offset - gain, 2.0 * gain
-    place = tl.log(_parameter(free_ptr, CURVE, _BETA)) - rate * (shift - _parameter(free_ptr, CURVE, _M))
-    rate *= -scale
+        rate, offset, gain = 2.0 * rate, offset - gain, 2.0 * gain
     bent = -1.0 / nu
     return (
         rate * 1.4426950408889634,
@@ -129,8 +127,8 @@ def add_sums(sums, w, s, d, x, length, COUNT: tl.constexpr, CURVE: tl.constexpr)
     """Add the sums of a tile to `sums`: w is the gradient of f, s = w σ and d = s r."""
     line, place, bend, height, level = sums
     NU: tl.constexpr = CURVE[_NU] >= 0
-    STRETCH: tl.constexpr = CURVE[_K] >= 0 or CURVE[_SCALE] >= 0 or CURVE[_TEMPERATURE] >= 0
-    MOVE: tl.constexpr = CURVE[_M] >= 0 or CURVE[_BETA] >= 0 or CURVE[_SHIFT] >= 0
+    STRETCH: tl.constexpr = CURVE[_K] >= 0
+    MOVE: tl.constexpr = CURVE[_M] >= 0
     GAIN: tl.constexpr = CURVE[_GAIN] >= 0
     BIAS: tl.constexpr = CURVE[_BIAS] >= 0
     TAIL: tl.constexpr = CURVE[_TAIL]
@@ -185,12 +183,7 @@ def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constex
     bend, height = tl.sum(tl.where(col == 2, sums, 0.0), 0), tl.sum(tl.where(col == 3, sums, 0.0), 0)
     level = tl.sum(tl.where(col == 4, sums, 0.0), 0)
     nu, k, m = _parameter(free_ptr, CURVE, _NU), _parameter(free_ptr, CURVE, _K), _parameter(free_ptr, CURVE, _M)
-    beta, temperature = _parameter(free_ptr, CURVE, _BETA), _parameter(free_ptr, CURVE, _TEMPERATURE)
-    gain, scale, shift = (
-        _parameter(free_ptr, CURVE, _GAIN),
-        _parameter(free_ptr, CURVE, _SCALE),
-        _parameter(free_ptr, CURVE, _SHIFT),
-    )
+    gain = _parameter(free_ptr, CURVE, _GAIN)
     inner = tl.full((), 1.0, tl.float32)
     if CURVE[_TANH]:
         inner, gain = inner * 2.0, gain * 2.0
@@ -199,7 +192,7 @@ def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constex
         steep = k * nu
     # from here on gradients: of t's factor of x, and of t itself
     line, place = -gain / nu * line, -gain / nu * place
-    of_steep = -inner * scale / temperature * line - (inner * shift - m) * place
+    of_steep = -inner * line + m * place
     of_nu, of_k = gain * 0.6931471805599453 / (nu * nu) * bend, of_steep  # ln 2
     if CURVE[_TAIL]:
         of_nu, of_k = of_nu + k * of_steep, nu * of_steep
@@ -209,12 +202,8 @@ def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constex
     _give(out_ptr, free_ptr, of_nu, add, CURVE, _NU)
     _give(out_ptr, free_ptr, of_k, add, CURVE, _K)
     _give(out_ptr, free_ptr, steep * place, add, CURVE, _M)
-    _give(out_ptr, free_ptr, place / beta, add, CURVE, _BETA)
-    _give(out_ptr, free_ptr, steep * inner * scale / (temperature * temperature) * line, add, CURVE, _TEMPERATURE)
     _give(out_ptr, free_ptr, of_gain, add, CURVE, _GAIN)
     _give(out_ptr, free_ptr, level, add, CURVE, _BIAS)
-    _give(out_ptr, free_ptr, -steep * inner / temperature * line, add, CURVE, _SCALE)
-    _give(out_ptr, free_ptr, -steep * inner * place, add, CURVE, _SHIFT)
 
 
 @triton.jit(do_not_specialize=["programs", "add_first", "add_second"])
