@@ -67,7 +67,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def poly(m: Any, x: Tensor) -> Tensor:
-    """Of a layer without window, table and gates."""
+    """Of a layer without window and gates."""
     q, k, v = _heads(m, x)
     groups, tokens = q.shape[1] // k.shape[1], torch.arange(x.shape[1], device=x.device)
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

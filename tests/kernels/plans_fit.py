@@ -104,10 +104,10 @@ SHAPES: dict[str, list[tuple]] = {
     "norm_products": [(), (1.0,), (None,), (0.0, True, True), (None, True, False)],
     "norm_rows": [(), (1.0,)],
     "poly_attention": [
-        (8, 64, 8, 3, 0.0, False, False, False, True, 256),
-        (4, 128, 2, 3, 8.0, True, True, True, False, 256),
+        (8, 64, 8, 3, 0.0, False, False, True, 256),
+        (4, 128, 2, 3, 8.0, True, True, False, 256),
     ],
-    "poly_attention_step": [(8, 64, 8), (8, 128, 2, 3, 0.0, False, False, False)],
+    "poly_attention_step": [(8, 64, 8), (8, 128, 2, 3, 0.0, False, False)],
     "quantized_routed_gate_up": [("int4",), ("fp4",), ("int8", "gelu_tanh")],
     "quantized_add_routed": [("int8",), ("fp4",)],
     "quantized_routed_down": [("int8",), ("fp4",)],

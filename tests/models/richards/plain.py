@@ -42,16 +42,14 @@ def poly(c, w, x):
     if c.rope:
         q, k = turned(q, c), turned(k, c)
     k, v = (t.repeat_interleave(c.heads // c.kv_heads, 1) for t in (k, v))
-    (a, b, scale), table = w["self_attn.coefficients"], w.get("self_attn.relative")
+    a, b, scale = w["self_attn.coefficients"]
     y = torch.zeros_like(q)
     for i in range(T):
         for j in range(T):
-            apart, row = i - j, i - j + (0 if c.causal else c.max_pos)
+            apart = i - j
             if (c.causal and apart < 0) or (c.window and abs(apart) >= c.window):
                 continue
             score = (q[:, :, i] * k[:, :, j]).sum(-1) / math.sqrt(d)
-            if table is not None and 0 <= row < len(table):
-                score = score + q[:, :, i] @ table[row]
             if c.soft_clip:
                 score = c.soft_clip * torch.tanh(score / c.soft_clip)
             term = (scale * (a * score**c.degree + b))[..., None] * v[:, :, j]

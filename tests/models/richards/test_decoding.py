@@ -14,7 +14,7 @@ WAYS = {
     "without positions": {"rope": False},
     "experts": {"mlp": "moe", "experts": 5},
     "own layers": {"fused": False},
-    "polynomial": {"attention": "poly", "gates": True, "max_pos": 2, "window": 4},
+    "polynomial": {"attention": "poly", "gates": True, "window": 4},
     "richards": {"mlp": "richards_glu", "norm": "richards"},
     "dynamic tanh": {"norm": "dyt"},
     "recurrent": {"attention": "rg_lru"},

@@ -118,9 +118,7 @@ def test_a_step_trains_the_numbers():
 
 def test_values_are_those_in_use():
     curve = RichardsCurve(Curve(("nu", "m"), nu=0.7, m=0.2, k=1.5))
-    assert curve.values() == pytest.approx(
-        {"nu": 0.7, "k": 1.5, "m": 0.2, "gain": 1, "bias": 0}, abs=1e-6
-    )
+    assert curve.values() == pytest.approx({"nu": 0.7, "k": 1.5, "m": 0.2, "gain": 1, "bias": 0}, abs=1e-6)
     assert repr(curve) == "RichardsCurve(sigmoid, learns nu, m)"
     assert curve.bfloat16().values()["nu"] == pytest.approx(0.7, abs=4e-3)
     nothing = RichardsCurve(Curve())

@@ -18,15 +18,15 @@ def layer(dtype=torch.float64, **options) -> PolyAttention:
     with torch.no_grad():
         module.coefficients += torch.tensor([0.3, 0.2, 0.1])
         for name, p in module.named_parameters():
-            if name in ("relative", "gate_curve.free"):
+            if name == "gate_curve.free":
                 p += 0.3 * torch.randn_like(p)
     return module
 
 
 FORMS = {
     "plain": {"soft_clip": 0.0},
-    "all of it": {"soft_clip": 2.0, "window": 4, "max_pos": 2, "gates": True},
-    "both ways": {"causal": False, "degree": 1, "soft_clip": 2.0, "max_pos": 3, "gates": True},
+    "all of it": {"soft_clip": 2.0, "window": 4, "gates": True},
+    "both ways": {"causal": False, "degree": 1, "soft_clip": 2.0, "gates": True},
 }
 
 
@@ -59,7 +59,7 @@ def test_a_token_at_a_time(options):
 
 
 def test_its_numbers_are_kept_in_fp32_and_the_rest_in_16_bits():
-    module = PolyAttention(HIDDEN, HEADS, KV, D, max_pos=2, gates=True, positions=64, dtype=torch.bfloat16)
+    module = PolyAttention(HIDDEN, HEADS, KV, D, gates=True, positions=64, dtype=torch.bfloat16)
     kinds = {name: p.dtype for name, p in module.named_parameters()}
     assert {name for name, kind in kinds.items() if kind == torch.float32} == {"coefficients", "gate_curve.free"}
     torch.testing.assert_close(module.coefficients.detach(), torch.tensor([1.0, 0.0, 0.125]))
@@ -77,7 +77,7 @@ def test_what_it_calls_is_what_it_said(monkeypatch):
         door.__globals__, "implementation", lambda op, x, why, s: asked.append((op, s)) or chosen(op, x, why, s)
     )
     layer(torch.float32, **FORMS["all of it"])(x_of(B, 16, HIDDEN, dtype=torch.float32), None)
-    assert asked == [poly_calls(HEADS, KV, D, 3, 2.0, 4, 2, True, True)[0]]
+    assert asked == [poly_calls(HEADS, KV, D, 3, 2.0, 4, True, True)[0]]
 
 
 @pytest.mark.parametrize("mask", [torch.ones(T, T, dtype=torch.bool), torch.ones(B, T), torch.ones(B, 1, T, T).bool()])

@@ -20,7 +20,7 @@ from .kernels.poly_attention import DEGREES
 from .kernels.richards import NORM
 from .layers import RGLRU, DynamicTanh, PolyAttention, RichardsGLU, RichardsNorm, poly_calls, rg_lru_calls, richards_glu_calls
 
-POLY = ("degree", "soft_clip", "window", "max_pos", "gates")
+POLY = ("degree", "soft_clip", "window", "gates")
 TIMES = ("none", "film")
 
 
@@ -123,7 +123,6 @@ class RichardsConfig(DecoderConfig):
     degree: int = 3  # of poly attention: 1, 3, 5 or 7
     soft_clip: float = 8.0  # of poly attention's scores: c tanh(s / c); 0: not clipped
     window: int = 0  # number of last tokens that a token attends to; 0: all
-    max_pos: int = 0  # distances for which a learned table adds to the scores; 0: no table
     gates: bool = False  # each head is multiplied by a Richards curve of x
     alpha: float = 0.5  # initial value for dyt norms, tanh(alpha x)
     experts: int = 8  # of a moe, each `intermediate` wide
@@ -150,10 +149,10 @@ class RichardsConfig(DecoderConfig):
                 f"RichardsConfig: experts, slots and balance: got {self.experts}, {self.slots} and {self.balance}; wanted "
                 f"slots from 1 to experts, and a balance of 0 or more."
             )
-        if self.degree not in DEGREES or self.soft_clip < 0 or self.window < 0 or self.max_pos < 0:
+        if self.degree not in DEGREES or self.soft_clip < 0 or self.window < 0:
             raise ValueError(
-                f"RichardsConfig: degree, soft_clip, window and max_pos: got {self.degree}, {self.soft_clip}, {self.window} "
-                f"and {self.max_pos}; wanted a degree of {', '.join(map(str, DEGREES))}, and nothing below 0."
+                f"RichardsConfig: degree, soft_clip and window: got {self.degree}, {self.soft_clip} and {self.window}; "
+                f"wanted a degree of {', '.join(map(str, DEGREES))}, and nothing below 0."
             )
         self._check_options()
 

@@ -9,7 +9,7 @@ Legend: B batch, T tokens, H query heads, K key and value heads, D width of a he
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from .kernels.poly_attention import EVEN
 from .kernels.rg_lru import POWER
 from .kernels.richards import GATE, NAMES, NORM, VALUE
 
-TABLE_STD = 0.02  # of the initial table of distances
 REMEMBERED = (0.9, 0.999)  # range of a channel's initial factor of the state, for a token whose gate is open
 SHUT = -1e4  # a gate's logit: its sigmoid is 0 in any dtype
 
@@ -254,8 +253,6 @@ class PolyAttention(Attention):
 
     soft_clip  s̃ is clipped softly to ±soft_clip; 0: not clipped
     window     number of last tokens that a token attends to; 0: all
-    max_pos    a learned table adds q · P[distance] to the score of keys up to `max_pos` tokens away, in both directions if not
-               causal; 0: no table
     gates      each head of each token is multiplied by a Richards curve, from 0 to 1, of a linear function of x
     positions  the longest text to expect, for the initial scale
     """
@@ -272,23 +269,16 @@ class PolyAttention(Attention):
         degree: int = 3,
         soft_clip: float = 8.0,
         window: int = 0,
-        max_pos: int = 0,
         gates: bool = False,
         positions: int = 1024,
         device=None,
         dtype=None,
     ) -> None:
         super().__init__(hidden, heads, kv_heads, head_dim, bias, qk_norm, causal, device, dtype)
-        if max_pos < 0 or positions < 1:
-            raise ValueError(
-                f"PolyAttention: max_pos must be at least 0 and positions at least 1, got {max_pos} and {positions}; "
-                f"0 gives no table."
-            )
-        self.degree, self.soft_clip, self.window, self.max_pos = degree, soft_clip, window, max_pos
+        if positions < 1:
+            raise ValueError(f"PolyAttention: positions must be at least 1, got {positions}; give the longest text to expect.")
+        self.degree, self.soft_clip, self.window = degree, soft_clip, window
         self.coefficients = nn.Parameter(_scalars([1.0, 0.0, positions**-0.5], device, dtype))  # a, b and scale
-        if max_pos:
-            rows = max_pos + 1 if causal else 2 * max_pos + 1
-            self.relative = nn.Parameter(torch.empty(rows, self.head_dim, device=device, dtype=dtype).normal_(0, TABLE_STD))
         if gates:
             self.head_gate = nn.Linear(hidden, heads, device=device, dtype=dtype)
             self.gate_curve = RichardsCurve(GATE, device, dtype)
@@ -303,7 +293,8 @@ class PolyAttention(Attention):
 
     def weighted(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> Tensor:
         """Return (B, T, hidden) of heads (B, T, H, D), (B, T, K, D) and gates (B, T, H)."""
-        y = poly_attention(q, k, v, *self._learned(), gates, self.degree, self.soft_clip, self.window, self.causal)
+        coefficients = cast(Tensor, self._parameters["coefficients"])
+        y = poly_attention(q, k, v, coefficients, gates, self.degree, self.soft_clip, self.window, self.causal)
         return self.output(y.flatten(-2))
 
     def step(self, x: Tensor, rope: Rope | None, position: Tensor, cache_k: Tensor, cache_v: Tensor) -> Tensor:
@@ -314,9 +305,9 @@ class PolyAttention(Attention):
         if not self.causal:
             raise ValueError("PolyAttention: step: a token of this layer attends to later tokens; take one with causal=True.")
         q, k, v = (heads[:, 0] for heads in self.project(x, rope))
-        gates = self.gates(x)
+        gates, coefficients = self.gates(x), cast(Tensor, self._parameters["coefficients"])
         y, *_ = poly_attention_step(
-            q, k, v, cache_k, cache_v, position, *self._learned(), None if gates is None else gates[:, 0], self.degree,
+            q, k, v, cache_k, cache_v, position, coefficients, None if gates is None else gates[:, 0], self.degree,
             self.soft_clip, self.window,
         )  # fmt: skip
         return self.output(y.flatten(-2)[:, None])
@@ -335,12 +326,8 @@ class PolyAttention(Attention):
         return words.removesuffix("; SDPA"), (*ops, "poly_attention", *gates)
 
     def extra_repr(self) -> str:
-        shape = f"degree={self.degree}, soft_clip={self.soft_clip}, window={self.window}, max_pos={self.max_pos}"
+        shape = f"degree={self.degree}, soft_clip={self.soft_clip}, window={self.window}"
         return shape if self.causal else f"{shape}, causal=False"
-
-    def _learned(self) -> tuple[Tensor, Tensor | None]:
-        parameters: dict[str, Any] = self._parameters
-        return parameters["coefficients"], parameters.get("relative")
 
     def _without(self, v: Tensor, mask: Tensor) -> Tensor:
         """Set masked keys' values to zero: they then add nothing, and all their gradients are zero."""
@@ -355,18 +342,10 @@ class PolyAttention(Attention):
 
 
 def poly_calls(
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    degree: int,
-    soft_clip: float,
-    window: int,
-    max_pos: int,
-    gates: bool,
-    causal: bool,
+    heads: int, kv_heads: int, head_dim: int, degree: int, soft_clip: float, window: int, gates: bool, causal: bool
 ) -> tuple[Call, ...]:
     """Return the ops that `weighted` calls, so that the first step can compile their kernels in parallel."""
-    shape = heads, head_dim, kv_heads, degree, soft_clip, max_pos > 0, gates, window > 0, causal, EVEN
+    shape = heads, head_dim, kv_heads, degree, soft_clip, gates, window > 0, causal, EVEN
     return ("poly_attention", shape), *((("richards", (GATE,)),) if gates else ())
 
 

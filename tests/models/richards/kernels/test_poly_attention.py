@@ -23,18 +23,17 @@ reference = definitions("poly_attention")
 FP32, FP64 = torch.float32, torch.float64
 
 # Kernels add up in another order than the definition, and (1 − e) / (1 + e) has an error of 6e-8 near 0, which a clip of 8
-# makes 5e-7 and a third power 1.5e-6. In 16 bits the weights and the distance term are rounded once more.
+# makes 5e-7 and a third power 1.5e-6. In 16 bits the weights are rounded once more.
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 WIDTH = 16
 
 
-def inputs(device, dtype=FP32, heads=2, kv=1, tokens=40, rows=None, gated=False, rows_of=1) -> tuple:
+def inputs(device, dtype=FP32, heads=2, kv=1, tokens=40, gated=False, rows_of=1) -> tuple:
     q = draw(device, dtype, rows_of, tokens, heads, WIDTH)
     k, v = (draw(device, dtype, rows_of, tokens, kv, WIDTH, seed=i) for i in (1, 2))
-    table = None if rows is None else draw(device, dtype, rows, WIDTH, seed=4) * 0.3
     gates = draw(device, dtype, rows_of, tokens, heads, seed=5) if gated else None
-    return q, k, v, draw(device, FP32, 3, seed=3), table, gates
+    return q, k, v, draw(device, FP32, 3, seed=3), gates
 
 
 @contextmanager
@@ -50,7 +49,7 @@ def small_tiles(device, dtype=FP32, side=16):
             del plans.TRIED[key]
 
 
-def by_hand(q, k, v, coefficients, table, gates, degree, clip, window, causal) -> list:
+def by_hand(q, k, v, coefficients, gates, degree, clip, window, causal) -> list:
     """The formula, number by number."""
     B, T, H, D = q.shape
     group, (a, b, scale) = H // k.shape[2], coefficients.tolist()
@@ -60,10 +59,6 @@ def by_hand(q, k, v, coefficients, table, gates, degree, clip, window, causal) -
         if (causal and j > i) or (window and abs(i - j) >= window):
             continue
         s = sum(x * z for x, z in zip(q[n][i][h], k[n][j][h // group])) / math.sqrt(D)
-        if table is not None:
-            at = i - j if causal else i - j + (len(table) - 1) // 2
-            if 0 <= at < len(table):
-                s += sum(x * z for x, z in zip(q[n][i][h], table[at].tolist()))
         if clip:
             s = clip * math.tanh(s / clip)
         weight = scale * (a * s**degree + b) * (1.0 if gates is None else gates[n, i, h].item())
@@ -72,22 +67,21 @@ def by_hand(q, k, v, coefficients, table, gates, degree, clip, window, causal) -
     return y
 
 
-# degree, clip, window, causal, rows of the table, gated, heads, kv heads
+# degree, clip, window, causal, gated, heads, kv heads
 FORMS = {
-    "plain": (3, 0.0, 0, True, None, False, 2, 2),
-    "linear, all see all": (1, 0.0, 0, False, None, True, 2, 1),
-    "near ones in a band": (3, 2.0, 0, True, 5, True, 2, 1),
-    "a window": (7, 3.0, 13, True, None, False, 1, 1),
-    "a band that ends beyond the window": (5, 0.0, 9, True, 21, False, 2, 2),
-    "a window and a band, both ways": (3, 2.0, 20, False, 7, True, 2, 1),
-    "a band wider than the sequence, both ways": (3, 0.0, 0, False, 91, False, 1, 1),
+    "plain": (3, 0.0, 0, True, False, 2, 2),
+    "linear, all see all": (1, 0.0, 0, False, True, 2, 1),
+    "gates and a clip": (3, 2.0, 0, True, True, 2, 1),
+    "a window": (7, 3.0, 13, True, False, 1, 1),
+    "a short window": (5, 0.0, 9, True, False, 2, 2),
+    "a window, both ways": (3, 2.0, 20, False, True, 2, 1),
 }
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_definition_is_the_formula(form):
-    degree, clip, window, causal, rows, gated, heads, kv = form
-    arguments = inputs(torch.device("cpu"), FP64, heads, kv, tokens=15, rows=rows, gated=gated)
+    degree, clip, window, causal, gated, heads, kv = form
+    arguments = inputs(torch.device("cpu"), FP64, heads, kv, tokens=15, gated=gated)
     got = reference.poly_attention(*arguments, degree, clip, window, causal)
     want = torch.tensor(by_hand(*arguments, degree, clip, window, causal), dtype=FP64)
     same("y", got, want, 1e-12)
@@ -95,32 +89,32 @@ def test_the_definition_is_the_formula(form):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_definitions_gradients_in_fp64(form):
-    degree, clip, window, causal, rows, gated, heads, kv = form
-    tensors = inputs(torch.device("cpu"), FP64, heads, kv, tokens=5, rows=rows, gated=gated)
-    leaves = [None if t is None else t.double().narrow(-1, 0, 3).requires_grad_() for t in tensors[:5]]
-    gates = None if tensors[5] is None else tensors[5].double().requires_grad_()
+    degree, clip, window, causal, gated, heads, kv = form
+    tensors = inputs(torch.device("cpu"), FP64, heads, kv, tokens=5, gated=gated)
+    leaves = [None if t is None else t.double().narrow(-1, 0, 3).requires_grad_() for t in tensors[:4]]
+    gates = None if tensors[4] is None else tensors[4].double().requires_grad_()
     call = lambda *t: reference.poly_attention(*t, degree, clip, min(window, 3), causal)  # noqa: E731
     assert torch.autograd.gradcheck(call, (*leaves, gates))
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_kernels_match(form, device):
-    degree, clip, window, causal, rows, gated, heads, kv = form
-    arguments = inputs(device, FP32, heads, kv, tokens=56, rows=rows, gated=gated)
+    degree, clip, window, causal, gated, heads, kv = form
+    arguments = inputs(device, FP32, heads, kv, tokens=56, gated=gated)
     with small_tiles(device):
         parity(fast.poly_attention, reference.poly_attention, (*arguments, degree, clip, window, causal), CLOSE[FP32])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_kernels_match_in_16_bits(dtype, device):
-    arguments = inputs(device, dtype, rows=5, gated=True, rows_of=2)
+    arguments = inputs(device, dtype, gated=True, rows_of=2)
     with small_tiles(device, dtype):
         parity(fast.poly_attention, reference.poly_attention, (*arguments, 3, 2.0, 30, True), CLOSE[dtype])
 
 
 def test_the_rules_own_tiles_and_an_odd_width(device):
     q, k, v, c, *_ = inputs(device, tokens=3, kv=2)
-    arguments = *(t[..., :11].contiguous() for t in (q, k, v)), c, draw(device, FP32, 4, 11), None
+    arguments = *(t[..., :11].contiguous() for t in (q, k, v)), c, None
     parity(fast.poly_attention, reference.poly_attention, (*arguments, 3, 0.0, 0, True), CLOSE[FP32])
 
 
@@ -128,13 +122,12 @@ def test_the_rules_own_tiles_and_an_odd_width(device):
 @pytest.mark.parametrize("width, dtype", [*product((64, 128), (torch.bfloat16, torch.float16)), (64, FP32)], ids=str)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_kernels_match_at_full_size(form, width, dtype, device):
-    degree, clip, window, causal, rows, gated, *_ = form
+    degree, clip, window, causal, gated, *_ = form
     q = draw(device, dtype, 2, 700, 8, width)
     k, v = (draw(device, dtype, 2, 700, 2, width, seed=i) for i in (1, 2))
-    table = None if rows is None else draw(device, dtype, rows, width, seed=4) * 0.1
     gates = draw(device, dtype, 2, 700, 8, seed=5) if gated else None
     # A hundredth of the result, so that gradients lie within fp16 where a seventh power of a score does not.
-    arguments = q, k, v, draw(device, FP32, 3, seed=3) * 0.01, table, gates, degree, clip, 20 * window, causal
+    arguments = q, k, v, draw(device, FP32, 3, seed=3) * 0.01, gates, degree, clip, 20 * window, causal
     parity(fast.poly_attention, reference.poly_attention, arguments, 3 * CLOSE[dtype] if degree == 7 else CLOSE[dtype])
 
 
@@ -146,7 +139,7 @@ def test_more_heads_than_a_grid_is_high(device):
 
 
 def test_autocast_leaves_it_alone(device):
-    leaves = [t.requires_grad_() for t in inputs(device, tokens=5, rows=3)[:5]]
+    leaves = [t.requires_grad_() for t in inputs(device, tokens=5)[:4]]
     with torch.autocast(device.type, dtype=torch.bfloat16):
         y = fast.poly_attention(*leaves)
     same("y", y, reference.poly_attention(*leaves), CLOSE[FP32])
@@ -173,12 +166,12 @@ def test_heads_of_one_product_are_read_where_they_lie(device, monkeypatch):
 @pytest.mark.parametrize("op", [fast.poly_attention, reference.poly_attention], ids=["kernel", "definition"])
 def test_who_sees_whom(op, window, causal, device):
     """A token's change reaches those that see it, and the bits of no other."""
-    q, k, v, c, table, _ = inputs(device, tokens=48, rows=5)
+    q, k, v, c, _ = inputs(device, tokens=48)
     changed = [t.clone() for t in (k, v)]
     for t in changed:
         t[:, 25] += 1
     with small_tiles(device):
-        before, after = (op(q, *kv, c, table, None, 3, 0.0, window, causal) for kv in ((k, v), changed))
+        before, after = (op(q, *kv, c, None, 3, 0.0, window, causal) for kv in ((k, v), changed))
     moved = (before != after).flatten(2).any(2)[0].tolist()
     sees = [(not causal or i >= 25) and (not window or abs(i - 25) < window) for i in range(48)]
     assert moved == sees
@@ -194,7 +187,7 @@ def test_tiles_that_nobody_sees_are_skipped(window, device):
         t[:, lost] = math.nan
     leaves = [t.requires_grad_() for t in (q, k, v)]
     with small_tiles(device):
-        y = fast.poly_attention(*leaves, c, None, None, 3, 0.0, window)
+        y = fast.poly_attention(*leaves, c, None, 3, 0.0, window)
         upstream = torch.zeros_like(y)
         upstream[:, free] = 1
         dq = torch.autograd.grad(y, q, upstream)[0]
@@ -215,15 +208,15 @@ class Largest(TorchDispatchMode):
 
 
 def test_nothing_of_size_t_by_t_is_held(device):
-    """The largest tensor is (T, heads, width), or (T, heads, rows of the table)."""
-    leaves = [t.requires_grad_() for t in inputs(device, tokens=400, rows=20, gated=True)]
+    """The largest tensor is (T, heads, width)."""
+    leaves = [t.requires_grad_() for t in inputs(device, tokens=400, gated=True)]
     with small_tiles(device, side=128), Largest() as largest:
         fast.poly_attention(*leaves, 3, 2.0).sum().backward()
-    assert largest.elements <= 4 * 400 * 2 * 20 < 400 * 400  # 4: the interpreter copies bytes
+    assert largest.elements <= 4 * 400 * 2 * WIDTH < 400 * 400  # 4: the interpreter copies bytes
 
 
 def test_the_same_bits_every_time(device):
-    leaves = [t.requires_grad_() for t in inputs(device, rows=5, gated=True, rows_of=2)]
+    leaves = [t.requires_grad_() for t in inputs(device, gated=True, rows_of=2)]
     with small_tiles(device):
         y = fast.poly_attention(*leaves, 3, 2.0)
         first, second = (torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True) for _ in range(2))
@@ -231,21 +224,19 @@ def test_the_same_bits_every_time(device):
 
 
 def test_a_coefficients_gradient_goes_to_its_accumulator(device):
-    leaves = [t.requires_grad_() for t in inputs(device, rows=5)[:5]]
-    want = torch.autograd.grad(fast.poly_attention(*leaves).sum(), leaves[3:])
-    for leaf in leaves[3:]:
-        leaf.main_grad = torch.ones_like(leaf)
+    *_, leaf = leaves = [t.requires_grad_() for t in inputs(device)[:4]]
+    (gradient,) = torch.autograd.grad(fast.poly_attention(*leaves).sum(), leaf)
+    leaf.main_grad = torch.ones_like(leaf)
     fast.poly_attention(*leaves).sum().backward()
-    for leaf, gradient in zip(leaves[3:], want):
-        assert leaf.grad is None
-        same("main_grad", leaf.main_grad, gradient + 1, 1e-6)
+    assert leaf.grad is None
+    same("main_grad", leaf.main_grad, gradient + 1, 1e-6)
 
 
 STEPS = {
-    "plain": (3, 0.0, 0, None, False, 2, 2),
-    "a table, gates and a clip": (3, 2.0, 0, 5, True, 4, 2),
-    "a window": (5, 0.0, 6, None, False, 2, 1),
-    "a table beyond the window": (1, 0.0, 4, 9, True, 2, 2),
+    "plain": (3, 0.0, 0, False, 2, 2),
+    "gates and a clip": (3, 2.0, 0, True, 4, 2),
+    "a window": (5, 0.0, 6, False, 2, 1),
+    "gates and a window": (1, 0.0, 4, True, 2, 2),
 }
 
 
@@ -253,14 +244,14 @@ STEPS = {
 @pytest.mark.parametrize("op", [fast, reference], ids=["kernel", "definition"])
 def test_steps_give_what_the_sequence_gives(op, form, device):
     """And the cache then holds its keys and values; what lies behind a row's place is not read."""
-    degree, clip, window, rows, gated, heads, kv = form
-    q, k, v, c, table, gates = inputs(device, FP32, heads, kv, tokens=11, rows=rows, gated=gated, rows_of=2)
-    want = reference.poly_attention(q, k, v, c, table, gates, degree, clip, window)
+    degree, clip, window, gated, heads, kv = form
+    q, k, v, c, gates = inputs(device, FP32, heads, kv, tokens=11, gated=gated, rows_of=2)
+    want = reference.poly_attention(q, k, v, c, gates, degree, clip, window)
     caches = [torch.full((2, 12, kv, WIDTH), math.nan, device=device) for _ in range(2)]
     for i in range(11):
         at = torch.full((2,), i, dtype=torch.int32, device=device)
         g = None if gates is None else gates[:, i]
-        y, *_ = op.poly_attention_step(q[:, i], k[:, i], v[:, i], *caches, at, c, table, g, degree, clip, window)
+        y, *_ = op.poly_attention_step(q[:, i], k[:, i], v[:, i], *caches, at, c, g, degree, clip, window)
         same(f"token {i}", y, want[:, i], CLOSE[FP32])
     for cache, new in zip(caches, (k, v)):
         assert torch.equal(cache[:, :11], new) and cache[:, 11:].isnan().all()
@@ -271,8 +262,7 @@ def test_a_step_in_16_bits_over_keys_of_several_programs(dtype, device):
     q, k, v = (draw(device, dtype, 2, n, WIDTH, seed=i) for i, n in enumerate((4, 2, 2)))
     caches = [draw(device, dtype, 2, 200, 2, WIDTH, seed=i) for i in (5, 6)]
     at = torch.tensor([199, 70], dtype=torch.int32, device=device)
-    table, gates = draw(device, dtype, 90, WIDTH) * 0.3, draw(device, dtype, 2, 4)
-    rest = at, draw(device, FP32, 3, seed=3), table, gates, 3, 2.0, 150
+    rest = at, draw(device, FP32, 3, seed=3), draw(device, dtype, 2, 4), 3, 2.0, 150
     got = fast.poly_attention_step(q, k, v, *(t.clone() for t in caches), *rest)
     want = reference.poly_attention_step(q, k, v, *caches, *rest)
     for name, a, b in zip(("y", "cache_k", "cache_v"), got, want):
@@ -300,7 +290,6 @@ WRONG = {
     "degree must be one of 1, 3, 5 and 7, got 2": {"degree": 2},
     "soft_clip must be at least 0 and finite, got -1.0": {"soft_clip": -1.0},
     "window must be at least 0, got -1": {"window": -1},
-    "without causal the table needs an odd number of rows, .* got 4": {"table": torch.ones(4, 16), "causal": False},
     r"gates must be .* \(1, 3, 2\) on cpu, got torch.float32 \(3, 2\)": {"gates": torch.ones(3, 2)},
 }
 

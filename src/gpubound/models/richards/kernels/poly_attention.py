@@ -1,6 +1,6 @@
 """Polynomial attention: the weight of a key is a power of its score, without softmax or normalisation.
 
-    s_ij = q_i · k_j / √D + q_i · P[i − j]      the second term with a table P, and only for distances that P has
+    s_ij = q_i · k_j / √D
     s̃    = c tanh(s / c)                        with a soft clip c, else s
     φ_ij = scale · (a s̃^p + b)                  p odd and fixed; a, b and scale are learned
     y_i  = g_i Σ_j φ_ij v_j                     g with gates, one a head and token; j runs over the keys that i attends to
@@ -10,7 +10,7 @@ A token attends to itself and earlier tokens, or to all if not causal; with a wi
 No weight depends on another, so sums over parts of the keys add. A key whose v is zero adds nothing and gets no gradient, so
 zeroed values mask padding.
 
-Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head, L length of the cache, R rows of the table.
+Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head, L length of the cache.
 """
 
 import torch
@@ -29,7 +29,6 @@ def poly_attention(
     k: Tensor,
     v: Tensor,
     coefficients: Tensor,
-    table: Tensor | None = None,
     gates: Tensor | None = None,
     degree: int = 3,
     soft_clip: float = 0.0,
@@ -39,24 +38,18 @@ def poly_attention(
     """Return y (B, T, H, D) of q (B, T, H, D), k and v (B, T, K, D), in q's dtype, of any strides; y is contiguous.
 
     coefficients  (3,): a, b and scale
-    table         (R, D): row r is P at the distance i − j = r; if not causal, at r − (R − 1) / 2, with odd R
     gates         (B, T, H)
     soft_clip     0: none
     window        0: none
     """
     op = "poly_attention"
-    _check(op, q, k, v, coefficients, table, gates, degree, soft_clip, window, 4)
-    if table is not None and not causal and len(table) % 2 == 0:
-        raise ValueError(
-            f"{op}: without causal the table needs an odd number of rows, as many before the token as after it, "
-            f"got {len(table)}; give it 2 n + 1."
-        )
+    _check(op, q, k, v, coefficients, gates, degree, soft_clip, window, 4)
     tokens = q.shape[1]
     window = 0 if window >= tokens else window  # it masks nothing
-    has = table is not None, gates is not None, window > 0
+    has = gates is not None, window > 0
     shape = *q.shape[2:], k.shape[2], degree, soft_clip, *has, causal, EVEN if tokens % 16 == 0 else ODD
     kernel = implementation(op, q, _unable(q), shape)
-    return kernel(q, k, v, coefficients, table, gates, degree, soft_clip, window, causal)
+    return kernel(q, k, v, coefficients, gates, degree, soft_clip, window, causal)
 
 
 def _example(
@@ -66,33 +59,26 @@ def _example(
     kv: int = 1,
     degree: int = 3,
     soft_clip: float = 2.0,
-    related: bool = True,
     gated: bool = True,
     windowed: bool = True,
     causal: bool = True,
     tokens: int = 24,
 ) -> tuple:
     q, k, v = (draw(generator, 1, tokens, count, size) for count in (heads, kv, kv))
-    table, gates = draw(generator, 5, size), draw(generator, 1, tokens, heads)
-    optional = table if related else None, gates if gated else None
-    return q, k, v, draw(generator, 3), *optional, degree, soft_clip, 9 if windowed else 0, causal
+    gates = draw(generator, 1, tokens, heads) if gated else None
+    return q, k, v, draw(generator, 3), gates, degree, soft_clip, 9 if windowed else 0, causal
 
 
 @definition(_example)
 def poly_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, table: Tensor | None = None, gates: Tensor | None = None,
-    degree: int = 3, soft_clip: float = 0.0, window: int = 0, causal: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, gates: Tensor | None = None, degree: int = 3,
+    soft_clip: float = 0.0, window: int = 0, causal: bool = True,
 ) -> Tensor:  # fmt: skip
     dtype32 = torch.promote_types(q.dtype, torch.float32)
     groups, tokens = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
     keys, values = (t.to(dtype32).repeat_interleave(groups, 2) for t in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q.to(dtype32), keys) * q.shape[3] ** -0.5
     distance = tokens[:, None] - tokens
-    if table is not None:
-        row = distance + (0 if causal else len(table) // 2)
-        term = torch.einsum("bihd,rd->bhir", q.to(dtype32), table.to(dtype32))
-        term = term.gather(3, row.clamp(0, len(table) - 1).expand_as(scores))
-        scores = scores + torch.where((row >= 0) & (row < len(table)), term, 0.0)
     weights = _weights(scores, coefficients.to(dtype32), degree, soft_clip)
     visible = distance.abs() < window if window else torch.ones_like(distance, dtype=torch.bool)
     if causal:
@@ -109,7 +95,6 @@ def poly_attention_step(
     cache_v: Tensor,
     position: Tensor,
     coefficients: Tensor,
-    table: Tensor | None = None,
     gates: Tensor | None = None,
     degree: int = 3,
     soft_clip: float = 0.0,
@@ -122,7 +107,7 @@ def poly_attention_step(
     read. gates are (B, H); the other arguments are those of `poly_attention`, which computes the same y for a whole sequence.
     """
     op = "poly_attention_step"
-    _check(op, q, k, v, coefficients, table, gates, degree, soft_clip, window, 3)
+    _check(op, q, k, v, coefficients, gates, degree, soft_clip, window, 3)
     if cache_k.dim() != 4 or cache_k.shape[1] < 1:
         raise ValueError(
             f"{op}: cache_k must be (rows, places, kv heads, head size), got {tuple(cache_k.shape)}; make it once, with a "
@@ -132,10 +117,10 @@ def poly_attention_step(
     for name, cache in (("cache_k", cache_k), ("cache_v", cache_v)):
         require(op, name, cache, q.dtype, sizes, q.device)
     require(op, "position", position, torch.int32, (len(q),), q.device, "it says where each row stands")
-    has = table is not None, gates is not None, window > 0
-    kernel = implementation(op, q, _unable(q), (*q.shape[1:], k.shape[1], degree, soft_clip, *has))
+    shape = *q.shape[1:], k.shape[1], degree, soft_clip, gates is not None, window > 0
+    kernel = implementation(op, q, _unable(q), shape)
     window = min(window, 2**31 - 1)  # a larger one masks no more
-    return kernel(q, k, v, cache_k, cache_v, position, coefficients, table, gates, degree, soft_clip, window)
+    return kernel(q, k, v, cache_k, cache_v, position, coefficients, gates, degree, soft_clip, window)
 
 
 def _step_example(
@@ -145,14 +130,13 @@ def _step_example(
     kv: int = 2,
     degree: int = 3,
     soft_clip: float = 2.0,
-    related: bool = True,
     gated: bool = True,
     windowed: bool = True,
 ) -> tuple:
     """Draw two rows of ten positions."""
     shapes = (2, heads, size), (2, kv, size), (2, kv, size), (2, 10, kv, size), (2, 10, kv, size)
     tensors = [draw(generator, *shape) for shape in shapes]
-    rest = draw(generator, 3), draw(generator, 5, size) if related else None, draw(generator, 2, heads) if gated else None
+    rest = draw(generator, 3), draw(generator, 2, heads) if gated else None
     return *tensors, ints(9, 3), *rest, degree, soft_clip, 6 if windowed else 0
 
 
@@ -160,7 +144,7 @@ def _step_example(
 @torch.no_grad()
 def poly_attention_step_reference(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor, coefficients: Tensor,
-    table: Tensor | None = None, gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
+    gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dtype32 = torch.promote_types(q.dtype, torch.float32)
     length, groups = cache_k.shape[1], q.shape[1] // k.shape[1]
@@ -176,10 +160,6 @@ def poly_attention_step_reference(
         torch.where(visible[..., None, None], cache, 0).to(dtype32).repeat_interleave(groups, 2) for cache in (cache_k, cache_v)
     )
     scores = torch.einsum("bhd,blhd->bhl", q.to(dtype32), keys) * q.shape[2] ** -0.5
-    if table is not None:
-        term = torch.einsum("bhd,rd->bhr", q.to(dtype32), table.to(dtype32))
-        row = distance.clamp(0, len(table) - 1)[:, None].expand_as(scores)
-        scores = scores + torch.where(distance[:, None] < len(table), term.gather(2, row), 0.0)
     weights = torch.where(visible[:, None], _weights(scores, coefficients.to(dtype32), degree, soft_clip), 0.0)
     y = torch.einsum("bhl,blhd->bhd", weights, values)
     y = y if gates is None else y * gates.to(dtype32)[..., None]
@@ -202,7 +182,6 @@ def _check(
     k: Tensor,
     v: Tensor,
     coefficients: Tensor,
-    table: Tensor | None,
     gates: Tensor | None,
     degree: int,
     soft_clip: float,
@@ -225,8 +204,6 @@ def _check(
                 f"q's {q.shape[-2]}, got {tuple(t.shape)} {t.dtype} on {t.device}; cast, move or reshape it before the call."
             )
     require(op, "coefficients", coefficients, None, (3,), q.device, "they are a, b and scale")
-    if table is not None:
-        require(op, "table", table, None, ("R", q.shape[-1]), q.device, "it has one row for each distance")
     if gates is not None and (gates.shape != q.shape[:-1] or not gates.is_floating_point() or gates.device != q.device):
         raise ValueError(
             f"{op}: gates must be a floating-point tensor {tuple(q.shape[:-1])} on {q.device}, got {gates.dtype} "

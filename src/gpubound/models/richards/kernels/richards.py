@@ -10,8 +10,7 @@ A Richards curve is a logistic function with more freedom, of five parameters, s
     σ = (1 + e^(−rate · (c · x − m)))^(−1/nu)           rate = k, with `tail` k · nu; c = 2 for "tanh", else 1
     f = gain · σ + bias                                 for "tanh" gain · (2σ − 1) + bias
 
-nu bends one end more than the other. Far to the left σ falls as e^(k c x / nu), with `tail` as e^(k c x), for any nu. A factor of
-e^t, or a scale, temperature or shift of x, gives the same curves with other k and m.
+nu bends one end more than the other. Far to the left σ falls as e^(k c x / nu), with `tail` as e^(k c x), for any nu.
 
 Learned parameters are one vector `free`. nu and k must stay positive: `free` has softplus⁻¹(p − LEAST).
 """

@@ -9,33 +9,27 @@ and a sum. Backward has two kernels, without atomics, so that every run has the 
 With u_ij = dy_i · v_j and f the score, or its tanh under a clip, a gradient is u f^(p−1) f′ times factors of the row or of the
 whole, which are applied at the end.
 
-Masked tiles are skipped. Of the others most are *plain*: every pair counts, and none is near enough for the table of distances.
-Tiles at the edge of the visible range, or in the table's band, also compute masks and the table's term. The walk so has five
-ranges, of which a kernel compiles those that its form of attention can have:
+Masked tiles are skipped. Of the others most are *plain*: every pair counts. Tiles at the edge of the visible range also compute
+masks. The walk so has three ranges, of which a kernel compiles those that its form of attention can have:
 
-    0 edge | 1 plain | 2 in the band | 3 plain | 4 edge
+    0 edge | 1 plain | 2 edge
 """
 
 import triton
 import triton.language as tl
 
 
-def stretches(keys: bool, related: bool, windowed: bool, causal: bool) -> int:
-    """Return a bit for each of the five ranges that can occur. keys: a program owns keys and walks along queries."""
-    before, behind = windowed or (causal and keys), windowed or (causal and not keys)
-    if not related:
-        return 1 * before + 8 + 16 * behind
-    first, last = causal and keys, causal and not keys  # the band then begins, or ends, at the edge itself
-    return 1 * (before and not first) + 2 * (not first) + 4 + 8 * (not last) + 16 * (behind and not last)
+def stretches(keys: bool, windowed: bool, causal: bool) -> int:
+    """Return a bit for each of the three ranges that can occur. keys: a program owns keys and walks along queries."""
+    return 1 * (windowed or (causal and keys)) + 2 + 4 * (windowed or (causal and not keys))
 
 
 @triton.jit
-def _walk(own, OWN: tl.constexpr, N: tl.constexpr, tokens, window, nearest, farthest, KEYS: tl.constexpr,
-          RELATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):  # fmt: skip
-    """Return where the five ranges begin, and where the last one ends: non-decreasing multiples of N.
+def _walk(own, OWN: tl.constexpr, N: tl.constexpr, tokens, window, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+          CAUSAL: tl.constexpr):  # fmt: skip
+    """Return where the three ranges begin, and where the last one ends: non-decreasing multiples of N.
 
-    With e = own − other, pairs count from −window to window, or up to or from 0 if causal; the band is where e is `nearest` to
-    `farthest`.
+    With e = own − other, pairs count from −window to window, or up to or from 0 if causal.
     """
     low, high = 0, 0
     if not CAUSAL or KEYS:
@@ -46,20 +40,14 @@ def _walk(own, OWN: tl.constexpr, N: tl.constexpr, tokens, window, nearest, fart
     if WINDOW or (CAUSAL and KEYS):
         begin = tl.maximum(own - high, 0) // N * N
         plain = tl.cdiv(tl.maximum(own + OWN - 1 - high, 0), N) * N
-    if RELATED and CAUSAL and KEYS:
-        plain = begin
     end = tl.cdiv(tokens, N) * N
     edge = end
     if WINDOW or (CAUSAL and not KEYS):
         end = tl.minimum(end, tl.cdiv(own + OWN - low, N) * N)
         edge = tl.maximum(own - low + 1, 0) // N * N
     plain = tl.minimum(tl.maximum(plain, begin), end)
-    band, after = plain, plain
-    if RELATED:
-        band = tl.minimum(tl.maximum(tl.maximum(own - farthest, 0) // N * N, plain), end)
-        after = tl.minimum(tl.maximum(tl.cdiv(tl.maximum(own + OWN - nearest, 0), N) * N, band), end)
-    edge = tl.minimum(tl.maximum(edge, after), end)
-    return begin, plain, band, after, edge, end
+    edge = tl.minimum(tl.maximum(edge, plain), end)
+    return begin, plain, edge, end
 
 
 @triton.jit
@@ -123,15 +111,6 @@ def _visible(query, key, window, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _term_at(ptr, first, query, key, tokens, row_stride, back, rows):
-    """Return pointers to the pairs' terms, and a mask of the pairs that have one. first: the first query; offsets from its row
-    fit in 32 bits, and 64-bit ones would take half of a thread's registers."""
-    row = query - key + back
-    there = (row >= 0) & (row < rows) & (query < tokens)
-    return ptr + tl.cast(first, tl.int64) * row_stride + ((query - first) * row_stride + row), there
-
-
-@triton.jit
 def _bent(s, over, CLIP: tl.constexpr, FAST: tl.constexpr):
     """Return (f, f′): tanh(z) of z = s · over and its derivative by z if CLIP; else s and 1.
 
@@ -165,21 +144,16 @@ def _even_power(f, DEGREE: tl.constexpr):
 
 
 @triton.jit
-def _score(q, k, first, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE: tl.constexpr,
-           RELATED: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):  # fmt: skip
+def _score(q, k, over, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr):
     """Return (f, f^(p−1), f′) of a tile q · kᵀ, or of k · qᵀ with queries along its columns. The owned tensor is `_shrunk`."""
-    s = _dot(q, tl.trans(k))
-    if EDGE and RELATED:
-        at, there = _term_at(term_ptr, first, query, key, tokens, term_row, back, rows)
-        s += tl.load(at, mask=there, other=0.0).to(tl.float32) * unit
-    f, slope = _bent(s, over, CLIP, FAST)
+    f, slope = _bent(_dot(q, tl.trans(k)), over, CLIP, FAST)
     return f, _even_power(f, DEGREE), slope
 
 
 @triton.jit
 def _shrunk(x, small):
     """Return x times a power of two near 1 / √D, which is exact: once per tile instead of once per score. The constants have
-    the rest of √D, and the distance term is scaled likewise."""
+    the rest of √D."""
     return (x.to(tl.float32) * small).to(x.dtype)
 
 
@@ -211,15 +185,13 @@ def _gates(gate_ptr, b, start, head, tokens, HEADS: tl.constexpr, N: tl.constexp
 
 
 @triton.jit
-def _forward_stretch(acc, q, own, query, begin, end, k_ptr, v_ptr, term_ptr, k_row, v_row, term_row, tokens, window, back, rows,
-                     unit, over, factor, shift, EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
-                     DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr,
-                     WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _forward_stretch(acc, q, query, begin, end, k_ptr, v_ptr, k_row, v_row, tokens, window, over, factor, shift,
+                     EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
+                     CLIP: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                     WIDE: tl.constexpr):  # fmt: skip
     for start in range(begin, end, N):
         key = (start + tl.arange(0, N))[None]
-        k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
-        f, low, _ = _score(q, k, own, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED, DEGREE,
-                            CLIP, FAST)  # fmt: skip
+        f, low, _ = _score(q, _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE), over, DEGREE, CLIP, FAST)
         phi = low * f * factor + shift
         if EDGE:
             phi = tl.where(_visible(query, key, window, WINDOW, CAUSAL), phi, 0.0)
@@ -227,27 +199,25 @@ def _forward_stretch(acc, q, own, query, begin, end, k_ptr, v_ptr, term_ptr, k_r
     return acc
 
 
-@triton.jit(do_not_specialize=["window", "back", "rows"])
-def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, y_ptr, q_batch, q_row, q_head, k_batch,
-                         k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, small, unit, over, top,
-                         HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
-                         DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
-                         RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-                         WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["window"])
+def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, coefficient_ptr, y_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head,
+                         v_batch, v_row, v_head, tokens, window, small, over, top, HEADS: tl.constexpr, GROUP: tl.constexpr,
+                         STRETCHES: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
+                         CLIP: tl.constexpr, FAST: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr,
+                         CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
     own, b, head, tokens64 = _place(tokens, HEADS, OWN, CAUSAL)
     query = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     q = _shrunk(_tile(_head(q_ptr, b, head, q_batch, q_head), own, q_row, tokens, OWN, DIM, DP, WIDE), small)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
-    term_ptr = _head(term_ptr, b, head, tokens64 * HEADS * rows, rows)
-    bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
+    bounds = _walk(own, OWN, N, tokens, window, False, WINDOW, CAUSAL)
     acc = _nothing(OWN, DP, q.dtype)
-    for part in tl.static_range(5):
+    for part in tl.static_range(3):
         if (STRETCHES >> part) % 2 == 1:
-            acc = _forward_stretch(acc, q, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, k_row, v_row,
-                                   HEADS * rows, tokens, window, back, rows, unit, over, scale * a * top, scale * c,
-                                   part % 2 == 0, N, DIM, DP, DEGREE, CLIP, FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+            acc = _forward_stretch(acc, q, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, k_row, v_row, tokens, window,
+                                   over, scale * a * top, scale * c, part % 2 == 0, N, DIM, DP, DEGREE, CLIP, FAST, WINDOW,
+                                   CAUSAL, WIDE)  # fmt: skip
     if GATED:
         acc *= _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)[:, None]
     row = HEADS * DIM
@@ -255,36 +225,30 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
 
 
 @triton.jit
-def _queries_stretch(acc, power, whole, q, dy, gain, own, query, begin, end, k_ptr, v_ptr, term_ptr, dterm_ptr, k_row, v_row,
-                     term_row, tokens, window, back, rows, unit, over, EDGE: tl.constexpr, N: tl.constexpr,
-                     DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
-                     RELATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _queries_stretch(acc, power, whole, q, dy, query, begin, end, k_ptr, v_ptr, k_row, v_row, tokens, window, over,
+                     EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
+                     CLIP: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+                     WIDE: tl.constexpr):  # fmt: skip
     for start in range(begin, end, N):
         key = (start + tl.arange(0, N))[None]
         k = _tile(k_ptr, start, k_row, tokens, N, DIM, DP, WIDE)
         v = _tile(v_ptr, start, v_row, tokens, N, DIM, DP, WIDE)
-        f, low, slope = _score(q, k, own, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED,
-                                  DEGREE, CLIP, FAST)  # fmt: skip
+        f, low, slope = _score(q, k, over, DEGREE, CLIP, FAST)
         u = _dot(dy, tl.trans(v))
         if EDGE:
             u = tl.where(_visible(query, key, window, WINDOW, CAUSAL), u, 0.0)
         bent = u * low  # times f it is u f^p
         power += tl.sum(bent * f, 1)
         whole += tl.sum(u, 1)
-        ds = bent * slope
-        if EDGE and RELATED:
-            at, there = _term_at(dterm_ptr, own, query, key, tokens, term_row, back, rows)
-            tl.store(at, (ds * gain[:, None]).to(dterm_ptr.dtype.element_ty), mask=there & (key < tokens))
-        acc = _weigh(ds, k, acc)
+        acc = _weigh(bent * slope, k, acc)
     return acc, power, whole
 
 
-@triton.jit(do_not_specialize=["window", "back", "rows"])
-def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dq_ptr, dgate_ptr, dterm_ptr,
-                         sums_ptr, q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back,
-                         rows, small, unit, over, top, steep, alpha, HEADS: tl.constexpr, GROUP: tl.constexpr,
-                         STRETCHES: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
-                         CLIP: tl.constexpr, FAST: tl.constexpr, RELATED: tl.constexpr, GATED: tl.constexpr,
+@triton.jit(do_not_specialize=["window"])
+def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, coefficient_ptr, dy_ptr, dq_ptr, dgate_ptr, sums_ptr, q_batch, q_row,
+                         q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, small, over, top, steep, alpha,
+                         HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
+                         DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, GATED: tl.constexpr,
                          WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
                          N: tl.constexpr):  # fmt: skip
     """steep: factor of a slope, other than u f^(p−1) f′ and scale · a. alpha: 1 / √D."""
@@ -296,21 +260,18 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_pt
     dy = _tile(_head(dy_ptr, b, head, tokens64 * dense, DIM), own, dense, tokens, OWN, DIM, DP, WIDE)
     k_ptr = _head(k_ptr, b, head // GROUP, k_batch, k_head)
     v_ptr = _head(v_ptr, b, head // GROUP, v_batch, v_head)
-    term_ptr = _head(term_ptr, b, head, tokens64 * HEADS * rows, rows)
-    dterm_ptr = _head(dterm_ptr, b, head, tokens64 * HEADS * rows, rows)
     gain = tl.zeros([OWN], tl.float32) + scale * a * steep
     if GATED:
         gates = _gates(gate_ptr, b, own, head, tokens, HEADS, OWN)
         gain *= gates
-    bounds = _walk(own, OWN, N, tokens, window, -back, rows - 1 - back, False, RELATED, WINDOW, CAUSAL)
+    bounds = _walk(own, OWN, N, tokens, window, False, WINDOW, CAUSAL)
     acc = _nothing(OWN, DP, q.dtype)
     power, whole = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
-    for part in tl.static_range(5):
+    for part in tl.static_range(3):
         if (STRETCHES >> part) % 2 == 1:
-            acc, power, whole = _queries_stretch(
-                acc, power, whole, q, dy, gain, own, query, bounds[part], bounds[part + 1], k_ptr, v_ptr, term_ptr, dterm_ptr,
-                k_row, v_row, HEADS * rows, tokens, window, back, rows, unit, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
-                FAST, RELATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+            acc, power, whole = _queries_stretch(acc, power, whole, q, dy, query, bounds[part], bounds[part + 1], k_ptr, v_ptr,
+                                                 k_row, v_row, tokens, window, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
+                                                 FAST, WINDOW, CAUSAL, WIDE)  # fmt: skip
     power *= top
     _keep(_head(dq_ptr, b, head, tokens64 * dense, DIM), own, dense, acc * (gain * alpha)[:, None], tokens, OWN, DIM, DP)
     if GATED:
@@ -340,17 +301,15 @@ def _poly_coefficients_kernel(sums_ptr, coefficient_ptr, gradient_ptr, programs,
 
 
 @triton.jit
-def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_ptr, gate_ptr, q_row, dy_row, term_row, tokens,
-                  window, back, rows, unit, over, factor, shift, HEADS: tl.constexpr, EDGE: tl.constexpr, N: tl.constexpr,
-                  DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
-                  RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-                  WIDE: tl.constexpr):  # fmt: skip
+def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, gate_ptr, q_row, dy_row, tokens, window, over, factor,
+                  shift, HEADS: tl.constexpr, EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+                  DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr,
+                  CAUSAL: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
     for start in range(begin, end, N):
         query = (start + tl.arange(0, N))[None]
         q = _tile(q_ptr, start, q_row, tokens, N, DIM, DP, WIDE)
         dy = _tile(dy_ptr, start, dy_row, tokens, N, DIM, DP, WIDE)
-        f, low, slope = _score(k, q, start, query, key, term_ptr, term_row, back, rows, tokens, unit, over, EDGE, RELATED,
-                                  DEGREE, CLIP, FAST)  # fmt: skip
+        f, low, slope = _score(k, q, over, DEGREE, CLIP, FAST)
         u = _dot(v, tl.trans(dy))
         if GATED:
             gates = _gates(gate_ptr, b, start, head, tokens, HEADS, N)[None]
@@ -367,32 +326,30 @@ def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, term_pt
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["window", "back", "rows"])
-def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, term_ptr, gate_ptr, coefficient_ptr, dy_ptr, dk_ptr, dv_ptr, q_batch, q_row, q_head,
-                      k_batch, k_row, k_head, v_batch, v_row, v_head, tokens, window, back, rows, small, unit, over, top, steep,
-                      alpha, HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr,
-                      DP: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr,
-                      RELATED: tl.constexpr, GATED: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-                      WIDE: tl.constexpr, OWN: tl.constexpr, N: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["window"])
+def _poly_keys_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, coefficient_ptr, dy_ptr, dk_ptr, dv_ptr, q_batch, q_row, q_head, k_batch,
+                      k_row, k_head, v_batch, v_row, v_head, tokens, window, small, over, top, steep, alpha,
+                      HEADS: tl.constexpr, GROUP: tl.constexpr, STRETCHES: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+                      DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, GATED: tl.constexpr,
+                      WINDOW: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, OWN: tl.constexpr,
+                      N: tl.constexpr):  # fmt: skip
     own, b, kv, tokens64 = _place(tokens, HEADS // GROUP, OWN, False)
     key = (own + tl.arange(0, OWN))[:, None]
     a, c, scale = _coefficients(coefficient_ptr)
     k = _shrunk(_tile(_head(k_ptr, b, kv, k_batch, k_head), own, k_row, tokens, OWN, DIM, DP, WIDE), small)
     v = _tile(_head(v_ptr, b, kv, v_batch, v_head), own, v_row, tokens, OWN, DIM, DP, WIDE)
     dense = HEADS * DIM
-    bounds = _walk(own, OWN, N, tokens, window, back + 1 - rows, back, True, RELATED, WINDOW, CAUSAL)
+    bounds = _walk(own, OWN, N, tokens, window, True, WINDOW, CAUSAL)
     dk, dv = _nothing(OWN, DP, k.dtype), _nothing(OWN, DP, k.dtype)
     for of_group in range(GROUP):
         head = kv * GROUP + of_group
         heads_q = _head(q_ptr, b, head, q_batch, q_head)
         heads_dy = _head(dy_ptr, b, head, tokens64 * dense, DIM)
-        heads_term = _head(term_ptr, b, head, tokens64 * HEADS * rows, rows)
-        for part in tl.static_range(5):
+        for part in tl.static_range(3):
             if (STRETCHES >> part) % 2 == 1:
-                dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy,
-                                       heads_term, gate_ptr, q_row, dense, HEADS * rows, tokens, window, back, rows, unit,
-                                       over, scale * a * top, scale * c, HEADS, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
-                                       FAST, RELATED, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
+                dk, dv = _keys_stretch(dk, dv, k, v, key, b, head, bounds[part], bounds[part + 1], heads_q, heads_dy, gate_ptr,
+                                       q_row, dense, tokens, window, over, scale * a * top, scale * c, HEADS, part % 2 == 0, N,
+                                       DIM, DP, DEGREE, CLIP, FAST, GATED, WINDOW, CAUSAL, WIDE)  # fmt: skip
     mine = HEADS // GROUP * DIM
     dk *= scale * a * steep * alpha
     _keep(_head(dk_ptr, b, kv, tokens64 * mine, DIM), own, mine, dk, tokens, OWN, DIM, DP)

@@ -1,9 +1,5 @@
 """Polynomial attention in tiles: no T × T tensor is stored, and backward recomputes each tile (_poly_tiles.py).
 
-The distance term is q · Pᵀ, one product (T, R) per head, of which a tile reads its diagonals. A query and a distance determine
-one key, so the term's gradient is stored without a sum: dP and its part of dq are two more products. Memory grows with T · R,
-and only tiles in the band read it.
-
 A decoding step splits a row's keys over programs, and a second kernel adds their sums in a fixed order.
 """
 
@@ -16,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .....device import interpreted
-from .....kernels.accumulate import deliver, weight_gradient
+from .....kernels.accumulate import deliver
 from .....kernels.plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import bump_versions, first_order_only, launch
 from ..plans import WalkPlan
@@ -43,25 +39,24 @@ class _Form(NamedTuple):
     window: int
     causal: bool
 
-    def constants(self, table: Tensor | None, gates: Tensor | None, q: Tensor, k: Tensor, keys: bool) -> dict[str, Any]:
-        has = table is not None, self.window > 0, self.causal
+    def constants(self, gates: Tensor | None, q: Tensor, k: Tensor, keys: bool) -> dict[str, Any]:
+        windowed = self.window > 0
         return {
-            "HEADS": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "STRETCHES": stretches(keys, *has), "DIM": q.shape[3],
-            "DP": max(16, power_of_two(q.shape[3])), "DEGREE": self.degree, "CLIP": self.soft_clip > 0,
-            "FAST": q.dtype == torch.bfloat16 and not interpreted(), "RELATED": has[0], "GATED": gates is not None,
-            "WINDOW": has[1], "CAUSAL": self.causal, "WIDE": interpreted(),
+            "HEADS": q.shape[2], "GROUP": q.shape[2] // k.shape[2], "STRETCHES": stretches(keys, windowed, self.causal),
+            "DIM": q.shape[3], "DP": max(16, power_of_two(q.shape[3])), "DEGREE": self.degree, "CLIP": self.soft_clip > 0,
+            "FAST": q.dtype == torch.bfloat16 and not interpreted(), "GATED": gates is not None, "WINDOW": windowed,
+            "CAUSAL": self.causal, "WIDE": interpreted(),
         }  # fmt: skip
 
-    def numbers(self, table: Tensor | None, q: Tensor) -> tuple:
-        """Return tokens, window, back, rows; small, unit, over, top; steep, alpha. A kernel takes the first two or all three
-        groups. Scores are x with s = rest · x, where rest is from 1/2 to 1 (`_shrunk`)."""
-        rows, alpha = 1 if table is None else len(table), q.shape[3] ** -0.5
-        back = 0 if self.causal or table is None else rows // 2
+    def numbers(self, q: Tensor) -> tuple:
+        """Return tokens, window; small, over, top; steep, alpha. A kernel takes the first two or all three groups. Scores are
+        x with s = rest · x, where rest is from 1/2 to 1 (`_shrunk`)."""
+        alpha = q.shape[3] ** -0.5
         small = 2.0 ** -math.floor(math.log2(q.shape[3]) / 2)
         rest = alpha / small
         clip = self.soft_clip or rest  # what f is multiplied by to be s̃
         top, steep = clip**self.degree, self.degree * clip ** (self.degree - 1)
-        return q.shape[1], self.window, back, rows, small, 1 / rest, rest / clip, top, steep, alpha
+        return q.shape[1], self.window, small, rest / clip, top, steep, alpha
 
 
 def _dense_last(*tensors: Tensor) -> list[Tensor]:
@@ -84,62 +79,46 @@ def _launch(kernel: Any, way: str, tiled: Tensor, tensors: list, sums: bool, q: 
     return launch(job_of("poly_attention", way, (q.shape[3],), q), run)
 
 
-def _term(q: Tensor, table: Tensor) -> Tensor:
-    """Return q · Pᵀ (B, T, H, R) in q's dtype, also under autocast."""
-    with torch.autocast(q.device.type, enabled=False):
-        return torch.matmul(q, table.to(q.dtype).t())
-
-
 class _PolyAttention(torch.autograd.Function):
     """Autograd function. ctx has the Parameters for their main_grad, as in layers/linear_product.py."""
 
     @staticmethod
-    def forward(ctx, q, k, v, coefficients, table, gates, form):
+    def forward(ctx, q, k, v, coefficients, gates, form):
         q, k, v = _dense_last(q, k, v)
         gates = None if gates is None else gates.contiguous()
-        term = None if table is None else _term(q, table)
         y = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        *numbers, _, _ = form.numbers(table, q)
-        constants = form.constants(table, gates, q, k, False)
-        _launch(
-            _poly_forward_kernel, "forward", q, [q, k, v, term, gates, coefficients, y], False, q, tuple(numbers), constants
-        )
-        ctx.save_for_backward(q, k, v, coefficients, table, gates)
-        ctx.owners, ctx.form = (coefficients, table), form
+        *numbers, _, _ = form.numbers(q)
+        constants = form.constants(gates, q, k, False)
+        _launch(_poly_forward_kernel, "forward", q, [q, k, v, gates, coefficients, y], False, q, tuple(numbers), constants)
+        ctx.save_for_backward(q, k, v, coefficients, gates)
+        ctx.owner, ctx.form = coefficients, form
         return y
 
     @staticmethod
     def backward(ctx, dy):
         first_order_only("poly_attention")
-        q, k, v, coefficients, table, gates = ctx.saved_tensors
+        q, k, v, coefficients, gates = ctx.saved_tensors
         form, dy = ctx.form, dy.contiguous()
-        term = None if table is None else _term(q, table)
-        dterm = None if term is None else torch.zeros_like(term)  # not stored where a distance leads out of the sequence
         dq, dk, dv = (torch.empty(t.shape, device=q.device, dtype=q.dtype) for t in (q, k, v))
         dgates = None if gates is None else torch.empty_like(gates)
-        given, numbers = [q, k, v, term, gates, coefficients, dy], form.numbers(table, q)
-        sums = _launch(_poly_queries_kernel, "queries", q, [*given, dq, dgates, dterm], True, q, numbers,
-                       form.constants(table, gates, q, k, False))  # fmt: skip
-        _launch(_poly_keys_kernel, "keys", k, [*given, dk, dv], False, q, numbers, form.constants(table, gates, q, k, True))
-        owner, of_table = ctx.owners
-        dcoefficients = dtable = None
+        given, numbers = [q, k, v, gates, coefficients, dy], form.numbers(q)
+        sums = _launch(
+            _poly_queries_kernel, "queries", q, [*given, dq, dgates], True, q, numbers, form.constants(gates, q, k, False)
+        )
+        _launch(_poly_keys_kernel, "keys", k, [*given, dk, dv], False, q, numbers, form.constants(gates, q, k, True))
+        dcoefficients = None
         if ctx.needs_input_grad[3]:
             gradient = torch.empty(3, device=q.device, dtype=torch.float32)
             _poly_coefficients_kernel[(1,)](sums, coefficients, gradient, sums.shape[1], 1024)
-            dcoefficients = deliver(owner, gradient)
-        if dterm is not None:
-            rows = dterm.view(-1, len(table))
-            dq.view(-1, q.shape[-1]).addmm_(rows, table.to(q.dtype))
-            if ctx.needs_input_grad[4]:
-                dtable = weight_gradient(of_table, rows, q.reshape(-1, q.shape[-1]))
-        return dq, dk, dv, dcoefficients, dtable, dgates, None
+            dcoefficients = deliver(ctx.owner, gradient)
+        return dq, dk, dv, dcoefficients, dgates, None
 
 
 def poly_attention(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, table: Tensor | None = None, gates: Tensor | None = None,
-    degree: int = 3, soft_clip: float = 0.0, window: int = 0, causal: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, gates: Tensor | None = None, degree: int = 3,
+    soft_clip: float = 0.0, window: int = 0, causal: bool = True,
 ) -> Tensor:  # fmt: skip
-    return _PolyAttention.apply(q, k, v, coefficients, table, gates, _Form(degree, soft_clip, window, causal))
+    return _PolyAttention.apply(q, k, v, coefficients, gates, _Form(degree, soft_clip, window, causal))
 
 
 @triton.jit
@@ -148,21 +127,11 @@ def _weights(s, factor, shift, over, DEGREE: tl.constexpr, CLIP: tl.constexpr, F
     return _even_power(f, DEGREE) * f * factor + shift
 
 
-@triton.jit
-def _with_term(s, q, table_ptr, distance, nearest, rows, DIM: tl.constexpr, d, KIND: tl.constexpr):
-    """Load the table's term, which tiles beyond its range do not need."""
-    if nearest < rows:
-        mask = ((distance < rows) & (distance > 0))[:, None] & (d < DIM)[None]
-        p = tl.load(table_ptr + distance[:, None] * DIM + d[None], mask=mask, other=0.0)
-        s += _dot(q, tl.trans(p.to(KIND)))
-    return s
-
-
-@triton.jit(do_not_specialize=["places", "window", "rows"])
-def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table_ptr, coefficient_ptr, part_ptr, places,
-                      window, rows, alpha, over, top, KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
-                      DIM: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr,
-                      FAST: tl.constexpr, RELATED: tl.constexpr, WINDOW: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["places", "window"])
+def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, coefficient_ptr, part_ptr, places, window, alpha,
+                      over, top, KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr,
+                      N: tl.constexpr, DEGREE: tl.constexpr, CLIP: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr,
+                      WIDE: tl.constexpr):  # fmt: skip
     b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
     g, d, n = tl.arange(0, G), tl.arange(0, DP), tl.arange(0, N)
     inside, heads = d < DIM, (g < GROUP)[:, None] & (d < DIM)[None]
@@ -186,8 +155,6 @@ def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table
     for start in range(lo, hi, N):
         k = _tile(cache_k + base, start, KV * DIM, hi, N, DIM, DP, WIDE)
         s = _dot(q, tl.trans(k)) * alpha
-        if RELATED:
-            s = _with_term(s, q, table_ptr, at - start - n, at - start - N + 1, rows, DIM, d, k.dtype)
         phi = tl.where((start + n < hi)[None], _weights(s, factor, shift, over, DEGREE, CLIP, FAST), 0.0)
         acc = _weigh(phi, _tile(cache_v + base, start, KV * DIM, hi, N, DIM, DP, WIDE), acc)
     if known & (lo <= at) & (at < lo + chunk):
@@ -196,10 +163,7 @@ def _poly_step_kernel(q_ptr, k_ptr, v_ptr, cache_k, cache_v, position_ptr, table
         to = base + tl.cast(at, tl.int64) * (KV * DIM) + d
         tl.store(cache_k + to, k, mask=inside)
         tl.store(cache_v + to, v, mask=inside)
-        wide = q.to(tl.float32)
-        s = tl.sum(wide * k.to(tl.float32)[None], 1) * alpha
-        if RELATED:
-            s += tl.sum(wide * tl.load(table_ptr + d, mask=inside, other=0.0).to(tl.float32)[None], 1)
+        s = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None], 1) * alpha
         acc += _weights(s, factor, shift, over, DEGREE, CLIP, FAST)[:, None] * v.to(tl.float32)[None]
     tl.store(part_ptr + split * (tl.num_programs(0) * GROUP * DIM) + mine, acc, mask=heads)
 
@@ -224,7 +188,7 @@ MOST_SPLITS = 32  # programs that share a row's keys
 @torch.no_grad()
 def poly_attention_step(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor, coefficients: Tensor,
-    table: Tensor | None = None, gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
+    gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     (B, H, D), (_, L, K, _) = q.shape, cache_k.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -235,10 +199,9 @@ def poly_attention_step(
         splits = min(MOST_SPLITS, cdiv(L, plan.keys), cdiv(4 * job.chip.sms, B * K))
         parts = torch.empty(splits, B, H, D, device=q.device, dtype=torch.float32)
         _poly_step_kernel[(B * K, splits)](
-            q, k, v, cache_k, cache_v, position, q if table is None else table, coefficients, parts, L, window,
-            1 if table is None else len(table), D**-0.5, 1 / clip, clip**degree, K, H // K, max(16, power_of_two(H // K)), D,
-            DP, plan.keys, degree, soft_clip > 0, q.dtype == torch.bfloat16 and not interpreted(), table is not None,
-            window > 0, interpreted(),
+            q, k, v, cache_k, cache_v, position, coefficients, parts, L, window, D**-0.5, 1 / clip, clip**degree, K, H // K,
+            max(16, power_of_two(H // K)), D, DP, plan.keys, degree, soft_clip > 0,
+            q.dtype == torch.bfloat16 and not interpreted(), window > 0, interpreted(),
             num_warps=plan.warps, num_stages=plan.stages,
         )  # fmt: skip
         given = q if gates is None else gates.contiguous()
