@@ -1,6 +1,7 @@
 """CorpusFeed: resident and streamed batches are the same bits; positions resume; the device's count and the host's agree."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from gpubound import trace
 from gpubound.data import Corpus, batches as serve, feed, train_tokenizer
 from gpubound.errors import FallbackError, GraphError
 from gpubound.graph import capture
-from tests.messages import message, refusal
+from tests.messages import message, refusal, refusals
 
 from .conftest import TEXTS, Bytes, Counts
 from .test_tokenizer import CHAT
@@ -242,80 +243,17 @@ def test_too_large_for_the_budget_or_the_memory_it_streams(corpus, said, monkeyp
         corpus.batches(16, 2, "cpu")
 
 
-@pytest.mark.parametrize(
-    "seq, micro_batch, options, sentence",
-    [
-        (0, 2, {}, "batches: seq: got 0, wanted a whole number, 1 or more."),
-        (10**12, 2, {}, "batches: seq: got 1,000,000,000,000, wanted at most 16,777,216."),
-        (8, 2.0, {}, "batches: micro_batch: got 2.0, wanted a whole number, 1 or more."),
-        (8, 2, {"seed": 1.5}, "batches: seed: got 1.5, wanted a whole number."),
-        (8, 2, {"rank": 1}, "batches: rank: got 1, wanted 0 to 0, one of the world of 1."),
-        (8, 2, {"rank": None}, "batches: rank: got None, wanted 0 to 0, one of the world of 1."),
-        (
-            8,
-            2,
-            {"slots": 0, "mode": "ring"},
-            "batches: slots: got 0, wanted 3 or more: one being filled, one being copied, one ready.",
-        ),
-        (8, 2, {"pad_id": 257, "pack": "documents"}, "batches: pad_id: got 257, wanted an id of the vocabulary, 0 to 256."),
-        (
-            8,
-            2,
-            {"max_documents": 0, "pack": "documents"},
-            "batches: max_documents: got 0 with pack='documents', wanted a whole number, 1 or more, with "
-            "pack='examples' or 'documents'; leave it out for no limit.",
-        ),
-        (
-            8,
-            2,
-            {"max_documents": 3},
-            "batches: max_documents: got 3 with pack='stream', wanted a whole number, 1 or more, with "
-            "pack='examples' or 'documents'; leave it out for no limit.",
-        ),
-        (8, 2, {"fields": "labels"}, "batches: fields: got 'labels', wanted a tuple of some of input_ids, labels, valid."),
-        (
-            8,
-            2,
-            {"pack": "tight"},
-            "batches: pack: got 'tight', wanted one of 'stream', 'examples', 'none', 'documents', 'pairs', 'packed_pairs'.",
-        ),
-        (
-            8,
-            2,
-            {"pack": "pairs"},
-            "batches: pack: got 'pairs' for a corpus that holds no pairs, wanted another pack.",
-        ),
-        (
-            8,
-            2,
-            {"pack": "examples", "overlong": "split"},
-            "batches: overlong: got 'split' with pack='examples', wanted one of 'truncate', 'truncate_left', 'drop' with "
-            "'examples', 'none' or 'pairs', or 'split' with 'documents'.",
-        ),
-        (8, 2, {"mode": "direct"}, "batches: mode: got 'direct', wanted 'auto', 'resident' or 'ring'."),
-        (
-            8,
-            2,
-            {"labels": "own", "pack": "documents"},
-            "batches: labels: got 'own' with pack='documents', wanted 'next', or 'own' with pack='stream'.",
-        ),
-        (
-            8,
-            2,
-            {"fields": ("input_ids", "cu_seqlens")},
-            "batches: fields: got 'cu_seqlens', wanted some of input_ids, labels, valid with pack='stream'.",
-        ),
-        (
-            500,
-            4,
-            {},
-            "batches: the corpus makes 2 rows of 500 tokens, wanted at least micro_batch = 4; take shorter rows, smaller "
-            "batches or more text.",
-        ),
-    ],
-)
-def test_sentences(corpus, seq, micro_batch, options, sentence):
-    assert refusal(ValueError, lambda: corpus.batches(seq, micro_batch, "cpu", **options)) == sentence
+def test_sentences(corpus):
+    wrong = [
+        (0, 2, {}), (10**12, 2, {}), (8, 2.0, {}), (8, 2, {"seed": 1.5}), (8, 2, {"rank": 1}), (8, 2, {"rank": None}),
+        (8, 2, {"slots": 0, "mode": "ring"}), (8, 2, {"pad_id": 257, "pack": "documents"}),
+        (8, 2, {"max_documents": 0, "pack": "documents"}), (8, 2, {"max_documents": 3}), (8, 2, {"fields": "labels"}),
+        (8, 2, {"pack": "tight"}), (8, 2, {"pack": "pairs"}), (8, 2, {"pack": "examples", "overlong": "split"}),
+        (8, 2, {"mode": "direct"}), (8, 2, {"labels": "own", "pack": "documents"}),
+        (8, 2, {"fields": ("input_ids", "cu_seqlens")}), (500, 4, {}),
+    ]  # fmt: skip
+    calls = [partial(corpus.batches, seq, micro_batch, "cpu", **options) for seq, micro_batch, options in wrong]
+    refusals("data/batches:refused", *calls)
 
 
 def test_a_position_in_another_corpus_is_refused(corpus, tmp_path):

@@ -1,13 +1,14 @@
 """Padding to a few shapes: sizes, named leaves only, rows of the last batch, sentences."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from gpubound.data import feed
 from gpubound.data.leaves import Padding, bucket_size, flatten
-from tests.messages import message, refusal
+from tests.messages import message, refusals
 
 
 @pytest.mark.parametrize(
@@ -52,34 +53,14 @@ def test_a_padded_feed_has_one_shape_and_the_same_values():
             assert x[:, :n].eq(n).all() and x[:, n:].eq(-1).all()
 
 
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        ({"bucket": "pow3", "values": {"x": 0}}, "feed: bucket: got 'pow3', wanted 'pow2', a multiple, or a list of sizes."),
-        ({"bucket": [], "values": {"x": 0}}, "feed: bucket: got [], wanted 'pow2', a multiple, or a list of sizes."),
-        ({"bucket": 2.5, "values": {"x": 0}}, "feed: bucket: got 2.5, wanted 'pow2', a multiple, or a list of sizes."),
-        ({"values": {"x": "a"}}, "feed: pad: 'x': got 'a', wanted a number, or (number, dimension)."),
-        ({"values": {"x": (0, 1, 2)}}, "feed: pad: 'x': got (0, 1, 2), wanted a number, or (number, dimension)."),
-        ({"values": ["x"]}, "feed: pad: got ['x'], wanted a value for each leaf, as in {'input_ids': 0, 'labels': -100}."),
-        ({"rows": 0, "values": {"x": 0}}, "feed: rows: got 0, wanted the number of rows of a whole batch."),
-        (
-            {"bucket": "pow2"},
-            "feed: bucket= and rows= pad only the leaves that pad= names; pass pad={'input_ids': 0, 'labels': -100} or the "
-            "like.",
-        ),
-        ({"values": {"y": 0}}, "feed: pad: no leaf is called 'y'; this batch has batch['x']."),
-        (
-            {"values": {"x": 0}, "bucket": [2, 4]},
-            "feed: batch['x'] is 5 long, wanted at most 4, the largest bucket; add a larger bucket or cut the data.",
-        ),
-        (
-            {"values": {"x": (0, 2)}, "bucket": "pow2"},
-            "feed: pad: batch['x'] has 2 dimensions, wanted one numbered 2; name another.",
-        ),
-    ],
-)
-def test_sentences(options, sentence):
-    assert refusal(ValueError, lambda: padded({"x": torch.ones(2, 5)}, **options)) == sentence
+def test_sentences():
+    wrong = [
+        {"bucket": "pow3", "values": {"x": 0}}, {"bucket": [], "values": {"x": 0}}, {"bucket": 2.5, "values": {"x": 0}},
+        {"values": {"x": "a"}}, {"values": {"x": (0, 1, 2)}}, {"values": ["x"]}, {"rows": 0, "values": {"x": 0}},
+        {"bucket": "pow2"}, {"values": {"y": 0}}, {"values": {"x": 0}, "bucket": [2, 4]},
+        {"values": {"x": (0, 2)}, "bucket": "pow2"},
+    ]  # fmt: skip
+    refusals("data/padding:refused", *(partial(padded, {"x": torch.ones(2, 5)}, **options) for options in wrong))
 
 
 @pytest.mark.parametrize("dtype, value", [(torch.int64, 0.5), (torch.uint8, -100), (torch.bool, 2), (torch.int32, math.nan)])

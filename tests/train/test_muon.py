@@ -8,7 +8,7 @@ from torch import nn
 
 from gpubound.train import AdamW, Muon, Schedule, TrainStep, muon
 from gpubound.train.muon import orthogonal
-from tests.messages import refusal
+from tests.messages import refusals
 
 from .conftest import Small, check_captured_skipped_and_resumed, cut, draw, named, small, spoiled, summed, usual_step
 from .objectives.test_causal_lm import llama
@@ -133,31 +133,12 @@ def test_memory_is_one_moment_less():
     assert step.memory["moments"] == 4 * (64 * 64 + 64) + 4 * 64
 
 
-@pytest.mark.parametrize(
-    "call, sentence",
-    [
-        (
-            lambda: Muon(momentum=1.0),
-            "Muon: lr and weight_decay must be finite and not negative, momentum lies from 0 to below 1, "
-            "iterations is at least 1; got 0.001, 0.1, 1.0 and 5.",
-        ),
-        (
-            lambda: Muon(rest=AdamW(lr=0.0)),
-            "Muon: rest.lr must be above 0, for one schedule moves both rates, got 0.0.",
-        ),
-        (
-            lambda: TrainStep(small(), summed, "muon", precision="bf16-pure"),
-            "TrainStep: precision='bf16-pure' rounds at random in AdamW alone, got Muon; take precision='bf16'.",
-        ),
-        (
-            lambda: TrainStep(small(), summed, "muon", precision="bf16-split"),
-            "TrainStep: precision='bf16-split' divides weights in AdamW alone, got Muon; take precision='bf16'.",
-        ),
-        (
-            lambda: TrainStep(small(), summed, Muon(takes=lambda name, p: "norm" in name)),
-            "Muon: takes norm.weight of shape (8,), wanted matrices; leave it to rest.",
-        ),
-    ],
-)
-def test_errors(call, sentence):
-    assert refusal(ValueError, call) == sentence
+def test_errors():
+    refusals(
+        "train/muon:errors",
+        lambda: Muon(momentum=1.0),
+        lambda: Muon(rest=AdamW(lr=0.0)),
+        lambda: TrainStep(small(), summed, "muon", precision="bf16-pure"),
+        lambda: TrainStep(small(), summed, "muon", precision="bf16-split"),
+        lambda: TrainStep(small(), summed, Muon(takes=lambda name, p: "norm" in name)),
+    )
