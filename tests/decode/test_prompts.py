@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gpubound as gb
 from gpubound.decode import transformer
@@ -21,13 +22,16 @@ def tensors(T: int, S: int, dtype=torch.float32, device="cpu", heads=(H, K), wid
     return [torch.randn(size, generator=generator).to(device, dtype) for size in sizes]
 
 
-def definition(q, k, v, start: int, window: int, scale: float, cap: float) -> torch.Tensor:
+def definition(q, k, v, start: int, window: int, scale: float, cap: float, sinks=None) -> torch.Tensor:
     k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     scores = q.double() @ k.transpose(2, 3) * scale
     scores = cap * (scores / cap).tanh() if cap else scores
     age = torch.arange(start, k.shape[2], device=q.device)[:, None] - torch.arange(k.shape[2], device=q.device)
     hidden = (age < 0) | (age >= (window or k.shape[2]))
-    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])
@@ -46,24 +50,39 @@ def test_torchs_lower_right_bias_is_the_mask():
     torch.testing.assert_close(got.transpose(1, 2).double(), definition(q, k, v, 7, 0, 0.4, 0.0), atol=1e-5, rtol=1e-5)
 
 
-class LargestMask(TorchDispatchMode):
+class Largest(TorchDispatchMode):
+    """keys: of the masks; numbers: of all tensors."""
+
     def __init__(self):
         super().__init__()
-        self.keys = 0
+        self.keys = self.numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.dtype == torch.bool:
-            self.keys = max(self.keys, found.shape[-1])
+        for tensor in (t for t in tree_leaves(found) if isinstance(t, torch.Tensor)):
+            self.keys = max(self.keys, tensor.shape[-1]) if tensor.dtype == torch.bool else self.keys
+            self.numbers = max(self.numbers, tensor.numel())
         return found
 
 
 def test_the_mask_of_a_window_ends_with_the_window():
     """It had a column for each position so far, and so k and v were read from the first."""
     q, k, v = tensors(4, 1004)
-    with LargestMask() as mask:
+    with Largest() as largest:
         attend_prompt(q, k, v, 1000, 9, 0.4)
-    assert mask.keys == 4 + 9 - 1
+    assert largest.keys == 4 + 9 - 1
+
+
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [0, 9])
+def test_sinks_hold_scores_only_with_a_cap(window, cap):
+    """2 x 4 heads of 32 tokens. A mask is of all heads, and an output of 8 numbers a head."""
+    q, k, v = tensors(32, 64)
+    sinks = torch.tensor([-1.0, 0.0, 2.0, 4.0])
+    with Largest() as largest:
+        got = attend_prompt(q, k, v, 32, window, 0.4, cap, sinks)
+    assert largest.numbers == (B * H * 32 * ((32 + 9 - 1 if window else 64) + 1) if cap else 32 * 64)
+    torch.testing.assert_close(got.double(), definition(q, k, v, 32, window, 0.4, cap, sinks), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Gemma3"])
@@ -95,4 +114,25 @@ def test_no_dense_mask_on_a_gpu(dtype, width):
     assert grown <= more + 4 * B * 8 * T + (1 << 20)  # and one fp32 for each query and head
     at = slice(T - 64, T)  # the definition of the last queries: that of all would take 2 GB
     want = definition(q[:, :, at], k, v, S - 64, 0, width**-0.5, 0.0)
+    torch.testing.assert_close(got[:, at].double(), want, atol=2e-2 if dtype != torch.float32 else 1e-3, rtol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)])
+def test_no_scores_with_sinks_on_a_gpu(dtype, width, window):
+    """2,048 queries after 6,144 positions: a part of the scores would take 256 MB, all of them 1 GB."""
+    T, S = 2048, 8192
+    q, k, v = tensors(T, S, dtype, "cuda", heads=(8, 2), width=width)
+    sinks = torch.linspace(-1.0, 4.0, 8, device="cuda").to(dtype)
+    attend_prompt(q, k, v, S - T, window, width**-0.5, 0.0, sinks)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    got = attend_prompt(q, k, v, S - T, window, width**-0.5, 0.0, sinks)
+    # copies in the kernel's layout, k and v for each head in fp32; results, and fp32 for each query and head
+    copies = 2 * k.nbytes * (4 if dtype == torch.float32 else 1) + q.nbytes
+    assert torch.cuda.max_memory_allocated() - before <= copies + 4 * got.nbytes + 8 * 4 * B * 8 * T + (1 << 20)
+    at = slice(T - 64, T)
+    want = definition(q[:, :, at], k, v, S - 64, window, width**-0.5, 0.0, sinks)
     torch.testing.assert_close(got[:, at].double(), want, atol=2e-2 if dtype != torch.float32 else 1e-3, rtol=2e-2)

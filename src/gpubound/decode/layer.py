@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..kernels import activate_rows, add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope
+from ..kernels import activate_rows, add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope, sink_attention
 from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
 from ..kernels.gated import gated
 from ..kernels.row_ops import ACTIVATED, LayerNorm
+from ..kernels.sink_attention import unable
 from ..layers.attention import attend
 from ..layers.linear_product import fused_linear
 from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, LayerInputWeights, Linear, Shape, UngatedWeights
@@ -403,6 +404,8 @@ def attend_prompt(
     k and v (B, K, start + T, D) hold all positions before theirs, or as many as a window shows, and theirs. window: each token
     sees this many of the nearest; 0: all. Only a window makes a mask in memory, of at most T + window keys.
     """
+    if sinks is not None and not cap and unable(q) is None:
+        return sink_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, scale, window or None)
     end, mask = k.shape[2], None
     if window and end > window:
         first = max(0, start + 1 - window)  # no query sees an earlier key
@@ -434,7 +437,7 @@ def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 def capped_attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return `attend` with capped scores or sinks, which SDPA lacks. Queries are chunked, since their scores are in memory."""
+    """Return `attend` with capped scores, which SDPA lacks, and sinks. Queries are chunked: their scores are in memory."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
     sees = torch.ones(T, S, device=q.device, dtype=torch.bool).tril(S - T) if mask is None else mask

@@ -59,11 +59,12 @@ def sink_attention(
         # The CPU's flash attention: 0.32 s forward and backward, the definition 0.84, transformers 0.70 (1,024 tokens, 16 heads
         # of 64, fp32, one core).
         torchs = kind == "cpu" and q.numel() > 0 and not transformed() and not torch.compiler.is_compiling()
-        function = load("triton", op) if torchs else implementation(op, q, _unable(q, bounds), shape)
+        function = load("triton", op) if torchs else implementation(op, q, unable(q, bounds), shape)
         return function(q, k, v, sinks, scale, window, bounds)
 
 
-def _unable(q: Tensor, bounds: Tensor | None) -> str | None:
+def unable(q: Tensor, bounds: Tensor | None = None) -> str | None:
+    """Return why torch's kernels cannot take q, so that the definition would hold all scores; None if they can."""
     if not q.is_cuda:
         return None
     if q.dtype in SIXTEEN_BITS:
