@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from gpubound.layers.invariant import BatchInvariant
+from gpubound.layers.packed_attention import Segments
 from gpubound.models import gpt_oss, layer_types, sparse_experts
+from gpubound.models.language_model import hidden_of
 
 from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run, twin
 
@@ -56,6 +58,21 @@ def test_a_recomputed_layer_has_the_same_gradients(calls):
     calls.clear()
     assert_close(training_run(model, batch()), training_run(other, batch()))
     assert len(calls) == 4
+
+
+def test_packed_rows_make_masks_only_for_transformers(calls, monkeypatch):
+    """T x T numbers for each type of layer, which the placed model does not read."""
+    made_masks, bias = [], Segments.bias
+    monkeypatch.setattr(Segments, "bias", lambda self, *a: made_masks.append(a) or bias(self, *a))
+    other, model, placement = made(sliding_window=5)
+    inputs = {"input_ids": tokens(), "segment_ids": torch.arange(12).div(7, rounding_mode="floor").expand(2, 12)}
+    inputs["cu_seqlens"] = torch.tensor([0, 7, 12, 19, 24], dtype=torch.int32)
+    calls.clear()
+    made_masks.clear()
+    got = hidden_of(model.eval(), inputs)
+    assert (made_masks, calls, placement.fallbacks) == ([], [(5, True), (None, True)], 0)
+    assert_near(got, hidden_of(other.eval(), inputs), 1e-4)
+    assert [window for _, window in made_masks] == [5, None]
 
 
 def test_frozen_sinks(calls):

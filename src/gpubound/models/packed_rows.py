@@ -6,6 +6,7 @@ attention and other attention functions passes them all that changes the result,
 ours that reads `segments`. Others, and eager attention, get masks.
 """
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -74,9 +75,19 @@ def _masks(trunk: Any, config: Any, segments: Segments, implementation: str) -> 
         return segments.mask(window) if implementation == "sdpa" else segments.bias(dtype, window)
 
     if WINDOWED in (getattr(config, "layer_types", None) or ()):
-        return {FULL: mask(None), WINDOWED: mask(config.sliding_window)}
+        return _MaskByType(lambda kind: mask(config.sliding_window if kind == WINDOWED else None))
     windows = {vars(module)["sliding_window"] for module in trunk.modules() if "sliding_window" in vars(module)}
     return mask(windows.pop() if len(windows) == 1 else config_window(config))
+
+
+class _MaskByType(dict[str, Tensor]):
+    """Masks by type of layer, each made when transformers' forward reads it: a placed model takes the segments."""
+
+    def __init__(self, make: Callable[[str], Tensor]) -> None:
+        self._make = make
+
+    def __missing__(self, kind: str) -> Tensor:
+        return self.setdefault(kind, self._make(kind))
 
 
 def read_segments() -> None:
