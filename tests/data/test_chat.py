@@ -158,6 +158,17 @@ def test_templates_by_name_write_and_mask_as_transformers(name, tmp_path):
     assert learnt == tokenizer.decode(np.array(ids)[np.array(both["assistant_masks"]) == 1]).replace("\n", "")
 
 
+@pytest.mark.parametrize("known", [("<|end|>", "<|return|>", "<|call|>"), ("<|end|>", "<|return|>"), ("<|end|>",)])
+@pytest.mark.parametrize("last", ["<|return|>", "<|end|>"])
+def test_a_turn_of_channels_does_not_end_with_its_first_message(last, known):
+    """Some templates write <|end|> after an answer, too, and a model writes it after its analysis."""
+    inner = train_tokenizer(["it is one? two? be brief"], 270).inner
+    inner.add_special_tokens([*known, "<|channel|>"])
+    tokenizer = Tokenizer(inner, "<|end|>", CHANNELS.replace("<|return|>", last))
+    want = [name for name in ("<|return|>", "<|call|>") if name in known] or ([last] if last in known else [])
+    assert [inner.id_to_token(i) for i in ends_of_turn(tokenizer)] == want
+
+
 @pytest.mark.parametrize("pack", ["examples", "none"])
 @pytest.mark.parametrize("name", NAMED)
 def test_a_row_holds_the_prompts_of_its_answers(name, pack, tmp_path):

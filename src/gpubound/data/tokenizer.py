@@ -298,10 +298,19 @@ def split_endless_words(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
+CHANNEL, ENDS_OF_CHANNELS = "<|channel|>", ("<|return|>", "<|call|>")
+
+
 def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
-    """Return the special token that the chat template writes after an answer, often another than the end of a text."""
+    """Return the special token that the chat template writes after an answer, often another than the end of a text.
+
+    A turn of gpt-oss has several messages: what a template writes after each, <|end|>, also follows its analysis.
+    """
     if tokenizer.chat_template is None:
         return []
+    ends = [tokenizer.inner.token_to_id(name) for name in ENDS_OF_CHANNELS if CHANNEL in tokenizer.chat_template]
+    if found := [end for end in ends if end is not None and end in tokenizer.specials]:
+        return found
     question = [{"role": "user", "content": "a"}]
     try:
         prompt = tokenizer.render(question, prompt=True)
