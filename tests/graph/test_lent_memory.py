@@ -9,7 +9,7 @@ from gpubound import trace
 from gpubound.errors import GenerateError
 from gpubound.graph import capture
 from gpubound.graph.guards import ReentryGuard
-from gpubound.graph.lent_memory import LentMemory
+from gpubound.graph.lent_memory import LentMemory, released
 
 
 def guard():
@@ -53,6 +53,19 @@ def test_what_the_borrower_keeps_in_it_begins_as_zeros():
         assert sums.isnan().all(), "a GPU's are overwritten by the owner"
 
 
+def test_a_tensor_has_no_memory_until_the_owner_has_its_own():
+    sums = torch.ones(6)
+    part = sums[2:]
+    with released(None), released(sums):
+        assert not sums.untyped_storage().nbytes()
+    assert part.equal(torch.zeros(4))
+    with released(sums):
+        memory = LentMemory([torch.ones(4)], guard(), sums)
+        assert sums.untyped_storage().nbytes()
+    memory.lend()
+    assert part.equal(torch.zeros(4))
+
+
 SIZE = 1 << 28
 
 
@@ -89,8 +102,10 @@ def test_a_graph_computes_in_it_and_its_owner_finds_it_where_it_was():
 def test_sums_that_a_graph_writes_lie_in_the_first_bytes():
     cache, x = torch.zeros(SIZE, device="cuda", dtype=torch.uint8), torch.arange(SIZE // 32, device="cuda").float()
     sums = torch.ones(1 << 22, device="cuda")
-    part = sums[3:]
-    memory = LentMemory([cache], guard(), sums)
+    part, allocated = sums[3:], torch.cuda.memory_allocated()
+    with released(sums):
+        assert torch.cuda.memory_allocated() == allocated - sums.nbytes
+        memory = LentMemory([cache], guard(), sums)
     address = cache.data_ptr()
     assert sums.data_ptr() == address and part.data_ptr() == address + 12 and cache.nbytes == SIZE
     memory.lend()

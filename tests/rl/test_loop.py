@@ -22,6 +22,7 @@ from gpubound.rl.prompts import RLPrompt
 from gpubound.rl.recipe import RLRecipe
 from gpubound.rl.rewards import AnswerGroup, Scoring, read_rewards
 from gpubound.rl.run import RLRun, figures_of
+from gpubound.train.checkpoint.staging import Staging
 from gpubound.train.loop import Stop
 from gpubound.train.step import TrainStep
 
@@ -226,8 +227,14 @@ def test_cache_and_step_share_memory(make, keys, tmp_path, monkeypatch):
     monkeypatch.setattr(home, "shares_memory", lambda recipe, step: True)
     lends, lend = [], LentMemory.lend
     monkeypatch.setattr(LentMemory, "lend", lambda memory: (lends.append(memory.lent), lend(memory)))
+    decoder, sizes = gb.decoder, []
+    built = lambda model, *args, **named: (  # noqa: E731
+        sizes.append({p.main_grad.untyped_storage().nbytes() for p in model.parameters()}), decoder(model, *args, **named)
+    )[1]  # fmt: skip
+    monkeypatch.setattr(home.decode, "decoder", built)
     shared = train(tmp_path / "shared", model=make(), **keys)
     assert lends.count(False) == 3, "once a step, each time after a rollout"
+    assert sizes == [{0}], "the sums have no memory while the decoder is built"
     for one, other in zip(learnt(shared), learnt(apart), strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
     shared, apart = (run.decoder.generate([[1, 2]], max_new_tokens=2) for run in (shared, apart))
@@ -242,6 +249,7 @@ def test_on_a_gpu_the_cache_and_the_activations_share_memory(tmp_path, monkeypat
     for shares in (False, True):
         if not shares:
             monkeypatch.setattr(home, "shares_memory", lambda recipe, step: False)
+        monkeypatch.setattr(home, "cache_pages", lambda *_: None)  # a cache that is larger than all that is learnt
         torch.manual_seed(0)
         config = gb.DecoderConfig(hidden=512, intermediate=2048, layers=4, heads=8, kv_heads=2, vocabulary=64)
         model = gb.Decoder(config).cuda()
@@ -258,6 +266,25 @@ def test_on_a_gpu_the_cache_and_the_activations_share_memory(tmp_path, monkeypat
         del model, run
     assert runs[0] == runs[1] and all(record["largest_gap"] == 0 for record in runs[1][1:])
     assert cache >= 1 << 29 and peaks[1] < peaks[0] - (1 << 28), (peaks, cache)
+
+
+@pytest.mark.parametrize("long, whole", [(70, 3), (3, 1)])
+def test_samples_share_a_prompts_pages_and_no_row_waits(long, whole, tmp_path):
+    recipe = RLRecipe(out=str(tmp_path), **{**KEYS, "max_new_tokens": 60, "exact": True, "device": "cpu"})
+    prompts = [[number % 60 + 1] * long for number in range(6)]
+    run = prepare(recipe, wide_policy(), prompts, None, sevens, None, None, False)
+    rows, cache = run.decoder.max_batch, run.decoder.body.cache
+    assert rows == 32 and cache.layout.pages == (32 * 2 + 2 * 4 if long == 70 else rows * whole)
+    rollout = run.decoder.rollout([prompt.ids for prompt in run.prompts], n=8, max_new_tokens=60, stop=())
+    assert len(rollout.sequences) == 48 and rollout.row_steps <= 32 * 62 + 16 * 62
+    run.close()
+
+
+def test_checkpoints_are_copied_to_the_host(tmp_path, monkeypatch):
+    taken, take = [], Staging.take
+    monkeypatch.setattr(Staging, "take", lambda self, tensors, *where: (taken.append(where), take(self, tensors, *where))[1])
+    train(tmp_path, steps=3, save_every=2)
+    assert taken == [(True, False), (True, True)], "to_host, last"
 
 
 @pytest.mark.gpu

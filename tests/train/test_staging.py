@@ -101,13 +101,14 @@ def test_what_finds_no_room_goes_to_the_host_at_once(memory, expected, room, her
 
 
 @pytest.mark.gpu
-def test_a_caller_who_waits_gets_no_copies_on_the_device(memory):
+@pytest.mark.parametrize("last", [False, True])
+def test_copies_in_host_memory_take_none_of_the_device(last, memory):
     staging, tensors, before = Staging(), given(), torch.cuda.memory_allocated()
-    copies = staging.take(tensors, to_host=True)
+    copies = staging.take(tensors, to_host=True, last=last)
     assert torch.cuda.memory_allocated() - before < 1 << 16 and not any(t.is_cuda for t in copies.values())
     got = staging.give(copies)
     assert all(torch.equal(got[name], t.cpu()) for name, t in tensors.items())
-    assert not staging._wanted and not trace.fallbacks
+    assert bool(staging._wanted) == (not last) and not trace.fallbacks
 
 
 @pytest.mark.gpu

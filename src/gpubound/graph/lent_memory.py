@@ -7,7 +7,8 @@ keeps account of both: it never gives a block to two of them. Where a tensor tha
 the block, the next allocation has another address, which `take_back` reports.
 
 A tensor of the borrower that is dead meanwhile, too, such as the sums of gradients, may have the first bytes. Only the rest is
-then freed and allocated again, and the cache is over both.
+then freed and allocated again, and the cache is over both. Until there is a cache, it has no memory of its own either
+(`released`): the building of a decoder was the peak of a run, with 2.2 of 28.2 GiB for sums of zeros.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +37,8 @@ class LentMemory:
     """The memory of `tensors`, to which they are moved: `lend` frees it, and `take_back` allocates it again, as zeros.
 
     users  the guard of the code that uses the tensors
-    first  a tensor of the borrower that loses its contents when the memory is taken back, and is zeros once it is lent
+    first  a tensor of the borrower, all of its storage, that loses its contents when the memory is taken back, and is zeros
+           once it is lent
     pool   the handle of the pool for graphs that use the memory while it is lent; None on a CPU
     """
 
@@ -52,6 +54,8 @@ class LentMemory:
             self.nbytes, self.pool = max(self.nbytes, LEAST), self._make_pool()
             if first is not None and SMALL < first.nbytes < self.nbytes - SMALL:
                 self._move_first(first)
+        if first is not None:
+            _allocate(first)
         self.lent = True
         self.take_back()
         if self.pool is not None:
@@ -74,8 +78,7 @@ class LentMemory:
 
     def _move_first(self, first: Tensor) -> None:
         """Move `first`, its views included, to the first bytes of what will be the memory."""
-        storage = first.untyped_storage()
-        size = storage.nbytes()
+        storage, size = first.untyped_storage(), first.nbytes
         storage.resize_(0)
         torch.cuda.empty_cache()
         with self._allocating():
@@ -132,6 +135,28 @@ class LentMemory:
         for tensor in self.tensors:
             tensor.set_(storage, start // tensor.itemsize, tensor.shape, tensor.stride())
             start += _aligned(tensor)
+
+
+@contextmanager
+def released(tensor: Tensor | None) -> Iterator[None]:
+    """Free the memory of a tensor, all of its storage, while inside; it is zeros afterwards, or where it was allocated inside."""
+    if tensor is None:
+        yield
+        return
+    tensor.untyped_storage().resize_(0)
+    if tensor.is_cuda:
+        torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        _allocate(tensor)
+
+
+def _allocate(tensor: Tensor) -> None:
+    """Give a tensor without memory zeros."""
+    if not tensor.untyped_storage().nbytes():
+        tensor.untyped_storage().resize_(tensor.nbytes)
+        tensor.zero_()
 
 
 def _aligned(tensor: Tensor) -> int:

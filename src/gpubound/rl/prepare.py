@@ -11,9 +11,11 @@ from torch import nn
 from .. import decode, lora
 from ..data import Tokenizer
 from ..data.tokenizer import ends_of_turn
+from ..decode.kv_cache import PAGE, pages_for
 from ..device import resolve
 from ..distributed import ALONE
 from ..formatting import quantity, readable
+from ..graph.lent_memory import released
 from ..monitor import RunTape
 from ..trace import notice
 from ..train.adapters import base_of
@@ -25,7 +27,7 @@ from ..train.step import TrainStep
 from .batches import RowShape
 from .environments import read_environment
 from .episodes import Episodes
-from .prompts import fitting, read_prompts
+from .prompts import RLPrompt, fitting, read_prompts
 from .recipe import RLRecipe
 from .rewards import check_columns, read_rewards
 from .run import RLRun
@@ -82,8 +84,12 @@ def prepare(
     if reference is not None:
         reference.to(next(p for p in model.parameters() if p.is_floating_point()).dtype)
     rows = min(recipe.rollout_rows, max(recipe.prompts_per_step * recipe.samples, len(eval_list)))
-    decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact)
-    if shares_memory(recipe, step) and (memory := decoder.lend_cache(step.sums)) is not None:
+    pages = cache_pages(recipe, asked, rows, seq) if exact else None
+    shares = shares_memory(recipe, step)
+    with released(step.sums if shares else None):
+        decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact, pages=pages)
+        memory = decoder.lend_cache(step.sums) if shares else None
+    if memory is not None:
         step.borrow(memory)
         notice(
             f"rl: the cache of {readable(decoder.body.cache_bytes())} and the activations of the step's graphs share memory."
@@ -107,6 +113,21 @@ def prepare(
 def shares_memory(recipe: RLRecipe, step: TrainStep) -> bool:
     """Return whether the cache and the activations of captured steps share memory: with `overlap` both are in use at once."""
     return step.captures and not recipe.overlap and step.device.type == "cuda"
+
+
+def cache_pages(recipe: RLRecipe, prompts: list[RLPrompt], rows: int, seq: int) -> int | None:
+    """Return how many pages the cache of a run has, in which the samples of a prompt have its full pages once.
+
+    They are enough for the longest prompts in all rows, and for twice as many prompts as begin together, since the last sample
+    of one still needs its pages while the rows of the others have the next one's. Where prompts come with one sample, as in an
+    evaluation, some rows may wait. None: room for all rows, as conversations need, which grow.
+    """
+    if recipe.turns > 1:
+        return None
+    shared = [(len(prompt.ids) - 1) // PAGE for prompt in prompts]
+    own = [pages_for(min(len(prompt.ids) + recipe.max_new_tokens, seq)) - n for prompt, n in zip(prompts, shared)]
+    needed = rows * max(own) + 2 * -(-rows // recipe.samples) * max(shared)
+    return min(max(needed, pages_for(seq)), rows * pages_for(seq))
 
 
 def _only_adapters(model: nn.Module) -> bool:

@@ -185,7 +185,7 @@ class RLRun:
         return joined(model=trained_state(self.model), step=self.step.state_dict())
 
     def save(self, wait: bool = False) -> None:
-        """Take a snapshot between two steps; with `wait`, write it now, else in the background."""
+        """Take a snapshot between two steps, in host memory; with `wait`, write it now, else in the background."""
         facts: dict[str, Any] = {"rl": dataclasses.asdict(self.recipe), "id": self.id, "base": self.base, WHERE: os.getcwd()}
         facts |= {"recipe": dataclasses.asdict(self.recipe.training())}  # by which `gpubound generate` finds the model
         facts |= {"position": self.order.position, "evaluations": self.evaluations}
@@ -195,7 +195,7 @@ class RLRun:
         if self.ahead is not None:
             columns, facts["ahead"] = as_state(self.ahead, self.prompts)
             tensors |= joined(ahead=columns)
-        self.checkpoints.save(self.done, tensors, facts, score, wait=wait)
+        self.checkpoints.save(self.done, tensors, facts, score, wait=wait, to_host=True)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go on where `checkpoint` was taken."""

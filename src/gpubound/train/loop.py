@@ -289,7 +289,7 @@ class Run:
             loss = self.evaluations.get(self.done)
             # The best of a later phase is better than any of an earlier one.
             score = [-self.phase, loss] if loss is not None and math.isfinite(loss) else None
-            self.checkpoints.snapshot(self.done, tensors, facts, score, to_host=wait)
+            self.checkpoints.snapshot(self.done, tensors, facts, score, to_host=wait, last=wait)
         if wait:
             self.checkpoints.write()
             self.checkpoints.wait()

@@ -110,14 +110,22 @@ class Checkpoints:
         self._writing: Future | None = None
 
     def save(
-        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, wait: bool = False
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        facts: dict[str, Any],
+        score: Any = None,
+        wait: bool = False,
+        to_host: bool = False,
     ) -> Future:
         """Take a snapshot and write it in the background; with `wait`, return once it is on disk.
+
+        to_host  copy straight to the host, as with `wait`: the next step waits for it, and needs no memory of the GPU
 
         A lower `score`, a number or a list, is better. The result is done when the checkpoint is written; `wait()` raises the
         error of a failed write.
         """
-        self.snapshot(step, tensors, facts, score, wait)
+        self.snapshot(step, tensors, facts, score, to_host or wait, last=wait)
         writing = self.write()
         assert writing is not None  # there is a snapshot
         if wait:
@@ -125,16 +133,25 @@ class Checkpoints:
         return writing
 
     def snapshot(
-        self, step: int, tensors: dict[str, Tensor], facts: dict[str, Any], score: Any = None, to_host: bool = False
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        facts: dict[str, Any],
+        score: Any = None,
+        to_host: bool = False,
+        last: bool = False,
     ) -> None:
-        """Copy the tensors as they are now, with `to_host` straight to the host; `write` writes the copies later."""
+        """Copy the tensors as they are now, with `to_host` straight to the host; `write` writes the copies later.
+
+        last  allocate no pinned memory for further ones
+        """
         self.write()
         self.wait()  # one snapshot at a time; an earlier write's error is raised here too
         tell_if_saved_apart(self.ranks, self.folder)
         if self._writers.alone:  # every rank is here now, as making a new group requires
             self._writers = self.ranks.aside()
         sharded, shards = self._shards_to_write(tensors)
-        copies = self._staging.take({name: shard.local for name, shard in shards.items()}, to_host)
+        copies = self._staging.take({name: shard.local for name, shard in shards.items()}, to_host, last)
         shards = {name: shards[name].moved(copy) for name, copy in copies.items()}
         self._snapshot = step, sharded, shards, dict(facts) | ({} if score is None else {"score": score})
 

@@ -49,14 +49,14 @@ class Staging:
                 self._wanted.clear()
                 fallback(WHAT, f"no pinned memory of the host ({str(error).partition(chr(10))[0]}); steps wait longer for it")
 
-    def take(self, tensors: dict[str, Tensor], to_host: bool = False) -> dict[str, Tensor]:
+    def take(self, tensors: dict[str, Tensor], to_host: bool = False, last: bool = False) -> dict[str, Tensor]:
         """Return copies of the tensors in stream order. The host waits only for those without room or pinned memory.
 
-        to_host  none of them on the device, for a caller who waits for the disk in any case: those of a policy of 0.6b were
-                 7.8 of the 47.4 GiB that its run had reserved
+        to_host  none of them on the device: those of a policy of 0.6b were 7.8 of the 47.4 GiB that its run had reserved
+        last     no others follow, for which pinned memory would be worth its while
         """
         fitting = self._fitting(tensors, room=0 if to_host else None)
-        copies = {name: self._copy(name, t.detach(), name in fitting, again=not to_host) for name, t in tensors.items()}
+        copies = {name: self._copy(name, t.detach(), name in fitting, again=not last) for name, t in tensors.items()}
         sizes = {name: t.nbytes for name, t in tensors.items() if t.is_cuda}
         if not to_host and (on_host := sum(size for name, size in sizes.items() if not copies[name].is_cuda)):
             total = sum(sizes.values())
