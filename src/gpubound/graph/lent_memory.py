@@ -139,7 +139,7 @@ class LentMemory:
 
 @contextmanager
 def released(tensor: Tensor | None) -> Iterator[None]:
-    """Free the memory of a tensor, all of its storage, while inside; it is zeros afterwards, or where it was allocated inside."""
+    """Free the memory of a tensor, all of its storage, while inside. It is zeros afterwards, or once it is allocated inside."""
     if tensor is None:
         yield
         return
