@@ -85,6 +85,12 @@ def test_sequences_come_as_they_end_and_rows_are_taken_again():
     assert found.launches * rollout.STEPS[1] < together  # the steps of batches that begin and end together
 
 
+def test_the_next_sequences_begin_before_the_caller_gets_those_that_ended():
+    found = cases.shared("Llama", max_batch=2).rollout(PROMPTS[:4], max_new_tokens=4)
+    assert next(found).prompt == 0 and not found.waiting and all(found.rows)
+    assert [one.prompt for one in found] == [1, 2, 3]
+
+
 def test_the_samples_of_a_prompt_share_its_prefill():
     fast = cases.shared("Llama", max_batch=8)
     found = fast.rollout(PROMPTS[:2], n=4, max_new_tokens=4)

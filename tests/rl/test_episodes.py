@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.data.tokenizer import train_tokenizer
+from gpubound.data.tokenizer import Tokenizer, train_tokenizer
 from gpubound.errors import RewardError
 from gpubound.rl import Episode, PythonTool, RetryTests
 from gpubound.rl.batches import RowShape, micro_batches
@@ -73,6 +73,19 @@ def test_what_the_environment_says_is_read_and_not_learnt():
     assert len(labels) == 6 * 12 and sorted(labels.tolist()) == sorted(
         token for episode in episodes for token, counts in zip(episode.tokens, episode.learnt) if counts
     )
+
+
+def test_answers_that_end_together_are_decoded_together(monkeypatch):
+    tokenizer, decoded = train_tokenizer(["one two three"], 280), []
+    decode = Tokenizer.decode_batch
+    monkeypatch.setattr(
+        Tokenizer, "decode_batch", lambda self, many, **how: (decoded.append(len(many)), decode(self, many, **how))[1]
+    )
+    decoder = gb.decoder(policy().eval(), max_batch=4, max_length=32)
+    rollout = decoder.rollout([[1, 2, 3], [5]], n=3, max_new_tokens=4, stop=())
+    with Episodes(tokenizer, new=4, seq=32) as played:
+        episodes = list(played.play(rollout, [RLPrompt("a", [1, 2, 3]), RLPrompt("b", [5])], lambda: None))
+    assert decoded == [4, 2] and all(one.text == tokenizer.decode(one.tokens, skip_special=True) for one in episodes)
 
 
 @pytest.mark.slow

@@ -139,6 +139,7 @@ class Rollout:
 
     def _play(self) -> Generator[RolloutSequence, None, None]:
         decoder, slots, begun = self.decoder, self.decoder.slots, time.perf_counter()
+        ended = deque[RolloutSequence]()  # not yielded yet: the next ones begin before the caller looks at them
         with decoder.turn:
             try:
                 with short_switch_interval():
@@ -148,7 +149,7 @@ class Rollout:
                         slots.vacate(self.request.stops)
                         light = decoder.body.bytes_a_step([1] * self.size) < HEAVY
                         self._steps = min(STEPS[light], max(decoder.ladder))
-                    while self.waiting or any(self.rows):
+                    while self.waiting or any(self.rows) or ended:
                         with decoder.plainly():
                             if self._due():
                                 self._refill()
@@ -158,8 +159,16 @@ class Rollout:
                             launches = self._launches()
                             if launches:
                                 self._launch()
-                        if not launches:
-                            yield from self._receive()
+                        if launches:
+                            continue
+                        if ended and not slots.arrived:
+                            yield ended.popleft()
+                            continue
+                        for one in self._receive():
+                            if len(one.ids) + len(one.result.tokens) < KEPT:
+                                ended.append(one.result)
+                            else:  # its conversation may go on in its row
+                                yield one.result
             finally:
                 self._ended = True
                 slots.drop()
@@ -338,8 +347,8 @@ class Rollout:
         self.launches, self._since = self.launches + 1, self._since + steps
         self.row_steps += steps * self.size
 
-    def _receive(self) -> Iterator[RolloutSequence]:
-        """Read the oldest launch, and yield the sequences that it ended."""
+    def _receive(self) -> list[Running]:
+        """Read the oldest launch, and return the sequences that it ended."""
         tokens, owners = self.decoder.slots.receive(self.request.logprobs), self._flights.popleft()
         ended: list[Running] = []
         stopped: list[int] = []  # rows that still generate
@@ -362,7 +371,7 @@ class Rollout:
             one.result.text = one.text.complete()
             self._last[one.result.prompt, one.result.sample] = one
             self.finished.append(one.result)
-        yield from (one.result for one in ended)
+        return ended
 
 
 def batches(groups: list[list[Running]]) -> Iterator[list[list[Running]]]:

@@ -414,6 +414,11 @@ class BatchState:
         """Launches sent and not yet received."""
         return len(self._waiting)
 
+    @property
+    def arrived(self) -> bool:
+        """Return whether the results of the oldest launch have, while others run. On a CPU none runs beside the host."""
+        return bool(self._events and self._waiting) and self._events[self._waiting[0][0]].query()
+
     def receive(self, logprobs: bool = False) -> Tokens:
         """Return the oldest launch's results as lists once they have arrived: indexing a tensor takes a µs each time."""
         slot, steps = self._waiting.popleft()

@@ -108,7 +108,8 @@ class Episodes:
         running: dict[tuple[int, int], Episode] = {}
         replies: SimpleQueue[tuple[Any, Episode, Any]] = SimpleQueue()
         ended: list[Episode] = []
-        observed = pending = 0
+        observed = pending = decoded = 0
+        texts: dict[tuple[int, int], str] = {}  # of turns that have ended and were not yielded yet
         vocabulary = rollout.decoder.body.vocab
 
         def listen() -> None:
@@ -145,13 +146,24 @@ class Episodes:
                 episode.add_reply(messages, ids)
                 rollout.extend(sequence, ids, min(self.new, room))
 
+        def text_of(key: tuple[int, int]) -> str | None:
+            """Return a turn's text. Those that ended together are decoded together: the GPU may wait for the last ones."""
+            nonlocal decoded
+            if self.tokenizer is None:
+                return None
+            if key not in texts:
+                new = rollout.finished[decoded:]
+                decoded += len(new)
+                decode = self.tokenizer.decode_batch([one.tokens for one in new], skip_special=True)
+                texts.update(((one.prompt, one.sample), text) for one, text in zip(new, decode))
+            return texts.pop(key)
+
         rollout.each_launch = listen
         try:
             for sequence in rollout:
                 key = sequence.prompt, sequence.sample
                 episode = running.setdefault(key, Episode(asked[sequence.prompt], *key))
-                tokenizer = self.tokenizer
-                episode.add_turn(sequence, None if tokenizer is None else tokenizer.decode(sequence.tokens, skip_special=True))
+                episode.add_turn(sequence, text_of(key))
                 observed += 1
                 if self._pool is not None and episode.policy_turns < self.turns:
                     pending += 1
