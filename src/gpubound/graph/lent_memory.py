@@ -7,7 +7,8 @@ keeps account of both: it never gives a block to two of them. Where a tensor tha
 the block, the next allocation has another address, which `take_back` reports.
 
 A tensor of the borrower that is dead meanwhile, too, such as the sums of gradients, may have the first bytes. Only the rest is
-then freed and allocated again, and the cache is over both. Until there is a cache, it has no memory either (`released`): the building of a decoder was the peak of a run, with 2.2 of 28.2 GiB for sums of zeros.
+then freed and allocated again, and the cache is over both. Until there is a cache, it has no memory either
+(`released`): the building of a decoder was the peak of a run, with 2.2 of 28.2 GiB for sums of zeros.
 """
 
 from collections.abc import Iterator, Sequence
