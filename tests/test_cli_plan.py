@@ -60,6 +60,21 @@ def test_what_is_proposed_can_be_pasted(capsys):
     assert recipe.tokens_per_step == 16384 and recipe.micro_batch == best["micro_batch"]
 
 
+THEIRS = "model_name_or_path: 135m\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\nmax_length: 1024\n"
+
+
+def test_options_and_configs_of_other_trainers_are_read(capsys, tmp_path):
+    ours = planned(capsys, *SMALL)
+    theirs = ["--per-device-train-batch-size", "2", "--gradient_accumulation_steps=8", "--max-seq-length", "1024"]
+    assert planned(capsys, "--model", "135m", *theirs) == ours
+    config = tmp_path / "theirs.yaml"
+    config.write_text(THEIRS)
+    assert planned(capsys, "--from", str(config))["tokens_per_step"] == ours["tokens_per_step"]
+    assert main(["plan", "--from", str(config), "--num-train-epochs", "2"]) == 0
+    printed = capsys.readouterr()
+    assert f"best: gpubound train --from {config} --epochs 2" in printed.out and "# everything was translated" in printed.err
+
+
 def test_nothing_that_fits_is_exit_code_1(capsys):
     assert main(["plan", "--model", "8b", "--seq", "4096", "--gpu", "h100"]) == 1
     assert "nothing fits: at least" in capsys.readouterr().out
@@ -78,6 +93,7 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
         (["--memory", "nan"], ("memory", "got nan")),
         (["--memory", "24 XB"], ("memory", "got 24 XB", "24 GB")),
         (["--rows", "-1"], ("rows", "got -1")),
+        (["--max-lenght", "9"], ("no option --max-lenght", "--max_length", "'seq'", "See gpubound plan --help")),
         (["--recompute", "11"], ("recompute", "got 11", "10")),
         (["--model", "diffusion-tiny"], ("model", "diffusion-tiny", "RichardsDecoder")),
         (["--objective", "diffusion", "--model", "diffusion-tiny"], ("objective", "diffusion", "next_token")),
@@ -114,6 +130,8 @@ def test_adapters_are_planned_with_their_frozen_base(adapters, capsys):
     assert "1.24G parameters frozen in nf4, 11.3M in adapters of rank 16" in printed
     assert "frozen weights" in printed and "dequantised weights" in printed
     assert f"best: gpubound train {adapters} --micro-batch" in printed
+    assert main(["plan", str(adapters), "--lora-r", "8", "--lora-target-modules", "q_proj", "v_proj"]) == 0
+    assert f"train {adapters} --lora-r 8 --lora-target-modules q_proj v_proj --micro-batch" in capsys.readouterr().out
     best = planned(capsys, str(adapters), "--gpus", "2")
     assert (best["parameters"], best["trained"]) == (1235814400, 11272192)
     assert best["best"]["memory"]["adapters"] == 2 * best["trained"]

@@ -7,12 +7,16 @@ gpubound plan --model 8b --seq 4096 --gpu h100 --gpus 4
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from ..train.convert import RECIPE
+import tyro
+
+from ..train.convert import RECIPE, convert
 from . import arguments, split_config
-from .train_options import RecipeOptions, checked, from_file, override_length
+from .train_options import RecipeOptions, checked, from_file, override_length, split_aliases, translated, with_aliases
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,28 @@ class PlanOptions(RecipeOptions):
     """Rows of the table."""
     json: bool = False
     """Print everything as JSON."""
+    from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")] = None
+    """A config of another trainer, as gpubound train --from takes it."""
+
+
+OPTIONS = {field.name: field for field in dataclasses.fields(PlanOptions) if field.name != "from_"}
 
 
 def main(argv: Sequence[str]) -> int:
     file, argv = split_config(argv)
+    argv, theirs = split_aliases(argv, OPTIONS, "plan")
     known = PlanOptions()
     options = arguments(PlanOptions, argv, "plan", known)
-    if file is not None:  # a mistyped option is refused before torch is imported to check the file
-        config = from_file(file, complete=False)
+    if file is not None and options.from_ is not None:
+        raise ValueError(f"from: got {options.from_} and the config {file}; give one of them.")
+    if (path := file or options.from_) is not None:  # a mistyped option is refused before torch is imported to check the file
+        config, lines = (from_file(path, complete=False), "") if file is not None else translated(path)
+        print(lines, end="\n" if lines else "", file=sys.stderr)
         recipe_of = {field.name: getattr(config, field.name) for field in dataclasses.fields(RecipeOptions)}
         known = PlanOptions(**recipe_of, gpus=config.gpus or 1, memory=config.memory)
-        options = override_length(arguments(PlanOptions, argv, "plan", known), known)
+    if path is not None or theirs:
+        options = arguments(PlanOptions, argv, "plan", with_aliases(known, theirs, argv, OPTIONS))
+        options = override_length(options, known)
     from ..device import memory_size
     from ..plan.gpus import GIB, MOST_GPUS, gpu_named  # torch takes two seconds: options are read first
     from ..plan.propose import assumptions, proposals, text
@@ -56,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"{name}: got {value}, wanted more than 0 and at most {most:,.0f}.")
     gpu = gpu_named(options.gpu)
     size = gpu.memory if options.memory is None else memory_size(options.memory)
-    recipe = checked(options, known, file)
+    recipe = checked(options, known, path)
     current, plans = proposals(recipe, options.gpus, gpu, size)
     best = plans[0] if plans[0].fits else None
     if options.json:
@@ -75,17 +90,27 @@ def main(argv: Sequence[str]) -> int:
         least = f"at least {plans[0].bytes / GIB:.1f} GiB of {gib} a GPU"
         print(f"\nnothing fits: {least}; take more GPUs, shorter rows or a smaller model.")
         return 1
-    print(f"\nbest: {shlex.join(['gpubound', 'train', *train_options(file, known, options), *best.options])}")
+    source = [] if path is None else [path] if file is not None else ["--from", path]
+    print(f"\nbest: {shlex.join(['gpubound', 'train', *source, *train_options(known, options, theirs), *best.options])}")
     return 0
 
 
 PROPOSED = {"micro_batch", "accumulate", "recompute", "parallel"}
 
 
-def train_options(file: str | None, known: PlanOptions, options: PlanOptions) -> list[str]:
-    """Return the arguments of gpubound train for this recipe without those that a proposal has: the file and its overrides."""
-    words = [] if file is None else [file]
+def train_options(known: PlanOptions, options: PlanOptions, theirs: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of gpubound train that override its config, without those that a proposal has."""
+    words = list[str]()
     for name in (name for name in RECIPE if name not in PROPOSED):
-        if (value := getattr(options, name)) != getattr(known, name):
-            words += [f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, tuple) else [value])]
+        if (value := getattr(options, name)) == getattr(known, name):
+            continue
+        if name == "lora":  # no option of ours, but of others
+            own = {key: value for key, value in theirs.items() if {"lora"} == convert({key: value}, OPTIONS).keys()}
+            words += [word for key, value in own.items() for word in (f"--{key.replace('_', '-')}", *_words(value))]
+        else:
+            words += [f"--{name.replace('_', '-')}", *_words(value)]
     return words
+
+
+def _words(value: Any) -> list[str]:
+    return [*map(str, value if isinstance(value, tuple | list) else [value])]

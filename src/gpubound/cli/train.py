@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     elif options.print:
         raise ValueError("print: it prints what --from translates; give both.")
     if file is not None or options.from_ or theirs:
-        options = arguments(Train, argv, "train", with_aliases(default, theirs, argv))
+        options = arguments(Train, argv, "train", with_aliases(default, theirs, argv, OPTIONS))
     options = override_length(options, default)
     if options.list:
         print(presets())

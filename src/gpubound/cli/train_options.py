@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -175,7 +175,7 @@ def translated(path: str) -> tuple[Train, str]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def split_aliases(argv: Sequence[str], known: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+def split_aliases(argv: Sequence[str], known: Collection[str], command: str = "train") -> tuple[list[str], dict[str, Any]]:
     """Return (the arguments without options of other trainers, the values of those). An option without a value is true."""
     ours, theirs, name = list[str](), dict[str, list[Any]](), None
     for word in argv:
@@ -189,7 +189,7 @@ def split_aliases(argv: Sequence[str], known: Collection[str]) -> tuple[list[str
                 meant := advice(key, {*known} - {"objective_options"})  # whose names are in modules that import torch
             ):
                 meant = meant.replace("mean '", "mean '--")
-                raise ValueError(f"there is no option {option}; {meant} See gpubound train --help.")
+                raise ValueError(f"there is no option {option}; {meant} See gpubound {command} --help.")
         (ours if name is None else theirs[name]).append(word)
     values = {}
     for name, words in theirs.items():
@@ -201,18 +201,18 @@ def split_aliases(argv: Sequence[str], known: Collection[str]) -> tuple[list[str
     return ours, values
 
 
-def with_aliases(default: Train, theirs: dict[str, Any], argv: list[str]) -> Train:
+AnyOptions = TypeVar("AnyOptions", bound=RecipeOptions)
+
+
+def with_aliases(default: AnyOptions, theirs: dict[str, Any], argv: list[str], known: Mapping[str, Any]) -> AnyOptions:
     """Return `default` with options under other trainers' names. An option that `argv` gives under our name is refused."""
-    values = convert(theirs, OPTIONS, "options")
+    values = convert(theirs, known, "options")
     typed = {normal(word.partition("=")[0].removeprefix("--")) for word in argv if word.startswith("--")}
     if both := sorted(typed & values.keys()):
         raise ValueError(f"options: --{both[0].replace('_', '-')} is given under two names; give one of them.")
     if "lora" in values:
         values["lora"] = default.lora | values["lora"]
     return dataclasses.replace(default, **values)
-
-
-AnyOptions = TypeVar("AnyOptions", bound=RecipeOptions)
 
 
 def override_length(options: AnyOptions, default: AnyOptions) -> AnyOptions:
