@@ -1,4 +1,4 @@
-"""A tiny configuration for every causal language model of transformers, one for each model_type that its Auto class knows."""
+"""A tiny configuration for every causal language model of transformers, one for each model_type."""
 
 import functools
 from dataclasses import fields, is_dataclass
@@ -45,7 +45,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "xmod": BERT | {"languages": ["en"], "default_language": "en"},
     **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl"), BERT),
     **dict.fromkeys(
-        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "dots3_note_text"), MLA
+        ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "sarvam_mla", "youtu",
+         "dots3_note_text"), MLA
     ),
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": HYBRID["layer_types"]},
@@ -76,7 +77,14 @@ SKIPPED: dict[str, str] = {
     "dbrx": "its configuration keeps its rotary base in a part of its own, which the model of this version does not read",
 }  # fmt: skip
 """Types without a tiny configuration, and why."""
-TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# Exported, and not among those that the Auto class knows
+UNMAPPED = {
+    "clvp_decoder": "ClvpForCausalLM",
+    "csm_depth_decoder_model": "CsmDepthDecoderForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+}
+CLASSES = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | UNMAPPED
+TYPES = sorted(CLASSES)
 
 
 def config_of(kind: str) -> Any:
@@ -92,7 +100,7 @@ def config_of(kind: str) -> Any:
 
 @functools.cache
 def class_of(kind: str) -> type:
-    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+    return getattr(transformers, CLASSES[kind])
 
 
 def tiny(kind: str) -> torch.nn.Module:

@@ -3,11 +3,12 @@ placed and verified, or left with a reason. Never a raw exception."""
 
 import pytest
 import torch
+import transformers
 
 import gpubound as gb
 
 from .decode import conftest as of_decode
-from .models_table import SKIPPED, TYPES, tiny
+from .models_table import CLASSES, SKIPPED, TYPES, tiny
 from .place.models import place
 
 kernels_path = of_decode.kernels_path  # a fixture: the way that a GPU takes
@@ -23,6 +24,7 @@ FUSED = (
     "deepseek_v3",
     "dots1",
     "ernie4_5",
+    "exaone",
     "exaone4",
     "falcon",
     "falcon_h1",
@@ -55,6 +57,7 @@ FUSED = (
     "minimax_m2",
     "ministral",
     "ministral3",
+    "mistral4",
     "mistral",
     "mixtral",
     "nemotron",
@@ -73,6 +76,8 @@ FUSED = (
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",
+    "sarvam_mla",
+    "sarvam_moe",
     "seed_oss",
     "smollm3",
     "solar_open",
@@ -85,7 +90,7 @@ PROMPTS = [[1, 2, 3, 5, 8], [4, 5]]
 RECURRENT = "its two layers are recurrent, and transformers' cache wants one of attention"
 OWN_FAULT = "transformers' own forward raises in this configuration"
 UNVERIFIED = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "prophetnet", "reformer", "xlstm"), OWN_FAULT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dory", "glm_moe_dsa", "prophetnet", "reformer", "xlstm"), OWN_FAULT),
     **dict.fromkeys(("bailing_hybrid", "jamba", "kimi_linear", "lfm3"), RECURRENT),
     **dict.fromkeys(("qwen4_exp_text", "recurrent_gemma"), RECURRENT),
 }  # fmt: skip
@@ -145,6 +150,11 @@ def test_a_model_is_decoded_and_placed_or_has_a_reason(kind):
     model = tiny(kind)
     decoded(model, kind)
     verified(model, kind)
+
+
+def test_the_table_has_all_exported_models():
+    names = {name for name in dir(transformers) if name.endswith("ForCausalLM") and not name.startswith("Auto")}
+    assert names <= set(CLASSES.values())
 
 
 def test_an_input_that_cannot_be_guessed_is_named():
