@@ -72,6 +72,8 @@ class Families:
     """What to measure, by comma: decode, train."""
     batch: str = "1"
     """Batch sizes of decoding, by comma."""
+    peer: str = "graph"
+    """What decodes beside ours: graph, or none, which leaves the roofline alone, in half of the time."""
     rounds: int = 3
     """How often each contender takes its turn."""
     seconds: float = 170.0
@@ -114,13 +116,15 @@ def main(argv: Sequence[str]) -> int:
     if options.rounds < 3:
         raise ValueError(f"--rounds: got {options.rounds}, wanted at least 3, or there is no median to speak of.")
     need_transformers("bench families")
+    if options.peer not in ("graph", "none"):
+        raise ValueError(f"--peer: got {options.peer!r}, wanted graph or none.")
     device = resolve("cpu" if options.dry else "require")
     bench = Bench.of(options, "families", device, argv)
     budget = Budget(bench, options.seconds)
     with Contestants(bench) as contestants:
         for group in ([n for n in names if n in NAMED], [n for n in names if n not in NAMED]):
             for name in group if "decode" in parts else ():
-                budget.spend(f"{name} decode", partial(measure_decode, bench, name, batches, options.rounds))
+                budget.spend(f"{name} decode", partial(measure_decode, bench, name, batches, options.rounds, options.peer))
             for name in group if "train" in parts else ():
                 if FAMILIES[name].train is None:
                     print(f"{name}: has no training case", flush=True)
@@ -129,17 +133,17 @@ def main(argv: Sequence[str]) -> int:
     return bench.finish()
 
 
-def measure_decode(bench: Bench, name: str, batches: Sequence[int], rounds: int) -> None:
+def measure_decode(bench: Bench, name: str, batches: Sequence[int], rounds: int, beside: str) -> None:
     rate = measure.ceilings(bench.device, quick=bench.dry).read_bytes_per_s
     model = build(name, bench.device, bench.dry).eval()
     model.config.use_cache = True
     for rows in batches:
-        measure_rows(bench, name, model, rows, rounds, rate)
+        measure_rows(bench, name, model, rows, rounds, rate, beside)
         release(bench.device)
 
 
-def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, rate: float) -> None:
-    """One batch size, beside the captured forward and the roofline."""
+def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, rate: float, beside: str = "graph") -> None:
+    """One batch size, beside the captured forward, if it is asked for, and the roofline."""
     case, family = f"{name} decode batch {rows}", FAMILIES[name]
     drawn = torch.randint(model.config.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
     ids = drawn.to(bench.device)
@@ -150,10 +154,9 @@ def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, ra
         return
     mine = ours(decoder)
     mine(ids)  # a prefill is captured when its size comes again
-    makers: dict[str, Callable[[], Contender]] = {
-        "ours": lambda: mine,
-        peer("graph", name): partial(CapturedForward, model, rows),
-    }
+    makers: dict[str, Callable[[], Contender]] = {"ours": lambda: mine}
+    if beside == "graph":
+        makers[peer("graph", name)] = partial(CapturedForward, model, rows)
     limit = SPARSE_GAP if family.sparse else GAP
     works = {who: work for who, make in makers.items() if (work := judged(bench, case, who, make, model, ids, limit))}
     if "ours" not in works:
@@ -161,7 +164,7 @@ def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, ra
     seconds = take_turns(works, ids, rounds)
     least = decoder.body.bytes_a_step([PROMPT + NEW // 2] * rows)  # of the mean step
     ceiling: tuple[str, float] | None = ("roofline", rows * rate / least)
-    if len(works) < 2:  # the peer's failure is reported already
+    if len(works) < 2:  # a peer's failure is reported already
         seconds["roofline"], ceiling = [NEW * least / rate] * rounds, None
     found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
     gates = {"roofline": SPARSE if family.sparse else DENSE} if rows == 1 and bench.device.type == "cuda" else {}

@@ -106,6 +106,13 @@ def test_ours_beside_the_captured_forward_and_the_roofline(bench, capsys):
 
 
 @pytest.mark.slow
+def test_without_a_peer_the_roofline_is_alone(bench, monkeypatch):
+    monkeypatch.setattr(bench_families, "CapturedForward", None)
+    measure_rows(bench, "glm4-9b", lively("glm4-9b"), 1, rounds=3, rate=1e12, beside="none")
+    assert [line.peer_name for line in bench.lines] == ["roofline"] and not bench.unmeasured
+
+
+@pytest.mark.slow
 def test_a_peer_that_fails_leaves_the_roofline(bench, monkeypatch):
     def broken(model, rows):
         raise RuntimeError("not permitted when stream is capturing\nmore")
@@ -203,6 +210,7 @@ def test_what_the_seconds_leave_out_is_reported(capsys):
         (["--only", "llama"], f"--only: got 'llama', wanted some of {', '.join(FAMILIES)}."),
         (["--parts", "end"], "--parts: got 'end', wanted some of decode, train."),
         (["--batch", "x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
+        (["--peer", "liger"], "--peer: got 'liger', wanted graph or none."),
         (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
     ],
 )
