@@ -1,10 +1,13 @@
 """GPT, OPT and Falcon: copies of weights in another layout, learnt positions, options, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import gpubound as gb
 from gpubound.decode.weight_view import bind
+from gpubound.models.gpt import GPTJReader
 
 from ..decode import cases
 
@@ -100,3 +103,9 @@ def test_blocks_that_are_not_parallel():
     model = cases.build("GPTNeoX", use_parallel_residual=False)
     fast = gb.decoder(model, 1, cases.ROOM)
     assert fast.path == "" and cases.followed(fast)
+
+
+def test_the_scale_of_gptj_by_either_name():
+    """transformers 5.24 keeps the factor, earlier releases the divisor."""
+    reader = GPTJReader.__new__(GPTJReader)
+    assert reader.scale(SimpleNamespace(scale_attn=8.0)) == reader.scale(SimpleNamespace(scaling=0.125)) == 0.125

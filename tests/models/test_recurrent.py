@@ -4,8 +4,10 @@ import functools
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from gpubound.decode.weight_view import bind
+from gpubound.models.registry import cache_name
 from tests.decode import cases
 from tests.place.models import assert_close, batch, place, training_run, twin
 
@@ -39,6 +41,24 @@ def test_a_cache_takes_the_modules_own_forward(kind):
     (prompt,) = cases.prompts(20)
     placed, other = pair(kind)[:2]
     assert cases.hugging_face(placed.eval(), prompt, 6) == cases.hugging_face(other.eval(), prompt, 6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["cache", "cache_params"])
+@pytest.mark.parametrize("kind", ["Qwen3Next", "Mamba2"])
+def test_a_layer_takes_its_cache_by_either_name(kind, name):
+    """transformers 5.24 renamed it. The second call reads the state that the first has left."""
+    placed, other = pair(kind)[:2]
+    find = {
+        "Qwen3Next": lambda model: model.model.layers[0].linear_attn,
+        "Mamba2": lambda model: model.backbone.layers[0].mixer,
+    }
+    layer, own = find[kind](placed.eval()), find[kind](other.eval())
+    x, caches = torch.randn(2, 1, 6, placed.config.hidden_size), [DynamicCache(config=placed.config) for _ in range(2)]
+    for part in (x[0], x[1, :, :1]):
+        got = layer(part, **{name: caches[0]})
+        torch.testing.assert_close(got, own(part, **{cache_name(type(own).forward) or "cache_params": caches[1]}))
+    assert not torch.allclose(got, layer(x[1, :, :1]))
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class GPTJReader(UngatedReader):
     LAYERS, INTERLEAVED, PARALLEL = ("fc_in", "fc_out"), True, True
 
     def scale(self, attention: Any) -> float:
-        return 1 / attention.scale_attn
+        return getattr(attention, "scaling", None) or 1 / attention.scale_attn  # the latter before transformers 5.24
 
     def pairs(self) -> int:
         return self.config.rotary_dim // 2

@@ -17,7 +17,7 @@ from ..kernels.delta_rule import DeltaParameters, DeltaShape, chunked_delta_rule
 from ..kernels.mamba import MambaParameters, MambaShape, chunked_mamba, group_normed, mamba_inputs
 from ..layers.fused_weights import Kernels
 from .hf_modules import IDLE
-from .registry import BATCH, TOKENS, Delegating, Swap, random_case
+from .registry import BATCH, TOKENS, Delegating, Swap, cache_name, random_case
 
 
 def is_fresh(cache: Any, number: int) -> bool:
@@ -34,9 +34,19 @@ def unpadded(x: Tensor, mask: Tensor | None) -> Tensor:
 class HFRecurrence(Delegating, nn.Module):
     layer_idx: int
 
-    def forward(self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any):
-        if why := self.unable(cache_params, attention_mask, kwargs):
-            return self.delegate(why, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs)
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: Any = None,
+        **kwargs: Any,
+    ):
+        cache = cache_params if cache is None else cache  # named `cache` since transformers 5.24
+        if why := self.unable(cache, attention_mask, kwargs):
+            kwargs |= {cache_name(self.forwards[1]) or "cache_params": cache, "attention_mask": attention_mask}
+            return self.delegate(why, hidden_states, **kwargs)
         return self.mixed(unpadded(hidden_states, attention_mask), attention_mask)
 
     def mixed(self, x: Tensor, mask: Tensor | None) -> Tensor:
