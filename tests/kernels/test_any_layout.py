@@ -6,7 +6,6 @@ the op. Arguments are the self-tests'.
 """
 
 import inspect
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -28,7 +27,6 @@ INTEGERS = ("ids", "labels", "position", "arg", "rows", "settings", "text", "chu
 PASSING = ("adapters.h", "adapters.before", "scratch.sums", "scratch.weights")
 NUMBERS = ("without", "ignore_index", "window", "decay_until")
 ODD = (-1, -2, 0, 3, 8, 9, 10, 299, 300, 2**20, 2**31 - 1, -(2**31), 2**32 + 1, -(2**32) - 1)
-BY_LAYOUT = ("grouped_linear",)  # where the weights lie may make these fall back
 LONG = ("rg_lru",)  # a loop over tokens, a quarter of the time of all
 LAYOUTS = ("offset", "gaps", "transposed", "column", "expanded", "wider", "empty")
 BAND = 67  # elements before and behind, full of a pattern; no multiple of what loads are aligned to
@@ -165,7 +163,7 @@ def check(op: str, data) -> None:
         given[key], plain[key] = given[key].requires_grad_(), plain[key].requires_grad_()
     upstream = data.draw(st.sampled_from(("expanded", "apart")), "upstream")
     try:
-        with pytest.MonkeyPatch.context() as patch, nullcontext() if op in BY_LAYOUT else trace.strict():
+        with pytest.MonkeyPatch.context() as patch, trace.strict():
             made = Made(patch)
             got = outcome(getattr(import_module(every()[op].package), op), replaced(arguments, given), upstream)
     except ValueError as refusal:

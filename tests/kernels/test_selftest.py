@@ -47,7 +47,6 @@ SHAPED = {
     "divergence": (333, 0.5, 1.0, 1.0, False, True),
     "dynamic_tanh": (96,),
     "geglu": (72, True),
-    "grouped_linear": (True,),
     "hc_head": (4, True),
     "hc_read": (2,),
     "hc_sums": (2,),

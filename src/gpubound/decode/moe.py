@@ -30,7 +30,7 @@ from ..kernels.column_experts import clamped_unit
 from ..kernels.expert_choice import chosen_experts
 from ..kernels.experts import likeliest
 from ..kernels.gated import gated
-from ..kernels.grouped_linear import by_group, not_grouped
+from ..layers.moe import by_group, not_grouped
 from ..models.decoding import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from .layer import DenseMLP, Part, Workspace, normed
 

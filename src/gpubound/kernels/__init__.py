@@ -31,7 +31,6 @@ from .experts import (
 )
 from .gated import clamped_glu as clamped_glu, geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
 from .group_norm import group_norm as group_norm
-from .grouped_linear import grouped_linear as grouped_linear
 from .invariant import (
     invariant_attention as invariant_attention,
     invariant_cached_attention as invariant_cached_attention,

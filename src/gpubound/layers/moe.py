@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels import swiglu
-from ..kernels.grouped_linear import by_group, not_trained
 from ..trace import fallback
 from .fused_weights import Kernels
 
@@ -86,6 +85,34 @@ def imbalance(probabilities: Tensor, ids: Tensor) -> Tensor:
     experts = probabilities.shape[1]
     chosen = F.one_hot(ids, experts).sum((0, 1)).to(probabilities.dtype) / ids.numel()
     return experts * (chosen * probabilities.mean(0)).sum()
+
+
+def not_grouped(*stacks: Tensor) -> str | None:
+    """Return why F.grouped_mm cannot take these weights, or only by asking the device for the ends."""
+    if any(w.shape[2] * w.element_size() % 16 or w.data_ptr() % 16 for w in stacks):
+        return "F.grouped_mm wants rows of a multiple of 16 bytes"
+    first = stacks[0]
+    if not first.is_cuda:
+        return None
+    if first.dtype != torch.bfloat16:
+        return f"F.grouped_mm takes bfloat16 on the device, not {str(first.dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(first.device)[0] not in (9, 10):
+        return "F.grouped_mm reads its offsets on the host but for compute capability 9 and 10"
+    return None
+
+
+def not_trained(weight: Tensor) -> str | None:
+    """Return why F.grouped_mm cannot take it both ways, as a backward does."""
+    return not_grouped(weight, weight.transpose(1, 2))
+
+
+def by_group(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (order, back, ends) of ids: ids.flatten()[order] is sorted, `back` undoes it, `ends` is F.grouped_mm's."""
+    ordered, order = ids.flatten().sort(stable=True)
+    every = torch.arange(groups, device=ids.device, dtype=ids.dtype)
+    ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    return order, back, ends
 
 
 def grouped_product(x: Tensor, weights: Any, ends: Tensor) -> Tensor:

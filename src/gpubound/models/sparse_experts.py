@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.dispatch import transformed
-from ..kernels.grouped_linear import by_group, not_trained
 from ..layers.fused_weights import hooked
-from ..layers.moe import OwnBias, Permuted
+from ..layers.moe import OwnBias, Permuted, by_group, not_trained
 from .registry import role_of
 
 
