@@ -48,11 +48,6 @@ CLASSES = {
 """Classes that a table may contain, besides dtypes."""
 
 
-def mine(pieces: dict[str, LocalShard], ranks: Ranks) -> dict[str, LocalShard]:
-    """Return the shards that this rank must pass to `write`."""
-    return pieces
-
-
 def write(folder: Path, pieces: dict[str, LocalShard], ranks: Ranks) -> list[Path]:
     """Write shards in host memory, and return the files of this rank, which are on disk. All ranks must call it.
 

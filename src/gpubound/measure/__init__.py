@@ -4,7 +4,7 @@
     compare({"ours": f, ...})     two or more callables, interleaved in random order, with an interval on their ratio
     ceilings()                    this machine's measured limits: the denominators of every percentage the project prints
     share(achieved, figure)       that percentage, never above 100: a limit that is passed is measured again
-    bandwidth, rate, mfu          the arithmetic between seconds and those percentages
+    mfu                           the share of a matrix rate that a step reaches
 
 docs/comparison.md says how to use them and what each leaves out.
 """
@@ -12,10 +12,8 @@ docs/comparison.md says how to use them and what each leaves out.
 from ..formatting import in_words as in_words
 from .ceiling import (
     Ceilings as Ceilings,
-    bandwidth as bandwidth,
     ceilings as ceilings,
     mfu as mfu,
-    rate as rate,
     share as share,
     train_flops_per_token as train_flops_per_token,
 )

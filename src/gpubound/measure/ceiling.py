@@ -1,4 +1,4 @@
-"""This machine's measured limits, and the formulas of the percentages based on them (bandwidth, matrix rate, MFU).
+"""This machine's measured limits, and the shares of work in them.
 
 Limits are measured once and cached in a file whose name contains the GPU, the driver, torch and CUDA. A busy machine only
 measures too little, so the best value of all measurements counts, and a figure is measured again when some work exceeds it or
@@ -202,20 +202,6 @@ def _write(result: Ceilings) -> None:
         notice(f"the measured ceilings cannot be kept in {path} ({why}): the next process measures them again.")
 
 
-def bandwidth(bytes_moved: float, seconds: float) -> float:
-    """Return bytes per second. `bytes_moved` counts every input and output once, whatever the implementation does.
-
-    >>> bandwidth(2e9, 0.001) / 1e12
-    2.0
-    """
-    return _per_second("bandwidth", bytes_moved, seconds)
-
-
-def rate(flops: float, seconds: float) -> float:
-    """Return floating-point operations per second. An (m, k) by (k, n) product is 2·m·k·n. Recomputed work does not count."""
-    return _per_second("rate", flops, seconds)
-
-
 def train_flops_per_token(params_in_products: int, layers: int, hidden: int, seq: int) -> int:
     """Return the operations to train a decoder on one token: 6·P + 6·layers·seq·hidden.
 
@@ -240,9 +226,3 @@ def mfu(tokens_per_s: float, flops_per_token: float, flops_per_s: float) -> floa
     if not flops_per_s > 0:
         raise ValueError(f"mfu: flops_per_s must be positive, got {flops_per_s}; take it from measure.ceilings().")
     return tokens_per_s * flops_per_token / flops_per_s
-
-
-def _per_second(what: str, amount: float, seconds: float) -> float:
-    if not seconds > 0:
-        raise ValueError(f"{what}: seconds must be positive, got {seconds}; time more work in one run.")
-    return amount / seconds

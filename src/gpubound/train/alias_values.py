@@ -42,6 +42,16 @@ def _choice(key: str, known: Mapping[str, str]) -> Callable[[Any, Values], dict[
     return read
 
 
+def _switch(key: str, on: Any, off: Any = None) -> Callable[[Any, Values], dict[str, Any]]:
+    """Return a reader of a name that means our value `on`, or, switched off, `off`, or nothing."""
+
+    def read(value: Any, values: Values) -> dict[str, Any]:
+        chosen = off if is_off(value) else on
+        return {} if chosen is None else {key: chosen}
+
+    return read
+
+
 def _schedule(value: Any, values: Values) -> dict[str, Any]:
     """Linear and cosine schedules of other trainers fall to 0, and here to `final`."""
     chosen = _choice("schedule", SCHEDULES)(value, values)
@@ -56,10 +66,6 @@ def _schedule_options(value: Any, values: Values) -> dict[str, Any]:
         least = _number(value.get("min_lr_rate", value.get("min_lr")))
         return {"final": least if "min_lr_rate" in value else least / _number(values.get("learning_rate", values.get("lr")))}
     raise ValueError(f"got {shown(value)}, wanted min_lr or min_lr_rate; schedules have the settings final and decay here")
-
-
-def _recompute(value: Any, values: Values) -> dict[str, Any]:
-    return {"recompute": "cheap" if is_off(value) else "blocks"}
 
 
 def _clip(value: Any, values: Values) -> dict[str, Any]:
@@ -159,35 +165,12 @@ def _validation(value: Any, values: Values) -> dict[str, Any]:
     return {"validation": value or 0}
 
 
-def _percentage(value: Any, values: Values) -> dict[str, Any]:
-    return {"validation": _number(value) / 100}
-
-
-def _packing(value: Any, values: Values) -> dict[str, Any]:
-    return {"pack": "none" if is_off(value) else "examples"}
-
-
-def _learn_all(value: Any, values: Values) -> dict[str, Any]:
-    return {"train_on": "assistant" if is_off(value) else "all"}
-
-
 def _learn_answers(value: Any, values: Values) -> dict[str, Any]:
     return {} if value is None else {"train_on": "all" if is_off(value) else "assistant"}
 
 
 def _beta(number: int) -> Callable[[Any, Values], dict[str, Any]]:
     return lambda value, values: {f"betas.{number}": value}
-
-
-def _bits(bits: int) -> Callable[[Any, Values], dict[str, Any]]:
-    def read(value: Any, values: Values) -> dict[str, Any]:
-        return {} if is_off(value) else {"lora.base": "nf4" if bits == 4 else "int8"}
-
-    return read
-
-
-def _fsdp(value: Any, values: Values) -> dict[str, Any]:
-    return {} if is_off(value) else {"parallel": "fsdp"}
 
 
 def _adapter(value: Any, values: Values) -> dict[str, Any]:
@@ -198,10 +181,6 @@ def _adapter(value: Any, values: Values) -> dict[str, Any]:
     raise ValueError(f"got {shown(value)}, wanted lora or qlora")
 
 
-def _all_linear(value: Any, values: Values) -> dict[str, Any]:
-    return {} if is_off(value) else {"lora.targets": "all-linear"}
-
-
 READ: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
     **dict.fromkeys(("lr_scheduler_type", "lr_scheduler", "lr_schedule", "scheduler"), _schedule),
     "lr_scheduler_kwargs": _schedule_options,
@@ -210,11 +189,11 @@ READ: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
     **dict.fromkeys(("dtype", "torch_dtype", "mixed_precision", "model_dtype"), _choice("precision", DTYPES)),
     **dict.fromkeys(
         ("gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing", "use_gradient_checkpointing"),
-        _recompute,
+        _switch("recompute", "blocks", "cheap"),
     ),
     **dict.fromkeys(("warmup_steps", "warmup_iters", "num_warmup_steps"), _warmup_steps),
     **dict.fromkeys(("report_to", "logger"), _report_to),
-    **dict.fromkeys(("packing", "sample_packing"), _packing),
+    **dict.fromkeys(("packing", "sample_packing"), _switch("pack", "examples", "none")),
     **dict.fromkeys(("completion_only_loss", "assistant_only_loss", "train_on_responses_only"), _learn_answers),
     "bf16": _dtype("bf16"), "fp16": _dtype("fp16"), "tf32": _dtype("tf32"),
     "adam_beta1": _beta(0), "adam_beta2": _beta(1), "beta1": _beta(0), "beta2": _beta(1),
@@ -223,8 +202,10 @@ READ: dict[str, Callable[[Any, Values], dict[str, Any]]] = {
     "eval_strategy": _strategy("eval_every", "evals_per_epoch"),
     "evaluation_strategy": _strategy("eval_every", "evals_per_epoch"),
     "save_strategy": _strategy("save_every", "saves_per_epoch"),
-    "resume_from_checkpoint": _resume, "val_set_size": _validation, "validation_split_percentage": _percentage,
-    "train_on_inputs": _learn_all, "train_on_input": _learn_all,
-    "load_in_4bit": _bits(4), "load_in_8bit": _bits(8), "fsdp": _fsdp,
-    "adapter": _adapter, "use_peft": _adapter, "lora_target_linear": _all_linear,
+    "resume_from_checkpoint": _resume, "val_set_size": _validation,
+    "validation_split_percentage": lambda value, values: {"validation": _number(value) / 100},
+    **dict.fromkeys(("train_on_inputs", "train_on_input"), _switch("train_on", "all", "assistant")),
+    "load_in_4bit": _switch("lora.base", "nf4"), "load_in_8bit": _switch("lora.base", "int8"),
+    "fsdp": _switch("parallel", "fsdp"), "lora_target_linear": _switch("lora.targets", "all-linear"),
+    "adapter": _adapter, "use_peft": _adapter,
 }  # fmt: skip

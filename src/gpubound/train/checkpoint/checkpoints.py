@@ -36,7 +36,7 @@ from ...files import sibling, writing
 from ...formatting import readable
 from ...trace import notice
 from . import files
-from .files import STATE, TENSORS
+from .files import STATE
 from .staging import Staging
 
 WHERE = "where"  # key of a checkpoint's facts: the folder that relative paths of its recipe start from
@@ -232,7 +232,7 @@ class Checkpoints:
     def _shards_to_write(self, tensors: dict[str, Tensor]) -> tuple[bool, dict[str, LocalShard]]:
         """Return whether tensors are sharded, and the shards that this rank writes."""
         sharded = any_sharded(tensors.values())
-        return sharded, _format(sharded).mine({name: local_shard_of(t) for name, t in tensors.items()}, self.ranks)
+        return sharded, {name: local_shard_of(t) for name, t in tensors.items()} if sharded or self.ranks.first else {}
 
     def _write(self, step: int, sharded: bool, shards: dict[str, LocalShard], facts: dict[str, Any]) -> None:
         """Write a checkpoint in two phases: every rank writes and flushes its files, then the first rank renames the folder."""
@@ -267,11 +267,7 @@ class Checkpoints:
                 raise OSError(
                     f"{temporary / name} was written by another rank and is not seen by the first; give a folder they share"
                 )
-        if sharded:
-            state["files"] = by_name
-        else:
-            state["bytes"], state["crc32"] = by_name[TENSORS]
-        files.write_state(temporary, state)
+        files.write_state(temporary, state | {"sharded": sharded, "files": by_name})
         self.before_commit()
         if final.exists():  # a resumed run reaches a step that it had saved before
             shutil.rmtree(final)
@@ -310,16 +306,16 @@ def open_checkpoint(path: str | Path, ranks: Ranks = ALONE) -> Checkpoint:
         state = files.read_state(path)
         if (name := NAME.search(path.name)) and int(name[1]) != state["step"]:
             raise DataError(f"{path} holds step {state['step']}, and its name another one; give the folder its own name back.")
-        for file, expected in sorted(files.tensor_files(state).items())[ranks.rank :: ranks.world]:
+        for file, expected in sorted(state["files"].items())[ranks.rank :: ranks.world]:
             if files.described(sibling(path / STATE, file)) != [file, *expected]:
                 failure = files.damaged(path, file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError) as error:
         failure = DataError(f"{path} is not a whole checkpoint: {error}.")
     except DataError as error:
         failure = error
     if first := next(filter(None, ranks.gather(failure and str(failure))), None):
         raise DataError(first)
-    return Checkpoint(path, state["step"], state["facts"], "files" in state)
+    return Checkpoint(path, state["step"], state["facts"], state["sharded"])
 
 
 def _step_of(path: Path) -> int:

@@ -1,6 +1,6 @@
 """The files of a checkpoint: state.json, with the size and checksum of every file, and the tensors of one process.
 
-`shapes`, `read`, `mine` and `write` are the interface of distributed/sharded_checkpoint.py too, in which every rank
+`shapes`, `read` and `write` are the interface of distributed/sharded_checkpoint.py too, in which every rank
 writes its own shards.
 """
 
@@ -60,11 +60,6 @@ def score_of(folder: Path) -> Any:
         return None
 
 
-def tensor_files(state: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return [size, checksum] of every file that holds tensors, by name."""
-    return state["files"] if "files" in state else {TENSORS: [state.get("bytes"), state.get("crc32")]}
-
-
 def described(file: Path) -> list[Any]:
     """Return [name, size, checksum]."""
     return [file.name, file.stat().st_size, checksum(file)]
@@ -99,11 +94,6 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def mine(shards: dict[str, LocalShard], ranks: Ranks) -> dict[str, LocalShard]:
-    """Return what this rank must pass to `write`: everything on the first rank, nothing on the others, which have replicas."""
-    return shards if ranks.first else {}
 
 
 def write(folder: Path, shards: dict[str, LocalShard], ranks: Ranks) -> list[Path]:
