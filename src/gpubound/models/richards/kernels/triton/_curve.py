@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .....kernels.accumulate import aside, deliver, main_gradient, opens
+from .....kernels.accumulate import deliver
 from ..richards import LEAST, NAMES, POSITIVE, Curve
 
 SUMS = 8  # five, and room to a power of two
@@ -158,19 +158,17 @@ def put_sums(parts_ptr, sums):
 
 
 @triton.jit
-def _give(out_ptr, free_ptr, gradient, add, CURVE: tl.constexpr, WHICH: tl.constexpr):
+def _give(out_ptr, free_ptr, gradient, CURVE: tl.constexpr, WHICH: tl.constexpr):
     PLACE: tl.constexpr = CURVE[WHICH]
     if PLACE >= 0:
         if _POSITIVE[WHICH]:  # the slope of softplus
             gradient *= 1.0 / (1.0 + tl.exp(-tl.load(free_ptr + PLACE).to(tl.float32)))
-        if add != 0:
-            gradient += tl.load(out_ptr + PLACE)
-        tl.store(out_ptr + PLACE, gradient.to(out_ptr.dtype.element_ty))
+        tl.store(out_ptr + PLACE, gradient)
 
 
 @triton.jit
-def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr):
-    """Compute out, the gradient of free, or add it to out: the programs' sums, times the derivatives of the five values."""
+def _finish(parts_ptr, free_ptr, out_ptr, programs, step, CURVE: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr):
+    """Compute out, the gradient of free: the programs' sums, times the derivatives of the five values."""
     col = tl.arange(0, SUMS)
     total = tl.zeros([PARTS, SUMS], tl.float32)
     for first in range(0, programs, PARTS):
@@ -199,65 +197,38 @@ def _finish(parts_ptr, free_ptr, out_ptr, programs, step, add, CURVE: tl.constex
     of_gain = height
     if CURVE[_TANH]:
         of_gain = 2.0 * height - level
-    _give(out_ptr, free_ptr, of_nu, add, CURVE, _NU)
-    _give(out_ptr, free_ptr, of_k, add, CURVE, _K)
-    _give(out_ptr, free_ptr, steep * place, add, CURVE, _M)
-    _give(out_ptr, free_ptr, of_gain, add, CURVE, _GAIN)
-    _give(out_ptr, free_ptr, level, add, CURVE, _BIAS)
+    _give(out_ptr, free_ptr, of_nu, CURVE, _NU)
+    _give(out_ptr, free_ptr, of_k, CURVE, _K)
+    _give(out_ptr, free_ptr, steep * place, CURVE, _M)
+    _give(out_ptr, free_ptr, of_gain, CURVE, _GAIN)
+    _give(out_ptr, free_ptr, level, CURVE, _BIAS)
 
 
-@triton.jit(do_not_specialize=["programs", "add_first", "add_second"])
-def _curve_sums_kernel(parts_ptr, first_ptr, second_ptr, first_out_ptr, second_out_ptr, programs, add_first, add_second,
-                       CURVES: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr,
-                       SUMS: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["programs"])
+def _curve_sums_kernel(parts_ptr, first_ptr, second_ptr, first_out_ptr, second_out_ptr, programs, CURVES: tl.constexpr,
+                       FIRST: tl.constexpr, SECOND: tl.constexpr, PARTS: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
     """Run one program per curve, of one or two."""
     if tl.program_id(0) == 0:
-        _finish(parts_ptr, first_ptr, first_out_ptr, programs, CURVES * SUMS, add_first, FIRST, PARTS, SUMS)
+        _finish(parts_ptr, first_ptr, first_out_ptr, programs, CURVES * SUMS, FIRST, PARTS, SUMS)
     elif CURVES == 2:
-        _finish(parts_ptr + SUMS, second_ptr, second_out_ptr, programs, CURVES * SUMS, add_second, SECOND, PARTS, SUMS)
+        _finish(parts_ptr + SUMS, second_ptr, second_out_ptr, programs, CURVES * SUMS, SECOND, PARTS, SUMS)
 
 
 def deliver_curves(
     parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Call `accumulate.deliver` for each needed gradient of `frees`. parts (P, curves, SUMS) are the sums of P programs."""
-    owners = [free if need else None for free, need in zip(frees, needed)]
-    mains = [None if owner is None else main_gradient(owner) for owner in owners]
-    if not all(main is None or main.is_contiguous() for main in mains):
-        return tuple(
-            None if owner is None or gradient is None else deliver(owner, gradient)
-            for owner, gradient in zip(owners, gradients(parts, frees, curves))
-        )
-    # A frozen one has a gradient, too, which is dropped.
-    outs = [
-        None if free is None else torch.empty(free.shape, device=free.device, dtype=free.dtype) if main is None else main
-        for free, main in zip(frees, mains)
-    ]
-    adds = [main is not None and owner is not None and not opens([owner]) for owner, main in zip(owners, mains)]
-    there = [owner for owner, main in zip(owners, mains) if owner is not None and main is not None]
-    if there and all(main is not None or owner is None for owner, main in zip(owners, mains)):
-        aside(there[0], lambda: _finish_all(parts, frees, outs, curves, adds), parts)
-    else:  # autograd takes what it writes
-        _finish_all(parts, frees, outs, curves, adds)
-    return tuple(None if owner is None or main is not None else out for owner, main, out in zip(owners, mains, outs))
+    given = zip(frees, gradients(parts, frees, curves), needed)
+    return tuple(None if free is None or sums is None or not need else deliver(free, sums) for free, sums, need in given)
 
 
 def gradients(parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve]) -> list[Tensor | None]:
-    """Return the gradients of `frees` in fp32."""
+    """Return the gradients of `frees` in fp32. For a curve without learned parameters, None, the pointer is that of `parts`,
+    which is not accessed."""
     outs = [None if free is None else torch.empty(free.shape, device=free.device, dtype=torch.float32) for free in frees]
-    _finish_all(parts, frees, outs, curves, [False] * len(outs))
+    if any(free is not None for free in frees):
+        pointers = [parts if t is None else t.contiguous() for t in (frees[0], frees[-1], outs[0], outs[-1])]
+        _curve_sums_kernel[(len(curves),)](
+            parts, *pointers, parts.shape[0], len(curves), curves[0].constants, curves[-1].constants, PARTS, SUMS, num_warps=4
+        )
     return outs
-
-
-def _finish_all(
-    parts: Tensor, frees: Sequence[Tensor | None], outs: Sequence[Tensor | None], curves: Sequence[Curve], adds: Sequence[bool]
-) -> None:
-    """Launch the sums. For a curve without learned parameters, None, the pointer is that of `parts`, which is not accessed."""
-    if all(free is None for free in frees):
-        return
-    first, last = 0, len(curves) - 1
-    pointers = [parts if t is None else t.contiguous() for t in (frees[first], frees[last], outs[first], outs[last])]
-    _curve_sums_kernel[(len(curves),)](
-        parts, *pointers, parts.shape[0], int(adds[first]), int(adds[last]), len(curves), curves[first].constants,
-        curves[last].constants, PARTS, SUMS, num_warps=4,
-    )  # fmt: skip
