@@ -1,22 +1,24 @@
-"""GPT-2, GPT-BigCode (SantaCoder, StarCoder), GPT-Neo, GPT-J and GPT-NeoX (Pythia): MLPs without a gate.
+"""Families whose placing swaps norms and the loss alone: GPT-2, GPT-BigCode (SantaCoder, StarCoder), GPT-Neo, GPT-J, GPT-NeoX
+(Pythia), OPT, Falcon, StableLM and Nemotron. All but StableLM have MLPs without a gate.
 
-The first three have learnt positions and no rotation, the others parallel blocks. Weights in another layout than the kernels'
-are copied, and copied again when they have changed: q, k and v of a head that follow each other, and GPT-2's transposed
-weights. Placing swaps norms and the loss.
+GPT-2, BigCode, GPT-Neo and OPT have learnt positions and no rotation; GPT-J, GPT-NeoX and Falcon parallel blocks. Weights in
+another layout than the kernels' are copied, and copied again when they have changed: q, k and v of a head that follow each
+other, and GPT-2's transposed weights. OPT-350m, whose norms follow the parts of a block, is not decoded by the kernels.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from ..kernels.row_ops import LayerNorm
 from ..layers.attention import Angles, RotaryAngles
 from ..layers.fused_weights import hooked
 from ..layers.linear_product import format_of
 from .decoding import Linear
-from .reader import LearntReader, UngatedReader, linear_of, parts_of, weight_of
-from .registry import Maker
+from .reader import LayerNormReader, LearntReader, UngatedReader, linear_of, parts_of, weight_of
+from .registry import Maker, role_of
 
 SWAPS: dict[str, Maker] = {}
 GPT = ("ln_1", None, "ln_2", None)
@@ -134,10 +136,82 @@ class GPTJReader(UngatedReader):
         return [RotaryAngles(self.config.rotary_dim)]
 
 
+class OPTReader(LearntReader):
+    """The layers of an MLP are the block's own."""
+
+    NORMS = ("self_attn_layer_norm", None, "final_layer_norm", None)
+    READS = frozenset((
+        "ffn_dim", "word_embed_proj_dim", "dropout", "activation_function", "layerdrop", "init_std", "enable_bias",
+    ))  # fmt: skip
+    FINAL, OUTPUT, LAYERS, POSITIONS, SKIPPED = "final_layer_norm", "out_proj", ("fc1", "fc2"), "embed_positions", 2
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.trunk = model.model.decoder
+
+    def mlp_of(self, block: Any) -> Any:
+        return block
+
+    def refusal(self, max_length: int) -> str | None:
+        if self.trunk.project_in is not None:
+            return "its embeddings have another width than its layers (word_embed_proj_dim)"
+        return super().refusal(max_length)
+
+
+class FalconReader(FusedReader):
+    """One key and value head, or one for a group of heads."""
+
+    READS = frozenset((
+        "layer_norm_epsilon", "hidden_dropout", "num_kv_heads", "new_decoder_architecture", "multi_query", "parallel_attn",
+        "bias", "ffn_hidden_size", "activation", "num_ln_in_parallel_attn",
+    ))  # fmt: skip
+    BLOCKS, EMBEDDING, FINAL, ATTENTION, OUTPUT = "h", "word_embeddings", "ln_f", "self_attention", "dense"
+    LAYERS, OWN = ("dense_h_to_4h", "dense_4h_to_h"), True
+
+    def projects(self, module: nn.Module) -> bool:
+        return role_of(module) == "Linear" and not hooked(module)
+
+    def parallel(self, block: Any) -> bool:
+        return self.config.new_decoder_architecture or self.config.parallel_attn
+
+    def kv_heads(self, attention: Any) -> int:
+        return attention.num_kv_heads
+
+    def scale(self, attention: Any) -> float:
+        return attention.inv_norm_factor
+
+
+class TwoNormsReader(FalconReader):
+    NORMS = ("ln_attn", None, "ln_mlp", None)
+
+
+def falcon(model: Any) -> FalconReader:
+    """Return the reader of a smaller model, with one norm for both parts of a block, or of a larger one, with two."""
+    return (TwoNormsReader if "ln_attn" in model.transformer.h[0]._modules else FalconReader)(model)
+
+
+class StableLMReader(LayerNormReader):
+    READS = frozenset({"layer_norm_eps", "use_qkv_bias", "use_parallel_residual", "hidden_dropout"})
+
+
+class NemotronReader(UngatedReader):
+    """The gain of its norms is 1 + weight."""
+
+    READS = frozenset({"norm_eps"})
+    LAYERS: ClassVar[tuple[str, str]] = ("up_proj", "down_proj")
+
+    def norm(self, module: Any) -> LayerNorm:
+        return super().norm(module)._replace(offset=1.0)
+
+
 DECODING: dict[str, Any] = {
     "GPTNeoXForCausalLM": NeoXReader,
     "GPT2LMHeadModel": GPT2Reader,
     "GPTBigCodeForCausalLM": BigCodeReader,
     "GPTNeoForCausalLM": NeoReader,
     "GPTJForCausalLM": GPTJReader,
+    "OPTForCausalLM": OPTReader,
+    "FalconForCausalLM": falcon,
+    "StableLmForCausalLM": StableLMReader,
+    "NemotronForCausalLM": NemotronReader,
 }

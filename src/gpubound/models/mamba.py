@@ -1,4 +1,4 @@
-"""Bamba: Mamba-2 in most layers, attention in the others.
+"""Mamba-2 by itself, where no layer has attention or an MLP, and Bamba, which has attention in some layers.
 
 Placing swaps norms, MLPs, layers of Mamba-2 and the loss; attention and the loop over layers stay those of transformers.
 """
@@ -6,6 +6,7 @@ Placing swaps norms, MLPs, layers of Mamba-2 and the loss; attention and the loo
 from dataclasses import replace
 from typing import Any
 
+from .decoding import NoWeights
 from .hf_modules import mlp, norm, tried_causal_lm
 from .recurrent import MambaWeights, RecurrentReader
 from .recurrent_modules import head_norm, mamba, mamba_shape, norm_groups
@@ -14,7 +15,7 @@ from .registry import Maker, Swap
 
 def bamba_causal_lm(module: Any, stack: Any) -> Swap:
     swap = tried_causal_lm(module, stack)
-    return replace(swap, refusal="its loss has a z-loss") if module.z_loss_coefficient else swap
+    return replace(swap, refusal="its loss has a z-loss") if getattr(module, "z_loss_coefficient", 0) else swap
 
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "Mixer": mamba, "ForCausalLM": bamba_causal_lm}
@@ -46,4 +47,20 @@ class MambaReader(RecurrentReader):
         )
 
 
-DECODING: dict[str, Any] = {"ForCausalLM": MambaReader}
+class Mamba2Reader(MambaReader):
+    NORMS = ("norm", None, "norm", None)
+    EMBEDDING, FINAL, MIXER, ROTATES = "embeddings", "norm_f", "mixer", False
+    READS = frozenset((
+        "num_heads", "state_size", "layer_norm_epsilon", "expand", "conv_kernel", "n_groups", "use_bias", "use_conv_bias",
+        "residual_in_fp32", "time_step_rank", "time_step_min", "time_step_max", "time_step_floor",
+        "rescale_prenorm_residual", "chunk_size",
+    ))  # fmt: skip
+
+    def mlp(self, block: Any) -> NoWeights:
+        return NoWeights()
+
+    def head_dim(self, attention: Any) -> int:
+        return 2  # of a table that no layer reads
+
+
+DECODING: dict[str, Any] = {"BambaForCausalLM": MambaReader, "Mamba2ForCausalLM": Mamba2Reader}
