@@ -10,7 +10,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.measure import Prepared
 from gpubound.models.richards import kernels as richards_kernels
-from gpubound.models.richards.kernels.richards import GATE, LEAST, NORM, VALUE
+from gpubound.models.richards.kernels.richards import GATE, LEAST, VALUE
 
 from .door import Door, Drawer
 from .shapes import Shape
@@ -183,12 +183,11 @@ def geglu(shape: Shape, draw: Drawer) -> Door:
     )
 
 
-def _curve(x: Tensor, free: Tensor, tanh: bool = False) -> Tensor:
+def _curve(x: Tensor, free: Tensor) -> Tensor:
     """A Richards curve that learns nu, k, m, as one writes it: in fp32, from softplus and exp."""
     nu, k, m = (F.softplus(free[0]) + LEAST, F.softplus(free[1]) + LEAST, free[2])
-    z = x.to(torch.promote_types(x.dtype, torch.float32)) * (2 if tanh else 1)
-    sigma = torch.exp(-F.softplus(-k * (nu if not tanh else 1) * (z - m)) / nu)
-    return 2 * sigma - 1 if tanh else sigma
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.exp(-F.softplus(-k * nu * (x - m)) / nu)
 
 
 def richards_glu(shape: Shape, draw: Drawer) -> Door:
@@ -203,16 +202,6 @@ def richards_glu(shape: Shape, draw: Drawer) -> Door:
         ours=lambda packed, value, gate: richards_kernels.richards_glu(packed, value, gate, VALUE, GATE),
         eager=eager,
         saved_bytes=packed.nbytes + value.nbytes + gate.nbytes,
-    )
-
-
-def richards_norm(shape: Shape, draw: Drawer) -> Door:
-    x, free, weight, bias = draw(draw.tokens, shape.hidden), draw(3, scale=0.3), draw(shape.hidden), draw(shape.hidden)
-    return Door(
-        [x, free, weight, bias],
-        ours=lambda x, free, w, b: richards_kernels.richards_norm(x, free, NORM, w, b),
-        eager=lambda x, free, w, b: (_curve(x, free, tanh=True) * w + b).to(x.dtype),
-        saved_bytes=x.nbytes + free.nbytes + weight.nbytes,
     )
 
 
@@ -275,7 +264,6 @@ DOORS: dict[str, Callable[[Shape, Drawer], Door]] = {
         swiglu_packed,
         geglu,
         richards_glu,
-        richards_norm,
         cross_entropy,
     )
 }

@@ -144,7 +144,6 @@ ELEMENTS = {
     "swiglu_packed": (3 * 1024, 5 * 1024),
     "geglu": (3 * 1024, 5 * 1024),
     "richards_glu": (3 * 1024 + 4 + 3, 5 * 1024 + 2 * (4 + 3)),
-    "richards_norm": (2 * 512 + 2 * 64 + 3, 3 * 512 + 3 * 64 + 2 * 3),  # w read, dw and db written; free read, and its gradient
 }
 
 

@@ -45,7 +45,7 @@ def test_a_comparison_of_parts(tmp_path, monkeypatch, capsys):
     recipes = make_variants(options.recipe(), options.compare, options.variants, options.seeds)
     assert len(recipes) == len({str(MODELS[own.model]) for own in recipes.values()}) == 8
     short = f"--out {tmp_path / 'run'} --data {tmp_path / 'text.txt'} --vocabulary 300 --seq 16 --micro-batch 2 --steps 1"
-    short += " --seeds 1 --compare baseline,all_richards --device cpu --json"
+    short += " --seeds 1 --compare baseline,both --device cpu --json"
     assert main(["train", str(tmp_path / "c.yaml"), *short.split()]) == 0
     _, other = json.loads(capsys.readouterr().out)["variants"]
     assert abs(other["difference"]) > 1e-6

@@ -140,10 +140,7 @@ MORE = {
         "lora_product",
         lambda: (torch.randn(40, 63), torch.randn(30, 63), torch.randn(30), torch.randn(40, 130), torch.randn(30, 130)),
     ),
-    "richards of a tanh with tail": (
-        "richards",
-        lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "k", "m"), "tanh", True)),
-    ),
+    "richards with tail": ("richards", lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "k", "m"), True))),
     "rg_lru from a state": (
         "rg_lru",
         lambda: (torch.randn(2, 150, 60), torch.randn(20), torch.randn(2, 20)),

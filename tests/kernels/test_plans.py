@@ -21,7 +21,7 @@ from tests.messages import message
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 CHIPS = {capability: Chip(capability, shared, 132, "") for capability, shared in SHARED.items()}
 H200, ADA = CHIPS[90], CHIPS[89]
-NORMS = ("rms_norm", "add_rms_norm", "layer_norm", "dynamic_tanh", "add_dynamic_tanh", "richards_norm", "add_richards_norm")
+NORMS = ("rms_norm", "add_rms_norm", "layer_norm", "dynamic_tanh", "add_dynamic_tanh")
 
 
 def test_the_interpreter_stands_for_an_h200():

@@ -131,12 +131,6 @@ def dyt(c, w, name, x):
     return torch.tanh(w[name + "alpha"] * x) * w[name + "weight"] + w[name + "bias"]
 
 
-def richards(c, w, name, x):
-    nu, k, m = w[name + "curve.free"]
-    f = 2 * (1 + torch.exp(-positive(k) * (2 * x - m))).pow(-1 / positive(nu)) - 1
-    return f * w[name + "weight"] + w[name + "bias"]
-
-
 MIXERS = {"softmax": softmax, "poly": poly, "rg_lru": rg_lru}
 MLPS = {"swiglu": swiglu, "richards_glu": richards_glu, "moe": moe}
-NORMS = {"rms": rms, "dyt": dyt, "richards": richards}
+NORMS = {"rms": rms, "dyt": dyt}

@@ -15,7 +15,7 @@ WAYS = {
     "experts": {"mlp": "moe", "experts": 5},
     "own layers": {"fused": False},
     "polynomial": {"attention": "poly", "gates": True, "window": 4},
-    "richards": {"mlp": "richards_glu", "norm": "richards"},
+    "richards": {"mlp": "richards_glu"},
     "dynamic tanh": {"norm": "dyt"},
     "recurrent": {"attention": "rg_lru"},
     "experts, own layers": {"mlp": "moe", "experts": 5, "fused": False},

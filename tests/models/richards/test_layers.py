@@ -8,7 +8,7 @@ from torch import nn
 import gpubound as gb
 from gpubound.layers.linear_product import linear
 from gpubound.models.richards.kernels import Curve
-from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, RichardsNorm, richards_glu_calls
+from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, richards_glu_calls
 from gpubound.train import Accumulators
 from tests.layers.adapted import recomputing
 
@@ -41,8 +41,7 @@ def plain_glu(module, x):
 
 
 def plain_norm(module, x):
-    formula = plain.dyt if isinstance(module, DynamicTanh) else plain.richards
-    return formula(None, dict(module.named_parameters()), "", x)
+    return plain.dyt(None, dict(module.named_parameters()), "", x)
 
 
 def agree(got, want, module, x):
@@ -101,7 +100,7 @@ def test_the_numbers_of_curves_are_summed_in_fp32_accumulators(least):
 def test_a_step_trains_the_numbers():
     """AdamW's first step moves each parameter by the learning rate, against the sign of its gradient."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(RichardsNorm(8), RichardsGLU(8, 16), DynamicTanh(8)), x_of(4, 8).float()
+    model, x = nn.Sequential(DynamicTanh(8), RichardsGLU(8, 16), DynamicTanh(8)), x_of(4, 8).float()
     norm, mlp, tanh = model
     y = plain_glu(mlp, plain_norm(norm, x))
     plain_norm(tanh, y).square().sum().backward()
@@ -119,7 +118,7 @@ def test_a_step_trains_the_numbers():
 def test_values_are_those_in_use():
     curve = RichardsCurve(Curve(("nu", "m"), nu=0.7, m=0.2, k=1.5))
     assert curve.values() == pytest.approx({"nu": 0.7, "k": 1.5, "m": 0.2, "gain": 1, "bias": 0}, abs=1e-6)
-    assert repr(curve) == "RichardsCurve(sigmoid, learns nu, m)"
+    assert repr(curve) == "RichardsCurve(learns nu, m)"
     assert curve.bfloat16().values()["nu"] == pytest.approx(0.7, abs=4e-3)
     nothing = RichardsCurve(Curve())
     assert not list(nothing.parameters()) and nothing.values()["nu"] == 1
@@ -134,12 +133,8 @@ def test_numbers_stay_in_fp32_beside_16_bit_weights():
     assert module(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-NORMS = pytest.mark.parametrize("norm", [DynamicTanh, RichardsNorm])
-
-
-@NORMS
-def test_a_norms_two_methods(norm):
-    module = moved(norm(HIDDEN, dtype=FP64))
+def test_a_norms_two_methods():
+    module = moved(DynamicTanh(HIDDEN, dtype=FP64))
     x, pending = x_of(2, 3, HIDDEN).requires_grad_(), x_of(2, 3, HIDDEN, seed=2)
     agree(module(x), plain_norm(module, x), module, x)
     assert module.add(x, None)[1] is x
@@ -149,11 +144,10 @@ def test_a_norms_two_methods(norm):
     assert module.add(x.float(), pending.bfloat16())[1].dtype == torch.float32
 
 
-@NORMS
-def test_a_product_behind_one_has_its_result_again(norm):
+def test_a_product_behind_one_has_its_result_again():
     """What it keeps is the stream, not the norm's result; and the weight's gradient is the same to the last bit."""
     torch.manual_seed(0)
-    module, x, pending = moved(norm(HIDDEN, dtype=FP64)), x_of(4, HIDDEN).requires_grad_(), x_of(4, HIDDEN, seed=2)
+    module, x, pending = moved(DynamicTanh(HIDDEN, dtype=FP64)), x_of(4, HIDDEN).requires_grad_(), x_of(4, HIDDEN, seed=2)
     layer, found = nn.Linear(HIDDEN, 5, dtype=FP64), []
     layer.weight.main_grad = torch.zeros(5, HIDDEN)  # so that the product is ours
     for least in (float("inf"), 0):
@@ -170,9 +164,9 @@ def test_a_product_behind_one_has_its_result_again(norm):
 
 def test_a_placement_names_what_runs():
     """One row a layer: the numbers of a curve inside one have none, for no kernel is theirs alone."""
-    model = nn.Sequential(RichardsNorm(8), RichardsGLU(8, 16), DynamicTanh(8), RichardsCurve(Curve(("nu",))))
+    model = nn.Sequential(DynamicTanh(8), RichardsGLU(8, 16), DynamicTanh(8), RichardsCurve(Curve(("nu",))))
     assert [(row.module, row.kernel) for row in gb.place(model, device="cpu").rows] == [
-        ("0", "reference richards_norm, add_richards_norm"),
+        ("0", "reference dynamic_tanh, add_dynamic_tanh"),
         ("1", "gate and up as one product; reference richards_glu"),
         ("2", "reference dynamic_tanh, add_dynamic_tanh"),
         ("3", "reference richards"),

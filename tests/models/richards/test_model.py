@@ -15,7 +15,7 @@ MODELS = {
     "plain": {},
     "tied, without positions": {"tied": True, "rope": False},
     "bidirectional": {"causal": False},
-    "richards": {"mlp": "richards_glu", "norm": "richards", "attention": "poly"},
+    "richards": {"mlp": "richards_glu", "attention": "poly"},
     "dynamic tanh": {"norm": "dyt", "alpha": 0.8},
     "experts": {"mlp": "moe", "experts": 5, "slots": 2, "balance": 0.0},
     "polynomial": {"attention": "poly", "soft_clip": 3.0, "gates": True, "window": 4},

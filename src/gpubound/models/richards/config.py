@@ -17,8 +17,7 @@ from ...layers.block import MLP, RMSNorm, gated_calls
 from ...layers.moe import MoE
 from ..llama.decoder import DecoderConfig
 from .kernels.poly_attention import DEGREES
-from .kernels.richards import NORM
-from .layers import RGLRU, DynamicTanh, PolyAttention, RichardsGLU, RichardsNorm, poly_calls, rg_lru_calls, richards_glu_calls
+from .layers import RGLRU, DynamicTanh, PolyAttention, RichardsGLU, poly_calls, rg_lru_calls, richards_glu_calls
 
 POLY = ("degree", "soft_clip", "window", "gates")
 TIMES = ("none", "film")
@@ -100,11 +99,6 @@ NORMS = {
         lambda c, **where: DynamicTanh(c.hidden, c.alpha, **where),
         calls=lambda c: (("dynamic_tanh", (c.hidden,)), ("add_dynamic_tanh", (c.hidden,))),
         options=("alpha",),
-        lifts=True,
-    ),
-    "richards": NamedPart(
-        lambda c, **where: RichardsNorm(c.hidden, **where),
-        calls=lambda c: (("richards_norm", (c.hidden, NORM)), ("add_richards_norm", (c.hidden, NORM))),
         lifts=True,
     ),
 }

@@ -1,4 +1,4 @@
-"""Layers of Richards models: curves, the gated MLP of two curves, elementwise replacements of norms, polynomial attention and a
+"""Layers of Richards models: curves, the gated MLP of two curves, a tanh in place of a norm, polynomial attention and a
 recurrent mixer.
 
 RichardsGLU computes down(x1 · f_v(x1) · f_g(x2)), where x1 is the gate's product and x2 that of up. With a fixed logistic f_v,
@@ -7,8 +7,7 @@ x1 · f_v(x1) is the silu(gate) of a SwiGLU, so only the curve on x2 differs.
 Legend: B batch, T tokens, H query heads, K key and value heads, D width of a head, L length of a cache.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +21,6 @@ from ...layers.linear_product import DENSE, LEAST_BYTES, attach_recipe, format_o
 from .kernels import (
     Curve,
     add_dynamic_tanh,
-    add_richards_norm,
     dynamic_tanh,
     poly_attention,
     poly_attention_step,
@@ -30,11 +28,10 @@ from .kernels import (
     richards,
     richards_glu,
     richards_glu_backward,
-    richards_norm,
 )
 from .kernels.poly_attention import EVEN
 from .kernels.rg_lru import POWER
-from .kernels.richards import GATE, NAMES, NORM, VALUE
+from .kernels.richards import GATE, NAMES, VALUE
 
 REMEMBERED = (0.9, 0.999)  # range of a channel's initial factor of the state, for a token whose gate is open
 SHUT = -1e4  # a gate's logit: its sigmoid is 0 in any dtype
@@ -60,7 +57,7 @@ class CurveNumbers(nn.Module):
         return {name: float(value) for name, value in zip(NAMES, values)}
 
     def extra_repr(self) -> str:
-        return f"{self.curve.variant}, learns {', '.join(self.curve.learned) or 'nothing'}"
+        return f"learns {', '.join(self.curve.learned) or 'nothing'}"
 
 
 class RichardsCurve(CurveNumbers):
@@ -154,94 +151,44 @@ def richards_glu_calls(inner: int, value: Curve = VALUE, gate: Curve = GATE) -> 
     return ("richards_glu", (inner, value, gate)), ("richards_glu_backward", (inner, value, gate))
 
 
-class _Elementwise(nn.Module):
-    """Base class of elementwise replacements of a norm: a function, then a gain and a bias per column.
+class DynamicTanh(nn.Module):
+    """y = tanh(alpha · x) · weight + bias in place of a norm, without statistics.
 
     It has RMSNorm's methods. `add` also adds the last sub-layer's output to the residual stream, in the same pass.
+
+    alpha: initial value of the one learned factor
     """
 
-    OPS: tuple[str, ...]
+    OPS = ("dynamic_tanh", "add_dynamic_tanh")
     recompute_bytes = LEAST_BYTES
 
-    def __init__(self, hidden: int, device=None, dtype=None) -> None:
+    def __init__(self, hidden: int, alpha: float = 0.5, device=None, dtype=None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype))
+        self.alpha = nn.Parameter(torch.full((1,), alpha, device=device, dtype=_at_least_fp32(dtype)))
 
-    def _ops(self) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-        """Return the op, and the op with the residual add. Arguments: x (and the residual), learned parameters, gain, bias."""
-        raise NotImplementedError
-
-    def _learned(self) -> Tensor | None:
-        raise NotImplementedError
-
-    def _small(self) -> tuple[Tensor | None, ...]:
-        return self._learned(), self._parameters["weight"], self._parameters["bias"]
+    def _small(self) -> list[Any]:
+        return [self._parameters[name] for name in ("alpha", "weight", "bias")]
 
     def forward(self, x: Tensor) -> Tensor:
-        alone, small = self._ops()[0], self._small()
-        return attach_recipe(alone(x, *small), self.recompute_bytes, alone, x, *small)
+        small = self._small()
+        return attach_recipe(dynamic_tanh(x, *small), self.recompute_bytes, dynamic_tanh, x, *small)
 
     def add(self, x: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output for the new residual stream x + pending, and the new stream. With pending None, the stream is x."""
         if pending is None:
             return self.forward(x), x
-        (alone, added), small = self._ops(), self._small()
-        y, stream = added(x, pending.to(x.dtype), *small)  # under autocast GEMMs return 16 bits, and the stream stays fp32
-        return attach_recipe(y, self.recompute_bytes, alone, stream, *small), stream
+        small = self._small()
+        # Under autocast GEMMs return 16 bits, and the stream stays fp32.
+        y, stream = add_dynamic_tanh(x, pending.to(x.dtype), *small)
+        return attach_recipe(y, self.recompute_bytes, dynamic_tanh, stream, *small), stream
 
     def fused_kernels(self) -> Kernels:
         return "{}", self.OPS
 
     def extra_repr(self) -> str:
         return str(len(self.weight))
-
-
-class DynamicTanh(_Elementwise):
-    """y = tanh(alpha · x) · weight + bias, without statistics.
-
-    alpha: initial value of the one learned factor
-    """
-
-    OPS = ("dynamic_tanh", "add_dynamic_tanh")
-
-    def __init__(self, hidden: int, alpha: float = 0.5, device=None, dtype=None) -> None:
-        super().__init__(hidden, device, dtype)
-        self.alpha = nn.Parameter(torch.full((1,), alpha, device=device, dtype=_at_least_fp32(dtype)))
-
-    def _ops(self) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-        return dynamic_tanh, add_dynamic_tanh
-
-    def _learned(self) -> Tensor | None:
-        return self._parameters["alpha"]
-
-
-class RichardsNorm(_Elementwise):
-    """y = f(x) · weight + bias with a Richards curve f: initially tanh(x / 2), with learned parameters."""
-
-    OPS = ("richards_norm", "add_richards_norm")
-
-    def __init__(self, hidden: int, curve: Curve = NORM, device=None, dtype=None) -> None:
-        super().__init__(hidden, device, dtype)
-        self.curve = CurveNumbers(curve, device=device, dtype=dtype)
-
-    def _ops(self) -> tuple[Callable[..., Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-        curve: Any = self._modules["curve"]
-        return partial(_richards_norm, curve.curve), partial(_add_richards_norm, curve.curve)
-
-    def _learned(self) -> Tensor | None:
-        curve: Any = self._modules["curve"]
-        return curve._parameters["free"]
-
-
-def _richards_norm(curve: Curve, x: Tensor, free: Tensor | None, weight: Tensor, bias: Tensor) -> Tensor:
-    return richards_norm(x, free, curve, weight, bias)
-
-
-def _add_richards_norm(
-    curve: Curve, x: Tensor, residual: Tensor, free: Tensor | None, weight: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor]:
-    return add_richards_norm(x, residual, free, curve, weight, bias)
 
 
 class PolyAttention(Attention):

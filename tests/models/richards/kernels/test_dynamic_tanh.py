@@ -1,4 +1,4 @@
-"""Dynamic tanh and the Richards form of it, each with the residual add inside: both mirrors agree for small and large
+"""Dynamic tanh, alone and with the residual add inside: both mirrors agree for small and large
 arguments, stores stay inside, gradients of all that has one, errors read as written.
 """
 
@@ -10,7 +10,6 @@ import triton.language as tl
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import RowPlan
 from gpubound.models.richards import kernels
-from gpubound.models.richards.kernels.richards import NORM, Curve
 from gpubound.models.richards.kernels.triton import richards as fast
 from tests.kernels.cases import ROW_SHAPES, TOLERANCE, definitions, draw, parity, same
 from tests.messages import message
@@ -128,82 +127,30 @@ def test_wrong_alpha():
     assert str(error.value) == message("kernels/dynamic_tanh:wrong_alpha.2")
 
 
-LEARNED = {
-    "tanh": NORM,
-    "free": Curve(("nu", "k", "m", "gain", "bias"), "free", tail=True, nu=0.7),
-    "nothing": Curve(variant="tanh", k=0.7),
-}
-
-
-def free_of(curve, device, dtype=FP32):
-    return torch.tensor(curve.start(), device=device, dtype=dtype) if curve.learned else None
-
-
-def richards_arguments(curve, device, dtype, *shape, bias=True):
-    x, _, weight, b = _arguments(device, dtype, *shape, bias=bias)
-    return x, free_of(curve, device), curve, weight, b
-
-
-@pytest.mark.parametrize("curve", LEARNED.values(), ids=LEARNED)
-@pytest.mark.parametrize("bias", [True, False])
-def test_richards_norm_matches(curve, bias, device, monkeypatch):
-    """Two programs stride over the rows, the last of which are no whole tile."""
-    monkeypatch.setitem(plans.TRIED, ("richards_norm", "backward", (64,)), RowPlan(rows=2, each=1, warps=1))
-    arguments = richards_arguments(curve, device, FP32, 7, 40, bias=bias)
-    parity(fast.richards_norm, reference.richards_norm, arguments, 5 * TOLERANCE[FP32])
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3, 63)], ids=str)
 def test_the_add_forms_match(shape, dtype, device):
     residual = draw(device, dtype, *shape, seed=3)
     x, *rest = _arguments(device, dtype, *shape)
     parity(fast.add_dynamic_tanh, reference.add_dynamic_tanh, (x, residual, *rest), TOLERANCE[dtype])
-    x, *rest = richards_arguments(NORM, device, dtype, *shape)
-    parity(fast.add_richards_norm, reference.add_richards_norm, (x, residual, *rest), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", ["dynamic_tanh", "richards_norm"])
-def test_an_output_that_nobody_used(name, device):
+def test_an_output_that_nobody_used(device):
     """Its gradient is None then: of the sum alone nothing is launched, of the norm alone ds is not read."""
     x, residual = draw(device, FP32, 3, 40), draw(device, FP32, 3, 40, seed=3)
-    rest = (_arguments if name == "dynamic_tanh" else lambda *a: richards_arguments(NORM, *a))(device, FP32, 3, 40)[1:]
+    rest = _arguments(device, FP32, 3, 40)[1:]
     for used in (0, 1):
         found = []
         for mirror in (fast, reference):
             leaves = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
-            out = getattr(mirror, f"add_{name}")(*leaves, *rest)[used]
+            out = mirror.add_dynamic_tanh(*leaves, *rest)[used]
             found.append(torch.autograd.grad(out.square().sum(), leaves))
         for a, b in zip(*found):
             same(f"output {used}", a, b, 1e-5)
 
 
-def test_the_richards_form_is_dynamic_tanh_at_the_defaults(device):
+def test_the_sum_is_returned_beside_its_tanh(device):
     x, _, weight, bias = _arguments(device, torch.float64, 3, 20)
-    want = torch.tanh(0.5 * x) * weight + bias
-    same("y", reference.richards_norm(x, free_of(NORM, device, torch.float64), NORM, weight, bias), want, 1e-13)
     y, s = reference.add_dynamic_tanh(x, 2 * x, torch.tensor([0.5]), weight, bias)
     same("s", s, 3 * x, 1e-15)
     same("y", y, torch.tanh(1.5 * x) * weight + bias, 1e-13)
-
-
-def test_richards_norm_gradients_in_fp64():
-    cpu = torch.device("cpu")
-    x, r, w, b = (draw(cpu, torch.float64, *s, seed=i).requires_grad_() for i, s in enumerate([(2, 5), (2, 5), (5,), (5,)]))
-    for curve in (NORM, LEARNED["free"]):
-        free = free_of(curve, cpu, torch.float64).requires_grad_()
-        call = lambda x, r, free, w, b, curve=curve: reference.add_richards_norm(x, r, free, curve, w, b)  # noqa: E731
-        assert torch.autograd.gradcheck(call, (x, r, free, w, b))
-
-
-def test_frozen_and_accumulated_parameters_of_a_richards_norm(device):
-    """Each of free, weight and bias alone: with main_grad it is added to, and what is frozen gets nothing."""
-    x, free, curve, weight, bias = richards_arguments(NORM, device, FP32, 3, 40)
-    wide = [t.clone().requires_grad_() for t in (free, weight, bias)]
-    reference.richards_norm(x, wide[0], curve, *wide[1:]).square().sum().backward()
-    for trained in range(3):
-        small = [torch.nn.Parameter(t.clone(), requires_grad=i == trained) for i, t in enumerate((free, weight, bias))]
-        small[trained].main_grad = torch.ones_like(small[trained])
-        fast.richards_norm(x, small[0], curve, *small[1:]).square().sum().backward()
-        same(str(trained), small[trained].main_grad - 1, wide[trained].grad, 1e-5)
-        assert all(t.grad is None for t in small)

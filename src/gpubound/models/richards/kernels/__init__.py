@@ -6,10 +6,8 @@ from .rg_lru import rg_lru as rg_lru
 from .richards import (
     Curve as Curve,
     add_dynamic_tanh as add_dynamic_tanh,
-    add_richards_norm as add_richards_norm,
     dynamic_tanh as dynamic_tanh,
     richards as richards,
     richards_glu as richards_glu,
     richards_glu_backward as richards_glu_backward,
-    richards_norm as richards_norm,
 )

@@ -51,12 +51,6 @@ class WalkPlan(NamedTuple):
         return self._replace(own=self.own // 2) if self.own > 16 else None
 
 
-def striding_rows(job: Job) -> RowPlan:
-    """Return the plan of `norm_rows` with several tiles a program: each first computes the constants of a curve."""
-    plan = norm_rows(job)
-    return plan if plan.each else plan._replace(each=8)
-
-
 def richards(job: Job) -> StridePlan:
     """shape: tensors that it reads. 8 elements a thread are 16 bytes of each tensor in 16 bits.
 
@@ -93,7 +87,6 @@ def poly_attention(job: Job) -> WalkPlan:
 
 RULES |= {
     **dict.fromkeys(("dynamic_tanh", "add_dynamic_tanh"), Rule(RowPlan, norm_rows, width)),
-    **dict.fromkeys(("richards_norm", "add_richards_norm"), Rule(RowPlan, striding_rows, width)),
     "poly_attention": Rule(WalkPlan, poly_attention, first(1)),
     "poly_attention_step": Rule(AttentionPlan, decode_attention, first(3)),
     "richards": Rule(StridePlan, richards, first(1)),

@@ -1,16 +1,14 @@
-"""Richards curves as ops: a curve, the gated unit of two, and dynamic tanh or a curve in place of a norm.
+"""Richards curves as ops: a curve, the gated unit of two, and dynamic tanh in place of a norm.
 
     richards        y = f(x)
     richards_glu    h = x1 · f_v(x1) · f_g(x2)               of one packed tensor [x1 | x2]
     dynamic_tanh    y = tanh(alpha · x) · weight + bias      Zhu et al. 2025, arXiv 2503.10622
-    richards_norm   y = f(x) · weight + bias
 
 A Richards curve is a logistic function with more freedom, of five parameters, some of them learned:
 
-    σ = (1 + e^(−rate · (c · x − m)))^(−1/nu)           rate = k, with `tail` k · nu; c = 2 for "tanh", else 1
-    f = gain · σ + bias                                 for "tanh" gain · (2σ − 1) + bias
+    f = gain · (1 + e^(−rate · (x − m)))^(−1/nu) + bias        rate = k, with `tail` k · nu
 
-nu bends one end more than the other. Far to the left σ falls as e^(k c x / nu), with `tail` as e^(k c x), for any nu.
+nu bends one end more than the other. Far to the left f falls as e^(k x / nu), with `tail` as e^(k x), for any nu.
 
 Learned parameters are one vector `free`. nu and k must stay positive: `free` has softplus⁻¹(p − LEAST).
 """
@@ -30,20 +28,14 @@ from ....kernels.registry import definition, draw, load
 
 NAMES = ("nu", "k", "m", "gain", "bias")
 POSITIVE = ("nu", "k")
-VARIANTS = ("sigmoid", "tanh", "free")
 LEAST = 1e-6  # lower bound of a learned positive parameter: softplus may be 0, and nu is a divisor
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve: its variant, its learned parameters, and the (initial) value of each parameter.
-
-    "sigmoid" (0 to 1) and "tanh" (−1 to 1) keep their range. "free" is the sigmoid whose gain and bias may be learned. With the
-    default values f is exactly the logistic sigmoid, or tanh.
-    """
+    """A curve: its learned parameters, and the (initial) value of each. With the default values f is the logistic sigmoid."""
 
     learned: tuple[str, ...] = ()
-    variant: str = "sigmoid"
     tail: bool = False
     nu: float = 1.0
     k: float = 1.0
@@ -52,11 +44,8 @@ class Curve:
     bias: float = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.learned, str) or self.variant not in VARIANTS:
-            raise ValueError(
-                f"Curve: learned must be names in a tuple and variant one of {', '.join(VARIANTS)}, "
-                f"got {self.learned!r} and {self.variant!r}."
-            )
+        if isinstance(self.learned, str):
+            raise ValueError(f"Curve: learned must be names in a tuple, got {self.learned!r}.")
         object.__setattr__(self, "learned", tuple(self.learned))
         for name, value in zip(NAMES, self.values):
             if not math.isfinite(value) or (name in POSITIVE and value < 2 * LEAST):
@@ -65,11 +54,6 @@ class Curve:
         unknown = [name for name in self.learned if name not in NAMES]
         if unknown or len(set(self.learned)) < len(self.learned):
             raise ValueError(f"Curve: learned must name each once, some of {', '.join(NAMES)}, got {', '.join(self.learned)}.")
-        ranged = [name for name in self.learned if name in ("gain", "bias")]
-        if ranged and self.variant != "free":
-            raise ValueError(
-                f'Curve: a "{self.variant}" keeps its range, so {" and ".join(ranged)} cannot be learned; take variant "free".'
-            )
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -82,10 +66,10 @@ class Curve:
 
     @cached_property
     def constants(self) -> tuple:
-        """Compile-time constants of a kernel: the index of each parameter in `free`, or -1; its value, if fixed; tail; tanh."""
+        """Compile-time constants of a kernel: the index of each parameter in `free`, or -1; its value, if fixed; tail."""
         places = [self.learned.index(name) if name in self.learned else -1 for name in NAMES]
         fixed = [0.0 if place >= 0 else value for place, value in zip(places, self.values)]
-        return (*places, *fixed, self.tail, self.variant == "tanh")
+        return (*places, *fixed, self.tail)
 
     def parameters(self, free: Tensor | None, dtype: torch.dtype) -> list[Tensor | float]:
         """Return all parameters in the order of NAMES, the learned ones as scalars of `dtype`."""
@@ -99,22 +83,20 @@ class Curve:
     def apply(self, x: Tensor, free: Tensor | None) -> Tensor:
         """Compute f(x) in x's dtype: the definition."""
         nu, k, m, gain, bias = self.parameters(free, x.dtype)
-        t = -(k * nu if self.tail else k) * ((2 * x if self.variant == "tanh" else x) - m)
+        t = -(k * nu if self.tail else k) * (x - m)
         sigma = torch.exp(F.logsigmoid(-t) / nu)  # logsigmoid(−t) is −softplus(t), without softplus's threshold
-        return gain * (2 * sigma - 1 if self.variant == "tanh" else sigma) + bias
+        return gain * sigma + bias
 
 
 def _inverse_softplus(p: float) -> float:
     return p + math.log(-math.expm1(-p))
 
 
-VALUE = Curve(("nu", "k", "m", "bias"), "free", tail=True)
+VALUE = Curve(("nu", "k", "m", "bias"), tail=True)
 """Default curve of a value. gain is not learned, since the following GEMM scales h too; bias sets the part of x1 that bypasses
 the curve."""
 GATE = Curve(("nu", "k", "m"), tail=True)
 """Default curve of a gate, from 0 to 1."""
-NORM = Curve(("nu", "k", "m"), "tanh", k=0.5)
-"""Default curve in place of a norm: initially tanh(x / 2), as in Zhu et al. k is their alpha."""
 
 
 def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
@@ -214,44 +196,6 @@ def add_dynamic_tanh_reference(
 ) -> tuple[Tensor, Tensor]:
     s = x + residual  # rounded once to x.dtype
     return dynamic_tanh_reference(s, alpha, weight, bias), s
-
-
-def richards_norm(x: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute f(x) · weight + bias. `free` is that of `richards`."""
-    require_rows("richards_norm", x, weight=weight, bias=bias)
-    require_free("richards_norm", "free", free, curve, x)
-    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
-    return chosen("richards_norm", x, (x.shape[-1], curve), unable)(x, free, curve, weight, bias)
-
-
-@definition(lambda g, cols=40, curve=NORM: (draw(g, 3, cols), draw_free(g, curve), curve, draw(g, cols), draw(g, cols)))
-def richards_norm_reference(x: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _scaled(curve.apply(_fp32(x), free), weight, bias).to(x.dtype)
-
-
-def add_richards_norm(
-    x: Tensor, residual: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (richards_norm(s), s) with s = x + residual, in one pass."""
-    require_rows("add_richards_norm", x, weight=weight, bias=bias)
-    require_residual("add_richards_norm", residual, x)
-    require_free("add_richards_norm", "free", free, curve, x)
-    unable = TOO_WIDE if x.shape[-1] > WIDEST else None
-    function = chosen("add_richards_norm", x, (x.shape[-1], curve), unable)
-    return function(x, residual, free, curve, weight, bias)
-
-
-@definition(
-    lambda g, cols=40, curve=NORM: (
-        *(draw(g, 3, cols), draw(g, 3, cols)),
-        *(draw_free(g, curve), curve, draw(g, cols), draw(g, cols)),
-    )
-)
-def add_richards_norm_reference(
-    x: Tensor, residual: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    s = x + residual  # rounded once to x.dtype
-    return richards_norm_reference(s, free, curve, weight, bias), s
 
 
 def chosen(op: str, x: Tensor, shape: tuple, unable: str | None = None) -> Callable:

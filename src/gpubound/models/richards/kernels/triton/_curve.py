@@ -26,7 +26,6 @@ PARTS = 512  # programs whose sums are added at a time: as many as most launches
 _NU, _K, _M, _GAIN, _BIAS = (tl.constexpr(i) for i in range(5))
 _VALUES = tl.constexpr(5)
 _TAIL = tl.constexpr(10)
-_TANH = tl.constexpr(11)
 _POSITIVE = tl.constexpr(tuple(name in POSITIVE for name in NAMES))
 _LEAST = tl.constexpr(LEAST)
 
@@ -57,8 +56,6 @@ def numbers(free_ptr, CURVE: tl.constexpr):
     offset = _parameter(free_ptr, CURVE, _BIAS)
     place = rate * _parameter(free_ptr, CURVE, _M)
     rate = -rate
-    if CURVE[_TANH]:
-        rate, offset, gain = 2.0 * rate, offset - gain, 2.0 * gain
     bent = -1.0 / nu
     return (
         rate * 1.4426950408889634,
@@ -104,7 +101,7 @@ def sigma_of(x, rate, place, bent, DTYPE: tl.constexpr):
 def value_of(sigma, gain, offset, CURVE: tl.constexpr):
     """Return f. A compiler cannot drop + 0, since −0 + 0 is 0."""
     f = gain * sigma
-    if CURVE[_BIAS] >= 0 or CURVE[_VALUES + _BIAS] != 0 or CURVE[_TANH]:
+    if CURVE[_BIAS] >= 0 or CURVE[_VALUES + _BIAS] != 0:
         f += offset
     return f
 
@@ -132,7 +129,6 @@ def add_sums(sums, w, s, d, x, length, COUNT: tl.constexpr, CURVE: tl.constexpr)
     GAIN: tl.constexpr = CURVE[_GAIN] >= 0
     BIAS: tl.constexpr = CURVE[_BIAS] >= 0
     TAIL: tl.constexpr = CURVE[_TAIL]
-    TANH: tl.constexpr = CURVE[_TANH]
     if STRETCH or (NU and TAIL):
         line += _inside(d * x, COUNT)
     if STRETCH or MOVE or (NU and TAIL):
@@ -141,7 +137,7 @@ def add_sums(sums, w, s, d, x, length, COUNT: tl.constexpr, CURVE: tl.constexpr)
         bend += _inside(s * length, COUNT)
     if GAIN:
         height += _inside(s, COUNT)
-    if BIAS or (GAIN and TANH):
+    if BIAS:
         level += _inside(w, COUNT)
     return line, place, bend, height, level
 
@@ -182,25 +178,19 @@ def _finish(parts_ptr, free_ptr, out_ptr, programs, step, CURVE: tl.constexpr, P
     level = tl.sum(tl.where(col == 4, sums, 0.0), 0)
     nu, k, m = _parameter(free_ptr, CURVE, _NU), _parameter(free_ptr, CURVE, _K), _parameter(free_ptr, CURVE, _M)
     gain = _parameter(free_ptr, CURVE, _GAIN)
-    inner = tl.full((), 1.0, tl.float32)
-    if CURVE[_TANH]:
-        inner, gain = inner * 2.0, gain * 2.0
     steep = k
     if CURVE[_TAIL]:
         steep = k * nu
     # from here on gradients: of t's factor of x, and of t itself
     line, place = -gain / nu * line, -gain / nu * place
-    of_steep = -inner * line + m * place
+    of_steep = m * place - line
     of_nu, of_k = gain * 0.6931471805599453 / (nu * nu) * bend, of_steep  # ln 2
     if CURVE[_TAIL]:
         of_nu, of_k = of_nu + k * of_steep, nu * of_steep
-    of_gain = height
-    if CURVE[_TANH]:
-        of_gain = 2.0 * height - level
     _give(out_ptr, free_ptr, of_nu, CURVE, _NU)
     _give(out_ptr, free_ptr, of_k, CURVE, _K)
     _give(out_ptr, free_ptr, steep * place, CURVE, _M)
-    _give(out_ptr, free_ptr, of_gain, CURVE, _GAIN)
+    _give(out_ptr, free_ptr, height, CURVE, _GAIN)
     _give(out_ptr, free_ptr, level, CURVE, _BIAS)
 
 

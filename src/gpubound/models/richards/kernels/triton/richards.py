@@ -1,5 +1,5 @@
-"""Richards curves: y = f(x), the gated unit h = x1 · f_v(x1) · f_g(x2) of a packed [x1 | x2], and dynamic tanh or a curve in
-place of a norm, y = f(x) · weight + bias, alone or with the residual add fused.
+"""Richards curves: y = f(x), the gated unit h = x1 · f_v(x1) · f_g(x2) of a packed [x1 | x2], and dynamic tanh in place of
+a norm, y = tanh(alpha x) · weight + bias, alone or with the residual add fused.
 
 Backward of the unit, from the saved input, with v = f_v(x1), g = f_g(x2) and slopes v', g':
 
@@ -9,11 +9,9 @@ The curves' gradients are sums of dh · x1 · g and dh · x1 · v. Programs stri
 the curves' parameters and sum their gradients (_curve.py). `richards_glu_backward` recomputes h in the same pass, as
 `swiglu_backward` does.
 
-In place of a norm, a program walks over tiles of rows, as in norms.py. With t = f(x), recomputed, and g = dy · weight,
+In place of a norm, a program walks over tiles of rows, as in norms.py. With t = tanh(alpha x), recomputed, and g = dy · weight,
 
-    dx = g · f'(x)        dweight = Σ_rows dy · t        dbias = Σ_rows dy
-
-For tanh f' = alpha · (1 − t²), and dalpha = Σ g · (1 − t²) · x.
+    dx = g · alpha · (1 − t²)        dalpha = Σ g · (1 − t²) · x        dweight = Σ_rows dy · t        dbias = Σ_rows dy
 """
 
 from typing import Any
@@ -279,12 +277,9 @@ def _tanh(x, alpha, FP32: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr, rows,
                                  COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                                 HINT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr, CURVE: tl.constexpr):  # fmt: skip
+                                 HINT: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    if CURVE is None:
-        alpha = tl.load(a_ptr).to(tl.float32)
-    else:
-        rate, place, bent, gain, offset, _steep = numbers(a_ptr, CURVE)
+    alpha = tl.load(a_ptr).to(tl.float32)
     w = _columns(w_ptr, COLS, BLOCK)
     if BIAS:
         b = _columns(b_ptr, COLS, BLOCK)
@@ -296,11 +291,7 @@ def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr
             s = x.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + at, s, mask=mask)
             x = s.to(tl.float32)  # of what was stored, so that forward and backward see one s
-        if CURVE is None:
-            t, _slope = _tanh(x, alpha, tl.float32 == DTYPE)
-        else:
-            sigma, _r, _length = sigma_of(x, rate, place, bent, DTYPE)
-            t = value_of(sigma, gain, offset, CURVE)
+        t, _slope = _tanh(x, alpha, tl.float32 == DTYPE)
         y = t * w[None]
         if BIAS:
             y += b[None]
@@ -310,16 +301,12 @@ def _dynamic_tanh_forward_kernel(x_ptr, r_ptr, a_ptr, w_ptr, b_ptr, s_ptr, y_ptr
 @triton.jit(do_not_specialize=["rows"])
 def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, da_ptr, parts_ptr, rows,
                                   COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-                                  HINT: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr, CURVE: tl.constexpr):  # fmt: skip
-    """da_ptr: one value per program for alpha, or SUMS values for a curve."""
+                                  HINT: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr):  # fmt: skip
+    """da_ptr: one value per program."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     col = tl.arange(0, BLOCK)
-    if CURVE is None:
-        alpha = tl.load(a_ptr).to(tl.float32)
-        da = tl.zeros([BLOCK], tl.float32)
-    else:
-        rate, place, bent, gain, offset, steep = numbers(a_ptr, CURVE)
-        sums = no_sums(ROWS * BLOCK)
+    alpha = tl.load(a_ptr).to(tl.float32)
+    da = tl.zeros([BLOCK], tl.float32)
     w = _columns(w_ptr, COLS, BLOCK)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
@@ -328,105 +315,74 @@ def _dynamic_tanh_backward_kernel(dy_ptr, ds_ptr, x_ptr, a_ptr, w_ptr, dx_ptr, d
         dy = _tile_of(dy_ptr, at, mask, HINT)
         x = _tile_of(x_ptr, at, mask, HINT)
         g = dy * w[None]
-        if CURVE is None:
-            t, slope = _tanh(x, alpha, tl.float32 == DTYPE)
-            d = g * slope
-            dx = alpha * d
-        else:
-            sigma, r, length = sigma_of(x, rate, place, bent, DTYPE)
-            t = value_of(sigma, gain, offset, CURVE)
-            s = g * sigma
-            d = s * r
-            dx = steep * d
+        t, slope = _tanh(x, alpha, tl.float32 == DTYPE)
+        d = g * slope
+        dx = alpha * d
         if ADD:
             dx += _tile_of(ds_ptr, at, mask, HINT)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if SUMS:
             dw += tl.sum(dy * t, 0)
             db += tl.sum(dy, 0)
-            if CURVE is None:
-                da += tl.sum(d * x, 0)
-            else:
-                sums = add_sums(sums, g, s, d, x, length, ROWS * BLOCK, CURVE)
+            da += tl.sum(d * x, 0)
     if SUMS:
-        if CURVE is None:
-            tl.store(da_ptr + tl.program_id(0), tl.sum(da, 0))
-        else:
-            put_sums(da_ptr + tl.program_id(0) * SUMS, sums)
+        tl.store(da_ptr + tl.program_id(0), tl.sum(da, 0))
         parts_ptr += tl.program_id(0) * 2 * COLS + col
         tl.store(parts_ptr, dw, mask=col < COLS)
         tl.store(parts_ptr + COLS, db, mask=col < COLS)
 
 
 class _DynamicTanh(torch.autograd.Function):
-    """Autograd function of y, or of (y, s) with a residual. small: alpha, or a curve's `free`."""
+    """Autograd function of y, or of (y, s) with a residual."""
 
     @staticmethod
-    def forward(ctx, x, residual, small, weight, bias, curve):
+    def forward(ctx, x, residual, alpha, weight, bias):
         if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
             ctx.set_materialize_grads(False)
         x, r = x.contiguous(), None if residual is None else residual.contiguous()
         s, y = x if r is None else torch.empty_like(x), torch.empty_like(x)
-        a, w, b = (x if t is None else t.contiguous() for t in (small, weight, bias))
+        a, w, b = (x if t is None else t.contiguous() for t in (alpha, weight, bias))
         walk(
-            _dynamic_tanh_forward_kernel, _op(r, curve), "forward", x, 0, (x, x if r is None else r, a, w, b, s, y),
-            ADD=r is not None, BIAS=bias is not None, CURVE=None if curve is None else curve.constants,
+            _dynamic_tanh_forward_kernel, _op(r), "forward", x, 0, (x, x if r is None else r, a, w, b, s, y),
+            ADD=r is not None, BIAS=bias is not None,
         )  # fmt: skip
-        ctx.save_for_backward(s, small, weight)
-        ctx.curve = curve
-        ctx.small = small, weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
+        ctx.save_for_backward(s, alpha, weight)
+        ctx.small = alpha, weight, bias  # saved ones may come back without their main_grad (torch.utils.checkpoint)
         return y if residual is None else (y, s)
 
     @staticmethod
     def backward(ctx, dy, ds=None):
-        x, small, weight = ctx.saved_tensors
-        curve = ctx.curve
-        first_order_only(_op(None, curve))
+        x, alpha, weight = ctx.saved_tensors
+        first_order_only("dynamic_tanh")
         if dy is None:
-            return ds, ds, None, None, None, None
-        need_x, need_residual, *needed = ctx.needs_input_grad[:5]
+            return ds, ds, None, None, None
+        need_x, need_residual, *needed = ctx.needs_input_grad
         dy, ds = dy.contiguous(), None if ds is None else ds.contiguous()
-        a, w, dx = x if small is None else small.contiguous(), weight.contiguous(), torch.empty_like(x)
+        a, w, dx = alpha.contiguous(), weight.contiguous(), torch.empty_like(x)
         summed = any(needed)
         own, parts = walk(
-            _dynamic_tanh_backward_kernel, _op(ds, curve), "backward", x, 2,
-            (dy, dy if ds is None else ds, x, a, w, dx), [() if curve is None else (SUMS,), (2 if summed else 0, x.shape[-1])],
-            ADD=ds is not None, SUMS=SUMS if summed else 0, CURVE=None if curve is None else curve.constants,
+            _dynamic_tanh_backward_kernel, _op(ds), "backward", x, 2, (dy, dy if ds is None else ds, x, a, w, dx),
+            [(), (2 if summed else 0, x.shape[-1])], ADD=ds is not None, SUMS=SUMS if summed else 0,
         )  # fmt: skip
         streams = dx if need_x else None, dx if need_residual else None
         if not summed:
-            return *streams, None, None, None, None
+            return *streams, None, None, None
         # Who is frozen or absent has a stand-in, without an accumulator, whose gradient is dropped.
         owners = [t if need else like.detach() for t, need, like in zip(ctx.small[1:], needed[1:], (weight, weight))]
-        if curve is None:
-            alpha = ctx.small[0] if needed[0] else small.detach()
-            dw, db, da = deliver_parts(parts, owners, own, alpha)
-        else:
-            dw, db = deliver_parts(parts, owners) if any(needed[1:]) else (None, None)
-            (da,) = deliver_curves(own[:, None], ctx.small[:1], [curve], needed[:1]) if needed[0] else (None,)
-        return *streams, *(g if need else None for g, need in zip((da, dw, db), needed)), None
+        dw, db, da = deliver_parts(parts, owners, own, ctx.small[0] if needed[0] else alpha.detach())
+        return *streams, *(g if need else None for g, need in zip((da, dw, db), needed))
 
 
-def _op(beside: Tensor | None, curve: Curve | None) -> str:
+def _op(beside: Tensor | None) -> str:
     """Return the op's name for its plan. beside: the residual, or the gradient of the sum with it."""
-    return ("" if beside is None else "add_") + ("dynamic_tanh" if curve is None else "richards_norm")
+    return "dynamic_tanh" if beside is None else "add_dynamic_tanh"
 
 
 def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _DynamicTanh.apply(x, None, alpha, weight, bias, None)
+    return _DynamicTanh.apply(x, None, alpha, weight, bias)
 
 
 def add_dynamic_tanh(
     x: Tensor, residual: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _DynamicTanh.apply(x, residual, alpha, weight, bias, None)
-
-
-def richards_norm(x: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _DynamicTanh.apply(x, None, free, weight, bias, curve)
-
-
-def add_richards_norm(
-    x: Tensor, residual: Tensor, free: Tensor | None, curve: Curve, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return _DynamicTanh.apply(x, residual, free, weight, bias, curve)
+    return _DynamicTanh.apply(x, residual, alpha, weight, bias)
