@@ -7,7 +7,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.layers.linear_product import linear
-from gpubound.models.richards.kernels import Curve
+from gpubound.models.richards.kernels.richards import GATE, VALUE, Curve
 from gpubound.models.richards.layers import DynamicTanh, RichardsCurve, RichardsGLU, richards_glu_calls
 from gpubound.train import Accumulators
 from tests.layers.adapted import recomputing
@@ -31,9 +31,9 @@ def moved(module):
     return module
 
 
-def glu(**options) -> RichardsGLU:
+def glu() -> RichardsGLU:
     torch.manual_seed(0)
-    return moved(RichardsGLU(HIDDEN, WIDTH, dtype=FP64, **options))
+    return moved(RichardsGLU(HIDDEN, WIDTH, dtype=FP64))
 
 
 def plain_glu(module, x):
@@ -58,11 +58,6 @@ def test_the_mlp_is_the_formula_with_all_gradients(least, function):
         y = module(x)
     assert y.grad_fn.name() == function
     agree(y, plain_glu(module, x), module, x)
-
-
-def test_the_residual_is_an_option():
-    x = x_of(2, 3, HIDDEN)
-    torch.testing.assert_close(glu(residual=True)(x), x + glu()(x))
 
 
 def test_one_layer_by_itself_and_a_frozen_one_behave_alike():
@@ -174,7 +169,6 @@ def test_a_placement_names_what_runs():
 
 
 def test_what_a_first_step_will_call():
-    module = RichardsGLU(HIDDEN, WIDTH)
     (forward, shape), (backward, again) = richards_glu_calls(WIDTH)
     assert (forward, backward) == ("richards_glu", "richards_glu_backward")
-    assert shape == again == (WIDTH, *module.unit.curves)
+    assert shape == again == (WIDTH, VALUE, GATE)

@@ -71,33 +71,20 @@ class RichardsCurve(CurveNumbers):
 
 
 class RichardsGLU(Projecting):
-    """Gate and up as one GEMM, both curves and the multiplication as one kernel, then down. No bias.
-
-    residual: add x inside. A block adds it itself, so it is off by default
-    """
+    """Gate and up as one GEMM, both curves and the multiplication as one kernel, then down. No bias."""
 
     PROJECTIONS: tuple[str, ...] = ("gate_proj", "up_proj")  # together [x1 | x2]
 
     recompute_bytes = LEAST_BYTES
 
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        residual: bool = False,
-        value_curve: Curve = VALUE,
-        gate_curve: Curve = GATE,
-        device=None,
-        dtype=None,
-    ) -> None:
+    def __init__(self, hidden: int, intermediate: int, device=None, dtype=None) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
         self.gate_proj = nn.Linear(hidden, intermediate, bias=False, **where)
         self.up_proj = nn.Linear(hidden, intermediate, bias=False, **where)
         self.down_proj = nn.Linear(intermediate, hidden, bias=False, **where)
-        self.value, self.gate = CurveNumbers(value_curve, **where), CurveNumbers(gate_curve, **where)
-        self.unit = RichardsUnit(value_curve, gate_curve)
-        self.residual = residual
+        self.value, self.gate = CurveNumbers(VALUE, **where), CurveNumbers(GATE, **where)
+        self.unit = RichardsUnit()
         self.stacked = Stacked()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,13 +93,6 @@ class RichardsGLU(Projecting):
     def mix(self, x: Tensor) -> Tensor:
         gates = self.stacked.joined(self.projections())
         packed = torch.cat(self.one_by_one(x), -1) if gates is None else multiply(x, gates)
-        y = self._down(packed)
-        return x + y.to(x.dtype) if self.residual else y
-
-    def rounds(self) -> bool:
-        return not self.residual and super().rounds()
-
-    def _down(self, packed: Tensor) -> Tensor:
         children: dict[str, Any] = self._modules
         down, free = children["down_proj"], [children[name]._parameters["free"] for name in ("value", "gate")]
         weight = trained_weight(down) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else None
@@ -124,31 +104,25 @@ class RichardsGLU(Projecting):
     def fused_kernels(self) -> Kernels:
         return f"{self.product_words('gate and up')}; {{}}", ("richards_glu",)
 
-    def extra_repr(self) -> str:
-        return "residual" if self.residual else ""
-
 
 class RichardsUnit(Unit):
     """x1 · f_v(x1) · f_g(x2). `small` are the learned parameters of both curves."""
 
-    def __init__(self, value: Curve, gate: Curve) -> None:
-        self.curves = value, gate
-
     def forward(self, packed: Tensor, *small: Tensor | None) -> Tensor:
         value, gate = small
-        return richards_glu(packed, value, gate, *self.curves)
+        return richards_glu(packed, value, gate, VALUE, GATE)
 
     def backward(
         self, dh: Tensor, packed: Tensor, *small: Tensor | None, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Sequence[Tensor | None]]:
         value, gate = small
-        gradient, h, *small_gradients = richards_glu_backward(dh, packed, value, gate, *self.curves)
+        gradient, h, *small_gradients = richards_glu_backward(dh, packed, value, gate, VALUE, GATE)
         return gradient, h, small_gradients
 
 
-def richards_glu_calls(inner: int, value: Curve = VALUE, gate: Curve = GATE) -> tuple[Call, ...]:
+def richards_glu_calls(inner: int) -> tuple[Call, ...]:
     """Return the ops that a RichardsGLU of width `inner` calls, so that the first step can compile in parallel."""
-    return ("richards_glu", (inner, value, gate)), ("richards_glu_backward", (inner, value, gate))
+    return ("richards_glu", (inner, VALUE, GATE)), ("richards_glu_backward", (inner, VALUE, GATE))
 
 
 class DynamicTanh(nn.Module):
