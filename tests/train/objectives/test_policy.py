@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gpubound as gb
+from gpubound.models import language_model
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.policy import VARIANTS, Policy
 from gpubound.watch.pretend import simgpu
@@ -61,6 +62,21 @@ def by_formula(
             part = part + loss
         total = total + part * {"token": 1, "answer": 1 / len(logs), "constant": 1 / 16}[average]
     return total
+
+
+def test_the_heads_trial_holds_the_logits_of_few_tokens(monkeypatch):
+    """Those of a row of 1,920 tokens of 152k words, three times, would be 1.6 GiB."""
+    model, seen, logits_of = decoder(), [], language_model.logits_of
+    monkeypatch.setattr(
+        language_model, "logits_of", lambda model, row: (seen.append(row["input_ids"].shape[1]), logits_of(model, row))[1]
+    )
+    ids = torch.randint(WORDS, (2, 600))
+    bounds = torch.tensor([0, 200, 450, 600, 600, 1000, 1200, 1200, 1200], dtype=torch.int32)
+    segments = torch.tensor([0] * 200 + [1] * 250 + [2] * 150).expand(2, 600)
+    row = {"input_ids": ids, "position_ids": torch.arange(600).expand(2, 600), "segment_ids": segments, "cu_seqlens": bounds}
+    assert language_model.why_not_head(model, {"input_ids": ids}) is None
+    assert language_model.why_not_head(model, row) is None
+    assert seen == [language_model.TOKENS] * 2
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["head and loss as one", "whole logits"])
