@@ -238,6 +238,33 @@ def test_a_prompts_keys_are_read_once_for_its_samples(options, monkeypatch, devi
         assert ours.logprobs[0] == pytest.approx(want.logprobs[0], abs=0.02)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatch, device):
+    """In 16 bits, where a row is far longer than the others; log-probabilities are the model's own either way."""
+    monkeypatch.setattr(rollout, "LONG", 12)
+    monkeypatch.setattr(kv_cache, "UNEVEN", 3)
+    fast = gb.decoder(cases.build("Qwen3", torch.float16, device), 10, cases.ROOM, verify=False)
+    given, tiles = cases.prompts(5, 6, 5, 6, 7), set()
+    attention = kv_cache.decode_attention
+
+    def look(qkv, position, cache, heads, scratch, *rest):
+        tiles.add(scratch.tiles)
+        return attention(qkv, position, cache, heads, scratch, *rest)
+
+    monkeypatch.setattr(kv_cache, "decode_attention", look)
+    for most in (4, 60):
+        tiles.clear()
+        lengths = [4, 4, most, *[4] * 57]
+        found = fast.rollout(given * 12, n=samples, max_new_tokens=lengths, seed=1, stop=()).sequences
+        assert (3 in tiles) == (most == 60)
+        for one in found[2 * samples :: 17]:
+            scores = fast.score([given[one.prompt % 5] + one.tokens])[0][-len(one.tokens) :]
+            assert one.logprobs == pytest.approx(scores, abs=0.02)
+    plain = cases.shared("Qwen3").rollout(given, n=samples, max_new_tokens=[4, 4, 60, 4, 4], stop=())
+    assert plain.sequences and not plain.variant.uneven, "in fp32 no row's bits depend on the others"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"pages": 60}, {"cache": "fp8"}], ids=["rows", "pages", "fp8"])
 def test_nothing_waits_for_a_gpu(options):

@@ -38,6 +38,8 @@ AHEAD = 2  # launches that are not read yet
 # have ended, for at most so many steps.
 SHARE, PATIENCE = 16, 16
 KEPT = 2048  # tokens of a conversation from which on its cache is kept: fewer are prefilled again sooner, together with others
+# A row that reads more keys than this, and than twice the mean, is long: attention waits for the program that reads them.
+LONG = 512
 MOVED = 16  # rows that are moved at once: the copy in between takes memory
 # Tokens of the smallest prefill: 2.4 ms where one prompt of 32 takes 1.8 (H200, 0.6b), and fewer sizes to capture.
 LEAST = 512
@@ -246,8 +248,12 @@ class Rollout:
         body.begin(slots.rows.token[: self.size])
 
     def _place(self) -> None:
-        """Write the pages and the adapters of the rows as they are now, and which have one prompt."""
+        """Write the pages and the adapters of the rows as they are now, which have one prompt, and whether some are long."""
         self._upload()
+        if self.decoder.body.splits_keys:
+            read = [one.launched + (0 if self.variant.shared else len(one.ids)) for one in self._row_owners if one is not None]
+            uneven = bool(read) and max(read) > max(LONG, 2 * sum(read) / len(read))
+            self.variant = self.variant._replace(uneven=uneven)
         if self.request.chooses:
             self.decoder.body.choose([None if one is None else one.adapter for one in self.rows])
 

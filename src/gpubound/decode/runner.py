@@ -82,6 +82,7 @@ class ModelRunner(ABC):
     peers: Sequence[Any] = ()  # its devices, where all of them work on each token
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
     refills = False  # whether `refill` and `move` work
+    splits_keys = False  # whether steps may split a row's keys finer: see SamplingVariant.uneven
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -443,6 +444,7 @@ class SamplingVariant(NamedTuple):
     logprobs: bool = False
     tempered: bool = False  # log-probabilities after the temperature
     shared: bool = False  # attention reads what rows have in common once
+    uneven: bool = False  # attention splits the keys of long rows among more programs
 
 
 class Stepper:
@@ -459,7 +461,7 @@ class Stepper:
         plain = variant.greedy and not variant.logprobs and body.finds_best(rows)
         settings = None if plain else slots.choice(slice(rows), variant.penalty)
         if body.grouped is not None:
-            body.grouped.sharing = variant.shared
+            body.grouped.sharing, body.grouped.uneven = variant.shared, variant.uneven
         for step in range(steps):
             logits = body.step(state.token, state.position)
             if variant.tempered:

@@ -572,6 +572,10 @@ class FusedRunner(ViewRunner):
         usual = self.refills and self.config.tokens == 1 and self.host is None
         return self.cache if usual and self.live.dtype in SIXTEEN_BITS else None
 
+    @property
+    def splits_keys(self) -> bool:  # type: ignore[override]
+        return self.grouped is not None  # in fp32 a row's bits do not depend on the other rows
+
     def cache_bytes(self) -> int:
         return sum(group.cache.nbytes for group in self.spans)
 
