@@ -50,6 +50,14 @@ def test_several_prompts_keep_their_order_and_names(ckpt, run):
     assert code == 0 and out == message("cli_generate:several_prompts_keep_the")
 
 
+def test_a_length_beyond_the_positions_and_many_sequences_are_said(ckpt, run, monkeypatch):
+    code, _, err = run(ckpt, "--prompt", "the cat", "--max-length", 700)
+    assert code == 0 and f"max_length: got 700, and {ckpt} has 512 positions by its config" in err
+    assert "positions" not in run(ckpt, "--prompt", "the cat", "--max-length", 512)[2]
+    monkeypatch.setattr("gpubound.generate.batches.MANY", 2)
+    assert "generate: n: 3 sequences are written at once" in run(ckpt, "--prompt", "the cat", "--n", 3)[2]
+
+
 @pytest.mark.parametrize("batch", ["1", "2", "32"])
 def test_a_file_a_line_a_prompt_in_any_batch(ckpt, run, tmp_path, batch):
     (tmp_path / "prompts.txt").write_text("the cat\n\none two\nthe cat sat on\n")

@@ -60,3 +60,14 @@ def test_threads_sleep_while_they_wait(command, users, wanted, monkeypatch, caps
         monkeypatch.setenv(name, value)
     assert cli.main([command, "nowhere.yaml"]) == 2
     assert os.environ.get("OMP_WAIT_POLICY") == wanted and "nowhere.yaml" in capsys.readouterr().err
+
+
+def test_a_host_without_memory_is_one_sentence(capsys, monkeypatch):
+    def full(argv):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 34359738368 bytes. Error code 12")
+
+    assert cli.guarded("train", full, []) == 2
+    line = "gpubound train: out of memory: the host has not 34.4 GB more; free some, or take shorter sequences, fewer at once, "
+    assert capsys.readouterr().err == f"{line}or a smaller model.\n"
+    with pytest.raises(RuntimeError, match="something else"):
+        cli.guarded("train", lambda argv: (_ for _ in ()).throw(RuntimeError("something else")), [])

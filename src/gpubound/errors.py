@@ -3,6 +3,8 @@
 Wrong arguments are plain ValueErrors whose sentence says what, got, wanted, and what to do.
 """
 
+import re
+
 
 class GpuboundError(RuntimeError):
     """The base class: `except gpubound.GpuboundError` catches every error that this library defines."""
@@ -57,3 +59,9 @@ class MeasureError(GpuboundError):
 
 class RankError(GpuboundError):
     """The processes of one run do not agree where they must."""
+
+
+def host_bytes_wanted(error: BaseException) -> int | None:
+    """Return the bytes of host memory that torch asked for in vain, None for another error. torch has no class for it."""
+    found = re.search(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", str(error))
+    return int(found[1]) if found else None

@@ -211,6 +211,12 @@ def test_no_host_read(kind, placed):
     assert (ledger.totals["syncs"], ledger.totals["h2d_copies"], ledger.totals["d2h_copies"]) == (0, 0, 0)
 
 
+HOST_FULL = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes. "
+    "Error code 12 (Cannot allocate memory)"
+)
+
+
 class Deaf(nn.Module):
     """A model with attention, or another mixer of tokens, that takes the bounds of examples and does not read them."""
 
@@ -231,6 +237,19 @@ def test_a_model_that_does_not_isolate_is_refused():
         with pytest.raises(ValueError, match=objective.name) as error:
             objective(Deaf(), batch)
         assert "change the next one" in str(error.value) and "pack: none or stream" in str(error.value)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), HOST_FULL])
+def test_packed_rows_are_not_blamed_for_too_little_memory(error, monkeypatch):
+    model = Deaf(mixes=False)
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(model.embed, "forward", full)
+    with pytest.raises(RuntimeError) as raised:
+        why_not_isolated(model, inputs_of(batch_of()[0]))
+    assert raised.value is error
 
 
 def test_a_family_with_other_layers_is_refused():

@@ -25,8 +25,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from ..errors import BudgetError, GpuboundError, MeasureError
-from ..formatting import hint
+from ..errors import BudgetError, GpuboundError, MeasureError, host_bytes_wanted
+from ..formatting import hint, readable
 from ..trace import printable
 from ..version import __version__
 
@@ -117,6 +117,12 @@ def guarded(name: str, command: Callable[[Sequence[str]], int | None], argv: Seq
         code, text = _explain(error)
         print(f"gpubound {name}: {text.removeprefix(f'{name}: ')}", file=sys.stderr)  # the library's functions name themselves
         return code
+    except RuntimeError as error:
+        if (wanted := host_bytes_wanted(error)) is None or os.environ.get("GPUBOUND_TRACEBACK") == "1":
+            raise
+        advice = "free some, or take shorter sequences, fewer at once, or a smaller model."
+        print(f"gpubound {name}: out of memory: the host has not {readable(wanted)} more; {advice}", file=sys.stderr)
+        return 2
 
 
 @contextmanager

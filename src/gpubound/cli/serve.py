@@ -80,8 +80,9 @@ def main(argv: Sequence[str]) -> int:
     place(saved.model)
     if options.base is not None:
         lora.quantize_base(saved.model, options.base)
+    length = min(options.max_length, saved.positions or options.max_length)
     policies = Policies(
-        saved.model, saved.tokenizer, min(options.max_length, saved.positions), options.max_batch, options.rows,
+        saved.model, saved.tokenizer, length, options.max_batch, options.rows,
         options.precision, options.graph, ends=saved.checked_ends(),
     )  # fmt: skip
     server = Server(policies, options.host, options.port, token, options.folder)

@@ -18,10 +18,12 @@ from ..formatting import quantity
 from ..layers.quantized_base import numbers_of
 from ..models.diffusion import MaskedSampler
 from ..models.folder import MASK_ID
+from ..trace import notice
 from .load import Saved, open_saved
 from .options import VERIFY, Generate
 
 NEW_TOKENS = 256  # by default
+POSITIONS = 4096  # of a model whose config names no limit
 ANSWER, BLOCK = 128, 32  # tokens of a masked diffusion model's answer, and of a block where they divide the answer
 DECODER_ONLY = (
     "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
@@ -29,6 +31,7 @@ DECODER_ONLY = (
 )  # fmt: skip
 DIFFUSION_ONLY = ("denoising_steps", "block", "threshold", "block_cache", "guidance")
 GROUP, GROUPS = 8, 16
+MANY = 4096  # sequences: so many take seconds until the first word
 
 
 def check_decoding(options: Generate) -> None:
@@ -104,8 +107,10 @@ class BatchGenerator:
             return
         self.settings = decoder_settings(options, saved) | {"max_new_tokens": options.max_new_tokens or NEW_TOKENS}
         # a multiple of 64: caches of one size for similar prompts
-        needed = min(-(-(max(map(len, self.ids)) + self.settings["max_new_tokens"]) // 64) * 64, saved.positions)
-        length = needed if options.max_length is None else options.max_length
+        needed = min(-(-(max(map(len, self.ids)) + self.settings["max_new_tokens"]) // 64) * 64, saved.positions or POSITIONS)
+        length = needed if options.max_length is None else longest(options.max_length, saved)
+        if options.n > MANY:
+            notice(f"generate: n: {options.n:,} sequences are written at once: the first words come after a token of each.")
         check_lengths(self.ids, length)
         self.engine = build_decoder(options, saved, self.ids[: self.size], length)
 
@@ -142,6 +147,16 @@ class BatchGenerator:
             vars(result) | {"prompt": prompt, "prompt_tokens": result.prompt}
             for (_, prompt, _), result in zip(self.sequences(first), results)
         ]
+
+
+def longest(length: int, saved: Saved) -> int:
+    """Return --max-length, with a line where the model's config names fewer positions."""
+    if saved.positions is not None and length > saved.positions:
+        notice(
+            f"generate: max_length: got {length:,}, and {saved.folder} has {saved.positions:,} positions by its config: tokens "
+            f"after these may make no sense."
+        )
+    return length
 
 
 def check_lengths(ids: list[list[int]], length: int) -> None:

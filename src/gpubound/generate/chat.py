@@ -19,7 +19,7 @@ from ..decode import FastDecoder
 from ..errors import GpuboundError
 from ..formatting import PRINTABLE
 from ..models.diffusion import MaskedSampler
-from .batches import build_decoder, build_sampler, decoder_settings, is_diffusion, sampler_settings
+from .batches import build_decoder, build_sampler, decoder_settings, is_diffusion, longest, sampler_settings
 from .load import Saved
 from .options import Generate, stdin_lines
 from .reasoning import Parts, keeps_special
@@ -33,7 +33,7 @@ def converse(options: Generate, saved: Saved) -> int:
     """Hold the conversation. Return exit code 0, or 2 when a turn from a pipe failed."""
     if saved.tokenizer.chat_template is None:
         raise ValueError(f"{options.ckpt}: its tokenizer has no chat template, and a conversation needs one; use --prompt.")
-    length = min(LENGTH, saved.positions) if options.max_length is None else options.max_length
+    length = min(LENGTH, saved.positions or LENGTH) if options.max_length is None else longest(options.max_length, saved)
     ends = ends_of_turn(saved.tokenizer)
     raw, options = options.special, replace(options, special=options.special or keeps_special(saved.tokenizer))
     engine: FastDecoder | MaskedSampler

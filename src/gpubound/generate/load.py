@@ -36,7 +36,6 @@ from ..train.recipe import Recipe
 from .source import base_of_adapter, find_source, is_adapter
 
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that only transformers reads
-POSITIONS = 4096  # of a model whose config names no limit
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class Saved:
     """Tokens that end a text: the tokenizer's, and those in the model's files."""
     generation: dict[str, Any]
     """The model's generation_config.json."""
-    positions: int
-    """Context length of the model."""
+    positions: int | None
+    """Context length that the model's config names."""
     devices: tuple[torch.device, ...]
     """Devices that share the model; tokens are chosen on the first."""
     started: float
@@ -219,6 +218,6 @@ def _run_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return tokenizer
 
 
-def _positions(model: Any) -> int:
+def _positions(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True) if hasattr(model.config, "get_text_config") else model.config
-    return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None) or POSITIONS
+    return getattr(config, "positions", None) or getattr(config, "max_position_embeddings", None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FallbackError
+from ..errors import FallbackError, host_bytes_wanted
 from ..kernels.dispatch import Call
 from ..layers.attention import Mask
 from ..layers.embedding_and_head import LMLoss, head_mismatch, head_of, lm_loss, logits_loss, plain_head, within
@@ -226,7 +226,7 @@ def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
         try:
             packed, changed, alone = (compute(model, x) for x in (row, row | {"input_ids": others}, turned))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, FallbackError | torch.OutOfMemoryError):
+            if isinstance(error, FallbackError | torch.OutOfMemoryError) or host_bytes_wanted(error):
                 raise
             return f"a row of three examples raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     rounded = alone.dtype in (torch.float16, torch.bfloat16) or torch.get_float32_matmul_precision() != "highest"
