@@ -20,7 +20,7 @@ from torch import Tensor
 import gpubound
 from gpubound.cli import arguments
 from gpubound.cli.train_options import from_file
-from gpubound.device import CONTEXT, memory_size
+from gpubound.device import CONTEXT, grow_segments, memory_size
 from gpubound.generate.options import Generate
 from gpubound.measure.memory_phases import MemoryPhases
 from gpubound.models.llama import Decoder, DecoderConfig
@@ -128,7 +128,11 @@ def trained(recipe: Recipe, config: DecoderConfig, device: torch.device) -> dict
 
 
 def by_option(job: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the facts of one step with each of the job's options, in turn."""
+    """Return the facts of one step with each of the job's options, in turn, in growing segments, as `gpubound train` takes them.
+
+    In plain ones adapters of 350m reserved 12 % more than is predicted: the pieces that the runs before had left.
+    """
+    grow_segments(device)
     s, found = SHAPES["tiny" if job["dry"] else job["shape"]], dict[str, dict[str, Any]]()
     config = DecoderConfig(s.hidden, s.intermediate, s.layers, s.heads, s.kv_heads, s.vocab, tied=s.tied)
     for name, keys in job["options"].items():

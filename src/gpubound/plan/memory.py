@@ -7,8 +7,10 @@ h hidden, f the MLP's inner width, s bytes of a number; q and kv the widths of a
 """
 
 from ..device import CONTEXT
+from ..kernels.nf4 import CHUNK as QUANTISED
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
+from ..train.adamw8 import AdamW8bit
 from ..train.objectives.chunked_head import CHUNK
 from ..train.offload import PART
 from .gpus import GIB
@@ -18,12 +20,15 @@ FP32 = 4  # bytes: statistics that norms and attention save of a row
 COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
 WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
 LAUNCHED = int(0.11 * GIB)  # of what was launched so far, such as cuBLAS's workspace: measured on an H200
-PLACING = int(0.09 * GIB)  # the same while a model is placed, with the activations of a few tokens
-QUANTISING = int(0.35 * GIB)  # of a weight's parts that are widened to fp32, one at a time (kernels/nf4.py)
+PLACING = int(0.105 * GIB)  # the same while a model is placed, with the activations of a few tokens
+QUANTISING = 16  # bytes of an element of a weight's part that is widened to fp32 (kernels/nf4.py)
 SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more
 # Of frozen weights: each is packed or quantised by itself, and leaves gaps between those that stay. Adapters of 8b on an H200
 # reserved 0.9 GiB more than they allocated, and on an nf4 base 0.8.
 FRAGMENTS, FRAGMENTS_QUANTISED = 0.03, 0.15
+# Of updates with 8-bit moments within backward: they reserved 0.69 GiB more than they allocated at 350m, 0.67 at 1b and 0.66 at
+# 3b; after backward 0.19, and with moments in fp32 or in host memory no more.
+FRAGMENTS_IN_BACKWARD = int(0.45 * GIB)
 OUTSIDE = ("CUDA context", "NCCL buffers")  # not in torch.cuda.memory_reserved()
 
 
@@ -55,6 +60,8 @@ def _state(step: StepConfig) -> dict[str, int]:
         parts |= {"masters": 0, "moments": 0, "buffers of offloaded state": 2 * passing}
     if step.in_backward and step.adapters is None:
         parts["gradient"] = FP32 * (step.block_parameters + step.config.vocabulary * step.config.hidden)
+        fragmented = isinstance(step.optimizer, AdamW8bit) and not step.offload
+        parts["fragmentation of 8-bit updates"] = FRAGMENTS_IN_BACKWARD if fragmented else 0
     parts["average of the weights"] = 4 * layout.size if step.average else 0
     if step.adapters is None:
         parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0
@@ -156,10 +163,9 @@ def phases(step: StepConfig, stored: int) -> dict[str, int]:
     """
     c, h, f = step.config, step.config.hidden, step.config.intermediate
     weights, largest = stored * step.parameters, stored * c.vocabulary * h
-    largest *= 3 if c.tied else 1  # a table's gradient as an embedding's, as the head's, and their sum
     if step.adapters is not None and step.adapters.base is not None:  # quantised as they are read: they have no gradients
         weights = _frozen(step)
-        largest = max(largest, QUANTISING + stored * h * f)
+        largest = max(largest, QUANTISING * min(QUANTISED, h * f) + stored * h * f)
     state = sum(size for name, size in _state(step).items() if not name.startswith("fragmentation"))
     moved = 0 if step.adapters is not None else sum(_state(step).get(n, 0) for n in ("weights", "masters", "gradient"))
     # Offloaded, the weights have left for host memory before, and return individually.
