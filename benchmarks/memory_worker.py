@@ -128,7 +128,7 @@ def trained(recipe: Recipe, config: DecoderConfig, device: torch.device) -> dict
 
 
 def by_option(job: dict[str, Any], device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return the facts of one step with each of the job's options, in turn, in growing segments, as `gpubound train` takes them.
+    """Return the facts of one step with each of the job's options, in turn, in growing segments as `gpubound train`.
 
     In plain ones adapters of 350m reserved 12 % more than is predicted: the pieces that the runs before had left.
     """
