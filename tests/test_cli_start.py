@@ -71,3 +71,9 @@ def test_a_host_without_memory_is_one_sentence(capsys, monkeypatch):
     assert capsys.readouterr().err == f"{line}or a smaller model.\n"
     with pytest.raises(RuntimeError, match="something else"):
         cli.guarded("train", lambda argv: (_ for _ in ()).throw(RuntimeError("something else")), [])
+
+
+@pytest.mark.parametrize("command", ["init", "completion"])
+def test_an_argument_that_is_one_of_a_few_is_asked_for(command, capsys):
+    assert cli.main([command]) == 2
+    assert capsys.readouterr().err.startswith(f"gpubound {command}: got nothing, wanted one of ")

@@ -376,3 +376,10 @@ def test_a_build_of_sources_that_was_interrupted_goes_on(tmp_path, monkeypatch):
         build(tmp_path / "c", sources, shard_tokens=20)
     build(tmp_path / "c", sources, shard_tokens=20)
     assert contents(tmp_path / "c") == contents(tmp_path / "whole") and len(written) > 5
+
+
+def test_files_without_a_text_are_named(tmp_path):
+    for name in ("empty.txt", "blank.jsonl"):
+        (tmp_path / name).write_text("\n \n" if name.endswith("l") else "")
+        with pytest.raises(ValueError, match=f"no tokens in {tmp_path / name}, wanted at least one document"):
+            build(tmp_path / "corpus", tmp_path / name)

@@ -140,7 +140,10 @@ def build(
                     report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
                 writer.close_shard()  # a shard holds documents of one source
             if not writer.names:
-                raise ValueError(f"Corpus.build: {path}: the texts hold no tokens, wanted at least one document; give others.")
+                names = ", ".join(dict.fromkeys(str(file) for file in (source.files or ())[:3])) or "the texts"
+                raise ValueError(
+                    f"Corpus.build: {path}: no tokens in {names}, wanted at least one document; give others."
+                )
         manifest = {
             "settings": settings,
             "sources": files,

@@ -21,7 +21,7 @@ from .reachable import storage_key
 
 CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time
 PART = 3 << 22  # bytes fingerprinted at a time: the intermediates are four times as many
-COMPARED = 1 << 22  # bytes compared in fp64 at a time: the intermediates are three to ten times as many
+COMPARED = 1 << 22  # bytes compared in fp64 at a time: the intermediates are five to sixteen times as many
 ON_DEVICE = 1 << 24  # bytes of a state's copies on its device; a constant, so that all ranks make the same calls
 
 
