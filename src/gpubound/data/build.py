@@ -141,9 +141,7 @@ def build(
                 writer.close_shard()  # a shard holds documents of one source
             if not writer.names:
                 names = ", ".join(dict.fromkeys(str(file) for file in (source.files or ())[:3])) or "the texts"
-                raise ValueError(
-                    f"Corpus.build: {path}: no tokens in {names}, wanted at least one document; give others."
-                )
+                raise ValueError(f"Corpus.build: {path}: no tokens in {names}, wanted at least one document; give others.")
         manifest = {
             "settings": settings,
             "sources": files,
