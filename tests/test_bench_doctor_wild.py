@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,17 +84,25 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[l
     """Let programs of the runner answer so. Return their arguments."""
     ran: list[list[str]] = []
 
-    def run(seconds, command, cwd):
+    def run(seconds, command, cwd, tick):
         assert Path(cwd, "main.py").read_text() == "text"
         name, *words = command[5:]
         ran.append([name, *words])
-        (cwd / "notes.json").write_text(json.dumps({"first": 0.0, "waited": 0.0}))
-        (cwd / "verdict").mkdir(exist_ok=True)
-        for file in ("doctor.json", "doctor.html"):
-            (cwd / "verdict" / file).write_text(json.dumps(verdict))
-        if name == "fix" and answer is LATE:
+        if name == "doctor":
+            (cwd / "notes.json").write_text(json.dumps({"first": 7.0, "start": 6.0, "waited": 2.0, "ended": 18.0}))
+            (cwd / "patches.json").write_text(json.dumps(answer | {"proof": None}))
+            (cwd / "verdict").mkdir()
+            for file in ("doctor.json", "doctor.html"):
+                (cwd / "verdict" / file).write_text(json.dumps(verdict))
+            return code, json.dumps(verdict), "why"
+        assert json.loads((cwd / words[0]).read_text()) == verdict
+        for ms in answer["proof"]["before_ms"]:
+            with open(cwd / alone.RUNS, "a") as file:
+                file.write("".join(json.dumps({"side": s, "step_ms": ms, "seconds": 3.0}) + "\n" for s in ("after", "before")))
+            tick()
+        if answer["proof"] is LATE:
             raise subprocess.TimeoutExpired(command, seconds)
-        return code, json.dumps({"doctor": verdict, "fix": answer}[name]), "why"
+        return code, json.dumps(answer), "why"
 
     monkeypatch.setattr(measure, "ran_within", run)
     return ran
@@ -101,11 +110,12 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[l
 
 LOADER = {"kind": "data", "file": "main.py", "line": 6, "patch": "loader"}
 PROOF = {"speedup": {"value": 4.0}, "before_ms": [8.0, 8.0, 9.0], "after_ms": [2.0, 2.0, 2.0], "holds": True, "faster": True}
-LATE: dict = {}  # a proof that is ended
+LATE = {"before_ms": [8.0]}  # a proof that is ended after its second run
 ANSWER = {"patched": [LOADER], "refused": [], "expected_ms": 2.0, "proof": PROOF}
 
 
 def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch, capsys):
+    """The score of a verdict is kept before a proof begins, and each unmodified run when it ends."""
     verdict = judged(*looped()).as_dict() | {
         "step_ms": 8.0,
         "findings": [finding("data", 6), finding("h2d", 7)],
@@ -117,11 +127,23 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
         "provenance",
         lambda device, command: {"gpu": "NVIDIA H200", "command": command, "date": "2026-11-29T12", "commit": "1"},
     )
+    stages, write = [], runner.write
+
+    def written(file, about, outcomes):
+        write(file, about, outcomes)
+        stages.extend(outcome.read(file)[1])
+
+    monkeypatch.setattr(runner, "write", written)
     runner.main(runner.Options(folder, results=folder / "kept", keep=folder / "reports"))
     out = capsys.readouterr().out
     assert [each[0] for each in ran] == ["doctor", "fix"] and "absent" in out and "77f55b9" in out
     assert "--tiny" not in ran[0] and ran[0][-2:] == ["main.py", "--x"]
     about, (kept,) = outcome.read(folder / "kept" / "wild-nvidia-h200.json")
+    assert [(each.found, each.patched, len(each.plain_ms), each.holds) for each in stages] == [
+        (["6", "7"], ["loader: data main.py:6"], plain, holds)
+        for plain, holds in ((0, None), (1, None), (2, None), (3, None), (3, True))
+    ]
+    assert (kept.start_s, kept.seconds, kept.plain_s) == (6.0, 9.0, 3.0) and kept.proof_s is not None
     assert about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
     assert (
         kept.beside_plain == 1.0
@@ -134,22 +156,26 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
 
 
-def test_a_proof_that_is_ended_leaves_the_verdict(folder, monkeypatch, capsys):
+def test_a_proof_that_is_ended_leaves_the_verdict_and_the_plain_steps(folder, monkeypatch, capsys):
     verdict = judged(*looped()).as_dict() | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
-    answering(monkeypatch, verdict, LATE)
+    answering(monkeypatch, verdict, ANSWER | {"proof": LATE})
     runner.main(runner.Options(folder))
-    assert "1 of 3 " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "1 of 3 " in out and "unproven: ended" in out and "8.00 / 8.00 ms" in out
 
 
 def test_what_a_program_has_started_is_ended_with_it(tmp_path, monkeypatch):
     def late(program, timeout):
+        ticks.append(timeout)
         while not (file := tmp_path / "child").exists() or not file.read_text().strip():
             time.sleep(0.01)
         raise subprocess.TimeoutExpired("sh", timeout)
 
+    ticks: list = []
     with pytest.raises(subprocess.TimeoutExpired), monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "communicate", late)
-        measure.ran_within(1.0, ["sh", "-c", "sleep 300 & echo $! > child; wait"], tmp_path)
+        measure.ran_within(0.0, ["sh", "-c", "sleep 300 & echo $! > child; wait"], tmp_path, lambda: ticks.append("tick"))
+    assert ticks[-1] == "tick"
     child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/stat")
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
         time.sleep(0.01)
@@ -168,29 +194,31 @@ def test_a_saving_that_scatters_is_neither_as_expected_nor_not():
     assert foreseen(9.7, [8.0, 8.8, 9.9]) is None and foreseen(9.7, [8.0, 8.8, 9.6]) is False
 
 
-def test_scripts_are_begun_together_in_the_order_that_is_asked_for(folder, monkeypatch):
+def test_scripts_are_begun_together_and_proven_after_all_verdicts(folder, monkeypatch):
     began, meeting = [], threading.Barrier(2)
 
-    def of(how, script):
+    def named(how, script, tell):
         began.append(script.name)
         if not meeting.broken:
             meeting.wait(timeout=60)
-        return Outcome(script.name, failed="enough")
+        return Outcome(script.name)
 
-    monkeypatch.setattr(Measurement, "of", of)
+    monkeypatch.setattr(Measurement, "named", named)
+    monkeypatch.setattr(Measurement, "proven", lambda how, script, outcome, tell: (began.append("proof"), tell(outcome)))
     monkeypatch.setattr(runner, "scripts", lambda: {name: replace(SCRIPT, name=name, at="a") for name in "ab"})
     runner.main(runner.Options(folder))
-    assert sorted(began) == ["a", "b"]
+    assert sorted(began) == ["a", "b", "proof", "proof"] and began[2:] == ["proof"] * 2
     meeting.abort()
     runner.main(runner.Options(folder, only=("b", "a"), processes=1))
-    assert began[2:] == ["b", "a"]
+    assert began[4:6] == ["b", "a"]
     with pytest.raises(SystemExit, match="only: got 'c', wanted some of a, b"):
         runner.main(runner.Options(folder, only=("a", "c")))
 
 
 def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
     verdict = judged(*looped()).as_dict() | {"step_ms": None, "findings": [finding("h2d", 7)], "harmless": []}
-    ran = answering(monkeypatch, verdict, ANSWER | {"expected_ms": None, "proof": None})
+    untimed = {"speedup": None, "before_ms": [], "after_ms": [], "holds": True, "faster": False}
+    ran = answering(monkeypatch, verdict, ANSWER | {"expected_ms": None, "proof": untimed})
     runner.main(runner.Options(folder, dry_run=True))
     assert [each[0] for each in ran] == ["doctor", "fix"] and ran[0][-1] == "--tiny" and "--dry-run" in ran[0]
     assert "1 of 2 stalls; missed 9" in capsys.readouterr().out
@@ -217,6 +245,8 @@ def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
         tmp_path / "wild-gpu.json", {"gpu": "GPU", "torch": "2", "date": "2026-11-29", "commit": "1", "command": "c"}, [good]
     )
     assert "## The doctor on public scripts, GPU" in outcome.section(tmp_path) and "50 %, 62 %" in outcome.section(tmp_path)
+    scattering = [replace(good, step_ms=ms, plain_ms=[5.0, 8.0, 10.0]).as_plain for ms in (8.1, 9.5, 4.5, 10.5)]
+    assert scattering == [True, None, False, False], "among plain runs that differ by more, nothing is told"
     text = "\n".join(sums([good, late]))
     assert "2 of 3" in text and "1 of 3" in text and text.count("1 of 2 scripts") == 4 and "0 of 1 scripts" in text
 
@@ -260,43 +290,63 @@ def test_one_is_measured_while_no_other_starts(tmp_path):
 
     def may(then: str) -> bool:
         """Whether another process may start now, and then may do so, without waiting."""
-        ran = subprocess.run([forked.python(), "-c", UNWAITED.format(json.dumps(files), then)], capture_output=True, text=True)
+        program = UNWAITED.format(json.dumps([files[0], str(tmp_path / "others")]), then)
+        ran = subprocess.run([forked.python(), "-c", program], capture_output=True, text=True)
         assert ran.returncode == 0 or "BlockingIOError" in ran.stderr
         return ran.returncode == 0
 
-    first = alone.Turn(*files)
-    assert may("") and not may("turn.stepped()"), "several may start, and none is measured while another does"
+    timed = "turn.at = 1; turn.stepped()"
+    first = alone.Turn(*files, at=2, until=3)
+    first.stepped()
+    assert may("") and not may(timed), "several may start, and none is measured while another does"
     first.stepped()
     assert not may("")
     first.measured()  # it reports while others start
-    assert may("") and not may("turn.stepped()")
+    assert may("") and not may(timed)
     noted = json.loads((tmp_path / "notes").read_text())
-    assert noted["first"] == first.first > 0 and noted["waited"] == first.waited >= 0
+    assert noted["first"] == first.first > 0 and noted["waited"] == first.waited >= 0 and noted["start"] == first.start >= 0
+    first.stepped()  # the last one
+    assert may(timed)
     os.close(first.file)
-    assert may("turn.stepped()")
 
 
-def test_a_run_takes_its_turn_at_its_first_step_unless_it_is_not_timed(tmp_path, monkeypatch):
-    script, notes = tmp_path / "main.py", tmp_path / "notes"
+def test_a_run_takes_its_turn_before_its_timed_steps_if_it_has_any(tmp_path, monkeypatch):
+    script = tmp_path / "main.py"
     script.write_text(
         "import torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
-        "for step in range(14):\n    w.sum().backward()\n    opt.step()\n"
+        "for step in range(40):\n    w.sum().backward()\n    opt.step()\n"
     )
     monkeypatch.setattr(prove, "RUN", prove.RUN)
-    did = []
-    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how, length, part: did.append((how, part)))
+    monkeypatch.chdir(tmp_path)
+    did, turns, turn = [], [], alone.Turn
+    monkeypatch.setattr(alone, "Turn", lambda *args: turns.append(turn(*args)) or turns[-1])
+    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how, length, part: did.append((how, len(turns) and turns[-1].steps)))
     for deterministic in (False, True):
         did.clear()
-        job = prove.SeededJob(str(script), [], {}, str(tmp_path / "result"), deterministic=deterministic)
+        turns.clear()
+        job = prove.SeededJob(str(script), [], {}, str(tmp_path / "result"), deterministic=deterministic, warmup=30, steps=0)
         job.save(tmp_path / "job.json")
-        assert alone.main([str(tmp_path / "lock"), str(notes), "run", str(tmp_path / "job.json")]) == 0
-        taken = [fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_UN] + (
-            [] if deterministic else [fcntl.LOCK_UN, fcntl.LOCK_EX, fcntl.LOCK_EX]
+        assert alone.main([str(tmp_path / "lock"), "", "run", str(tmp_path / "job.json")]) == 0
+        timed = [fcntl.LOCK_UN, fcntl.LOCK_EX, fcntl.LOCK_EX]
+        assert did == [(how, 0) for how in (fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_UN)] + (
+            [] if deterministic else [(how, 30 - alone.BEFORE) for how in timed]
         )
-        assert [how for how, _ in did] == taken
-    assert len(json.loads((tmp_path / "result").read_text())["losses"]) == 14
-    assert alone.main([str(tmp_path / "lock"), str(notes), "fix", str(tmp_path / "absent.json")]) == 2
+    assert len(json.loads((tmp_path / "result").read_text())["losses"]) == 40
+    assert json.loads((tmp_path / "notes.json").read_text())["waited"] >= 0
+    assert alone.main([str(tmp_path / "lock"), "notes", "fix", str(tmp_path / "absent.json")]) == 2
     assert prove.RUN[1] == str(tmp_path / "lock"), "its runs take turns, not the process that starts them"
+
+
+def test_runs_that_take_turns_are_noted_and_start_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.json").write_text(json.dumps({"first": time.time() - 5.0, "start": 2.0, "waited": 1.0}))
+    run = partial(alone.noted, lambda *_: prove.SeededRun(7.0, ()))
+    job = prove.SeededJob("main.py", [], {}, "")
+    for each in (job, replace(job, deterministic=True), replace(job, dry=True)):
+        assert run(each, "before", tmp_path, 0).step_ms == 7.0
+    (noted,) = map(json.loads, (tmp_path / alone.RUNS).read_text().splitlines())
+    assert noted["side"] == "before" and noted["step_ms"] == 7.0 and noted["seconds"] >= 4.0
+    assert [alone.together(dict, dry=dry)["at_once"] for dry in (False, True)] == [alone.AT_ONCE, 1]
 
 
 def test_a_peer_is_scored_by_the_lines_or_functions_that_it_names():

@@ -42,7 +42,7 @@ for step in range(1000):
 """
 
 
-def run_here(job: prove.SeededJob, side: str, folder: Path, ranks: int, warmup: int) -> prove.SeededRun:
+def run_here(job: prove.SeededJob, side: str, folder: Path, ranks: int) -> prove.SeededRun:
     """Run the job in this process, until its last step."""
 
     def stop():
@@ -50,7 +50,7 @@ def run_here(job: prove.SeededJob, side: str, folder: Path, ranks: int, warmup: 
 
     recorder = prove.Recorder(job.steps, stop)
     prove.run(job, recorder)
-    return prove.read_run(recorder.as_dict(), warmup)
+    return prove.read_run(recorder.as_dict(), job.warmup)
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -64,30 +64,39 @@ def main(options: Options) -> None:
     if not wanted:
         raise SystemExit("no script was measured")
     outcomes: dict[str, Outcome] = {}
-    processes = 1 if options.dry_run else options.processes
-    with tempfile.TemporaryDirectory() as folder:
+    lock, began = threading.Lock(), time.monotonic()
+
+    def tell(outcome: Outcome) -> None:
+        with lock:
+            outcomes[outcome.name] = outcome
+            print(f"{time.monotonic() - began:5.0f} s  {line_of(outcome)}", flush=True)
+            keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
+
+    with tempfile.TemporaryDirectory() as turns:
         how = Measurement(
-            options.folder.resolve(), Path(folder) / "turn", options.keep and options.keep.resolve(), options.rounds,
+            options.folder.resolve(), Path(turns) / "turn", options.keep and options.keep.resolve(), options.rounds,
             options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye,
         )  # fmt: skip
-        with ThreadPoolExecutor(processes) as pool:
-            for done in as_completed([pool.submit(how.of, script) for script in wanted]):
-                outcome = done.result()
-                outcomes[outcome.name] = outcome
-                print(line_of(outcome), flush=True)
-                keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
+        how.all(wanted, 1 if options.dry_run else options.processes, tell)
     measured = [outcomes[script.name] for script in wanted]
     print("\n".join(["", *table(measured), "", *sums(measured)] if options.eye == "doctor" else sums(measured)[:2]))
 
 
 def line_of(outcome: Outcome) -> str:
-    """Return what is printed when a script is done."""
+    """Return what is printed when more is known of a script."""
+    name = f"{outcome.name:20}"
     if outcome.failed:
-        return f"{outcome.name:22} {outcome.failed}"
+        return f"{name} {outcome.failed}"
+    if outcome.holds is not None or outcome.unproven:
+        ended = f"unproven: {outcome.unproven}" if outcome.unproven else f"losses {'the same' if outcome.holds else 'differ'}"
+        return f"{name} {ended}; before {outcome.before_ms}, after {outcome.after_ms} ms"
+    if outcome.plain_ms:
+        return f"{name} plain {', '.join(f'{ms:.2f}' for ms in outcome.plain_ms)} ms, step {outcome.step_ms or 0.0:.2f}"
     every = len(outcome.found) + len(outcome.missed)
     missed = f"; missed {', '.join(outcome.missed)}" if outcome.missed else ""
     untrue = f"; wrong {', '.join(outcome.wrong)}" if outcome.wrong else ""
-    return f"{outcome.name:22} {len(outcome.found)} of {every} stalls{missed}{untrue}"
+    patches = f"; {len(outcome.patched)} of {outcome.findings} patched" if outcome.findings else ""
+    return f"{name} {len(outcome.found)} of {every} stalls{missed}{untrue}{patches}"
 
 
 def keep(options: Options, outcomes: list[Outcome]) -> None:

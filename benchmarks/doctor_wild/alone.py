@@ -1,11 +1,10 @@
-"""Measurements for which this machine does nothing else from their script's first step on.
+"""Measurements for which this machine does nothing else.
 
     python -m benchmarks.doctor_wild.alone LOCK NOTES doctor | fix | run  [arguments]
 
 Steps bound by the host differed by 20 to 75 % from run to run while another process started, on other cores as well (H200). So
-a process starts, reads its tape and reports in one room, in which several may be, and is measured in it alone. At the gate one
-that has to be measured goes before those that have to start. NOTES receives when the first step was, and how long the process
-waited from then on.
+a process starts, warms up and reports in one room, in which several may be, and is measured in it alone. NOTES receives when
+the first step was, and the seconds that the process took to it and waited since.
 """
 
 from __future__ import annotations
@@ -16,23 +15,29 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 GATE, ROOM = 0, 1  # bytes of the lock's file
+SOON = 5  # the step of a verdict after which it is alone: the first ones choose algorithms
+BEFORE = 20  # steps before the timed ones of a run, in which a loader's queue may empty again
+AT_ONCE = 16  # runs of a proof
+RUNS = "runs.jsonl"
 
 
 class Turn:
-    """The machine, shared with other processes until the first step, and alone from then on until `measured`.
+    """The machine, shared with other processes until step `at`, and alone from then on until `measured`, or step `until`.
 
     The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them.
     """
 
-    def __init__(self, lock: str, notes: str):
-        self.notes = Path(notes)
+    def __init__(self, lock: str, notes: str, at: int = SOON, until: int = 0):
+        self.notes, self.at, self.until = Path(notes), at, until
         self.file = os.open(lock, os.O_RDWR | os.O_CREAT)
-        self.first = self.waited = 0.0
-        self._share()
+        self.began, self.steps = time.time(), 0
+        self.first = self.start = self.waited = 0.0
+        self._wait(self._share)
 
     def _lock(self, how: int, part: int) -> None:
         fcntl.lockf(self.file, how, 1, part)
@@ -47,13 +52,22 @@ class Turn:
         for lock in locks:
             lock()
         self.waited += time.time() - began
-        self.notes.write_text(json.dumps({"first": self.first, "waited": self.waited}), encoding="utf-8")
+        self.note()
+
+    def note(self, **more: float) -> None:
+        content = {"first": self.first, "start": self.start, "waited": self.waited, **more}
+        self.notes.write_text(json.dumps(content), encoding="utf-8")
 
     def stepped(self) -> None:
-        if not self.first:
+        self.steps += 1
+        if self.steps == 1:
             self.first = time.time()
+            self.start, self.waited = self.first - self.began - self.waited, 0.0
+        if self.steps == self.at:
             self._lock(fcntl.LOCK_UN, ROOM)
             self._wait(lambda: self._lock(fcntl.LOCK_EX, GATE), lambda: self._lock(fcntl.LOCK_EX, ROOM))
+        if self.steps == self.until:
+            self.leave()
 
     def leave(self) -> None:
         self._lock(fcntl.LOCK_UN, ROOM)
@@ -66,31 +80,65 @@ class Turn:
 
 def main(argv: list[str]) -> int:
     lock, notes, name, *arguments = argv
+    if name == "run":
+        return run(lock, arguments)
     turn = Turn(lock, notes)
     from gpubound import cli  # torch takes seconds, while no other is measured
+    from gpubound.cli import doctor_actions
     from gpubound.doctor.fix import prove
     from gpubound.doctor.record.located import LocatedPhase
     from gpubound.doctor.record.script import Steps
-    from gpubound.trace import replaced
+    from gpubound.trace import hooked
 
     if name == "fix":  # its runs take turns, not this process
         turn.leave()
         prove.RUN = ("benchmarks.doctor_wild.alone", lock, notes, "run")
-        return cli.main(["fix", *arguments])
-    if name == "run" and json.loads(Path(arguments[0]).read_text(encoding="utf-8"))["deterministic"]:
-        return prove.main(arguments)  # it is not timed
+        with hooked(prove, "run_once", noted), hooked(doctor_actions, "prove", together):
+            return cli.main(["fix", *arguments])
 
-    def locating(begin: Callable[..., None]) -> Callable[..., None]:
-        """Replace LocatedPhase.begin: its steps give lines, and no times."""
+    def locating(begin: Callable[..., None], phase: Any) -> None:
+        """Call LocatedPhase.begin: its steps give lines, and no times."""
+        turn.measured()
+        begin(phase)
 
-        def begun(phase: Any) -> None:
-            turn.measured()
-            begin(phase)
+    with Steps(turn.stepped), hooked(LocatedPhase, "begin", locating):
+        code = cli.main([name, *arguments])
+    turn.note(ended=time.time())
+    if code < 2:
+        with open("patches.json", "w", encoding="utf-8") as file, redirect_stdout(file):
+            cli.main(["fix", "verdict/doctor.json", "--json"])
+    return code
 
-        return begun
 
-    with Steps(turn.stepped), replaced(LocatedPhase, "begin", locating):
-        return prove.main(arguments) if name == "run" else cli.main([name, *arguments])
+def run(lock: str, arguments: list[str]) -> int:
+    """Make one run of a proof, which is alone in its timed steps."""
+    job = Path(arguments[0])
+    content = json.loads(job.read_text(encoding="utf-8"))
+    timed = not content["deterministic"]
+    at = max(content["warmup"] - BEFORE, 1) if timed else 0
+    turn = Turn(lock, str(job.with_name("notes.json")), at, content["steps"])
+    from gpubound.doctor.fix import prove
+    from gpubound.doctor.record.script import Steps
+
+    with Steps(turn.stepped):
+        return prove.main(arguments)
+
+
+def together(prove: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call prove so that its runs start together, unless nothing is timed, so that they take no turns."""
+    return prove(*arguments, **options, at_once=1 if options["dry"] else AT_ONCE)
+
+
+def noted(run_once: Callable[..., Any], job: Any, side: str, folder: Path, *more: Any) -> Any:
+    """Call prove.run_once, and add what it measured to RUNS."""
+    measured = run_once(job, side, folder, *more)
+    if not job.deterministic and not job.dry:
+        notes = json.loads((folder / "notes.json").read_text(encoding="utf-8"))
+        seconds = time.time() - notes["first"] - notes["waited"]
+        ran = {"side": side, "step_ms": measured.step_ms, "start": notes["start"], "seconds": seconds}
+        with open(RUNS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(ran) + "\n")
+    return measured
 
 
 if __name__ == "__main__":

@@ -11,20 +11,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.report.words import unnamed
 
+from .alone import RUNS
 from .outcome import Outcome
 from .peers import score_peer, spans_in
 from .score import Script, score
 
 ALONE = (sys.executable, "-m", "benchmarks.doctor_wild.alone")
+
+
+Tell = Callable[[Outcome], None]
+TICK_S = 2.0  # after which the runs of a proof are looked at again
 
 
 @dataclass(frozen=True)
@@ -48,39 +56,55 @@ class Measurement:
     dry: bool = False
     eye: str = "doctor"
 
-    def of(self, script: Script) -> Outcome:
-        """Measure on a copy of the script's folder, since scripts write next to themselves.
+    def all(self, scripts: Sequence[Script], processes: int, tell: Tell) -> None:
+        """Measure scripts, `processes` at the same time: all verdicts, then all proofs, since runs of a proof that start would
+        hold up what is measured. `tell` receives the outcome of a script whenever more of it is known."""
+        with ThreadPoolExecutor(processes) as pool:
+            named = list(pool.map(lambda script: self.named(script, tell), scripts))
+            list(pool.map(lambda pair: self.proven(*pair, tell), zip(scripts, named)))
 
-        The copy is next to it, so that "../data" is what it was.
-        """
-        if self.late:
-            return Outcome(script.name, failed="not begun")
+    def named(self, script: Script, tell: Tell) -> Outcome:
+        """Return what the doctor, or another tool, names."""
+        with self._copied(script) as run:
+            try:
+                outcome = run.doctor() if self.eye == "doctor" else run.peer()
+            except subprocess.TimeoutExpired:
+                outcome = Outcome(script.name, failed=f"no verdict in {self.seconds:.0f} s")
+            except _Failed as failed:
+                outcome = Outcome(script.name, failed=str(failed))
+        tell(outcome)
+        return outcome
+
+    def proven(self, script: Script, outcome: Outcome, tell: Tell) -> None:
+        """Run the script unmodified and patched, if there are patches."""
+        if self.rounds and outcome.patched and self.eye == "doctor" and time.monotonic() < self.until:
+            with self._copied(script) as run:
+                run.prove(outcome, tell)
+
+    @contextmanager
+    def _copied(self, script: Script) -> Iterator[_Run]:
+        """A copy of the script's folder, since scripts write next to themselves. "../data" is the same from it."""
         with tempfile.TemporaryDirectory(dir=self.folder) as there:
             shutil.copytree(self.folder / script.place, there, dirs_exist_ok=True)
-            run = _Run(self, script, Path(there))
-            try:
-                return run.peer() if self.eye != "doctor" else run.doctor()
-            except subprocess.TimeoutExpired:
-                return Outcome(script.name, failed=f"no verdict in {self.seconds:.0f} s")
-            except _Failed as failed:
-                return Outcome(script.name, failed=str(failed))
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() > self.until
+            yield _Run(self, script, Path(there))
 
 
-def ran_within(seconds: float, command: Sequence[str], folder: Path) -> tuple[int, str, str]:
-    """Return a program's exit code, stdout and stderr. After `seconds` it is ended with what it has started, such as a run of a
-    proof, which would keep its turn."""
-    pipe = subprocess.PIPE
+def ran_within(seconds: float, command: Sequence[str], folder: Path, tick: Callable[[], Any] = bool) -> tuple[int, str, str]:
+    """Return a program's exit code, stdout and stderr, calling `tick` every TICK_S.
+
+    After `seconds` it is ended with what it has started, such as a run of a proof, which would keep its turn.
+    """
+    pipe, end = subprocess.PIPE, time.monotonic() + seconds
     with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as program:
-        try:
-            output, errors = program.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(program.pid, signal.SIGKILL)
-            raise
-    return program.returncode, output, errors
+        while True:
+            try:
+                output, errors = program.communicate(timeout=min(TICK_S, max(end - time.monotonic(), 0.01)))
+                return program.returncode, output, errors
+            except subprocess.TimeoutExpired:
+                tick()
+                if time.monotonic() >= end:
+                    os.killpg(program.pid, signal.SIGKILL)
+                    raise
 
 
 class _Failed(Exception):
@@ -93,23 +117,36 @@ class _Run:
     script: Script
     there: Path
 
-    def call(self, command: Sequence[str], allowed: int = 1) -> str:
+    def call(self, command: Sequence[str], allowed: int = 1, tick: Callable[[], Any] = bool) -> str:
         """Return what a command prints. Its exit code may be `allowed` at most."""
-        left = min(self.how.seconds, max(self.how.until - time.monotonic(), 1.0))
-        code, output, errors = ran_within(left, command, self.there)
+        left = min(self.how.seconds, self.how.until - time.monotonic())
+        if left <= 0:
+            raise _Failed("not begun")
+        code, output, errors = ran_within(left, command, self.there, tick)
         if code > allowed or not output.strip():
-            if self.how.keep is not None:
-                self.how.keep.mkdir(parents=True, exist_ok=True)
-                (self.how.keep / f"{self.script.name}-stderr.txt").write_text(errors, encoding="utf-8")
+            self.keep("stderr.txt", errors)
             raise _Failed(f"exit code {code}: {(errors.strip().splitlines() or [''])[-1][:200]}")
         return output
+
+    def keep(self, name: str, text: str) -> None:
+        if self.how.keep is not None:
+            self.how.keep.mkdir(parents=True, exist_ok=True)
+            (self.how.keep / f"{self.script.name}-{name}").write_text(text, encoding="utf-8")
+
+    def read(self, name: str) -> str:
+        return (self.there / name).read_text(encoding="utf-8")
+
+    @property
+    def verdict(self) -> Path:
+        """The doctor.json, from the verdict to the proof."""
+        return self.how.lock.with_name(f"{self.script.name}-doctor.json")
 
     @property
     def words(self) -> list[str]:
         return shlex.split(f"{self.script.command} {self.script.small if self.how.dry else ''}")
 
-    def alone(self, name: str, *arguments: str, allowed: int = 1) -> str:
-        return self.call([*ALONE, str(self.how.lock), "notes.json", name, *arguments], allowed)
+    def alone(self, name: str, *arguments: str, allowed: int = 1, tick: Callable[[], Any] = bool) -> str:
+        return self.call([*ALONE, str(self.how.lock), "notes.json", name, *arguments], allowed, tick)
 
     def peer(self) -> Outcome:
         output = self.call([sys.executable, "-m", "benchmarks.doctor_wild.peers", self.how.eye, *self.words])
@@ -117,44 +154,64 @@ class _Run:
         return Outcome(self.script.name, *map(list, (map(str, found.found), map(str, found.missed), found.wrong)))
 
     def doctor(self) -> Outcome:
+        """Return the score of the verdict, with the patches that need no asking."""
         dry = ["--dry-run"] if self.how.dry else []
         content = json.loads(self.alone("doctor", "--json", "--out", "verdict", *dry, *self.words))
-        ended = time.time()
-        notes = json.loads((self.there / "notes.json").read_text(encoding="utf-8"))
-        self.save()
-        outcome = replace(outcome_of(self.script, content), seconds=round(ended - notes["first"] - notes["waited"], 1))
-        outcome = self.fixed(outcome)
-        return replace(outcome, plain_ms=outcome.before_ms)
-
-    def save(self) -> None:
-        if self.how.keep is not None:
-            self.how.keep.mkdir(parents=True, exist_ok=True)
-            for name in ("doctor.json", "doctor.html"):
-                shutil.copy(self.there / "verdict" / name, self.how.keep / f"{self.script.name}-{name}")
-
-    def fixed(self, outcome: Outcome) -> Outcome:
-        """Return the outcome with the patches that need no asking, and their proof."""
-        rounds = ["--try", "--rounds", str(self.how.rounds)] if self.how.rounds and not self.how.late else []
-        try:
-            answer = json.loads(self.alone("fix", "verdict/doctor.json", "--json", *rounds, allowed=3))
-        except subprocess.TimeoutExpired:  # the verdict stays
-            return outcome
-        if self.how.keep is not None:
-            (self.how.keep / f"{self.script.name}-fix.json").write_text(json.dumps(answer, indent=1), encoding="utf-8")
-        proof = answer["proof"] or {}
-        timed = proof if proof.get("speedup") else {}
+        for name in ("doctor.json", "doctor.html"):
+            self.keep(name, self.read(f"verdict/{name}"))
+        shutil.copy(self.there / "verdict" / "doctor.json", self.verdict)
+        notes, answer = json.loads(self.read("notes.json")), json.loads(self.read("patches.json"))
         return replace(
-            outcome,
-            patched=[f"{each['patch']}: {each['kind']} {Path(each['file']).name}:{each['line']}" for each in answer["patched"]],
-            refused=[
-                f"{each['kind']} {Path(each['file']).name}:{each['line']}: {each['reason']}" for each in answer["refused"]
-            ],
+            outcome_of(self.script, content),
+            start_s=round(notes["start"], 1),
+            seconds=round(notes["ended"] - notes["first"] - notes["waited"], 1),
+            patched=[f"{each['patch']}: {_of(each)}" for each in answer["patched"]],
+            refused=[f"{_of(each)}: {each['reason']}" for each in answer["refused"]],
             expected_ms=answer["expected_ms"],
-            before_ms=[round(ms, 4) for ms in timed.get("before_ms", ())],
-            after_ms=[round(ms, 4) for ms in timed.get("after_ms", ())],
-            holds=proof.get("holds"),
-            faster=proof.get("faster") if timed else None,
         )
+
+    def prove(self, outcome: Outcome, tell: Tell) -> None:
+        """Tell the outcome with the times of the unmodified runs, as soon as there are any, and with the proof. A proof that is
+        ended leaves the verdict."""
+        shutil.copy(self.verdict, self.there / "doctor.json")
+        began, told = time.monotonic(), outcome
+
+        def timed() -> Outcome:
+            nonlocal told
+            file = self.there / RUNS
+            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+            plain = [run for run in map(json.loads, lines) if run["side"] == "before"]
+            if len(plain) > len(told.plain_ms):
+                told = replace(
+                    told,
+                    plain_ms=[round(run["step_ms"], 4) for run in plain],
+                    plain_s=round(median(run["seconds"] for run in plain), 1),
+                )
+                tell(told)
+            return told
+
+        rounds = str(self.how.rounds)
+        try:
+            answer = json.loads(self.alone("fix", "doctor.json", "--json", "--try", "--rounds", rounds, allowed=3, tick=timed))
+        except (subprocess.TimeoutExpired, _Failed) as why:
+            tell(replace(timed(), unproven="ended" if isinstance(why, subprocess.TimeoutExpired) else str(why)))
+            return
+        self.keep("fix.json", json.dumps(answer, indent=1))
+        proof = answer["proof"]
+        tell(
+            replace(
+                timed(),
+                before_ms=[round(ms, 4) for ms in proof["before_ms"]],
+                after_ms=[round(ms, 4) for ms in proof["after_ms"]],
+                holds=proof["holds"],
+                faster=proof["faster"] if proof["speedup"] else None,
+                proof_s=round(time.monotonic() - began, 1),
+            )
+        )
+
+
+def _of(finding: dict[str, Any]) -> str:
+    return f"{finding['kind']} {Path(finding['file']).name}:{finding['line']}"
 
 
 def is_largest(script: Script, first: dict[str, Any]) -> bool:

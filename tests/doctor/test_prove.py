@@ -5,6 +5,7 @@ import math
 import py_compile
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_ranks_are_started_together_and_the_slowest_counts(tmp_path, monkeypatch
 
 def test_too_few_steps_are_no_proof():
     with pytest.raises(MeasureError) as error:
-        proving.read_run({"step_ms": [1.0] * 8, "losses": []})
+        proving.read_run({"step_ms": [1.0] * 8, "losses": []}, 10)
     assert str(error.value) == message("doctor/prove:too_few_steps_are_no_pro")
 
 
@@ -177,7 +178,7 @@ def test_the_sides_take_turns(script, monkeypatch):
     """Each round runs both, only one of them patched; a patch that halves the time is shown to."""
     rounds = []
 
-    def fake(job, side, folder, ranks, warmup) -> SeededRun:
+    def fake(job, side, folder, ranks) -> SeededRun:
         rounds.append((side, {name: Path(copy).read_text() for name, copy in job.patched.items()}, job.seed))
         return SeededRun({"before": 10.0, "after": 5.0}[side] + 0.01 * len(rounds), (1.0, 0.5))
 
@@ -187,6 +188,24 @@ def test_the_sides_take_turns(script, monkeypatch):
     assert all(patched == ({str(script): "new"} if side == "after" else {}) and seed == 3 for side, patched, seed in rounds)
     assert proof.faster and proof.holds and proof.speedup.value == pytest.approx(2.0, rel=0.01)
     assert str(proof).endswith("faster (4 alternating rounds)\nthe same: 2 losses are equal bit for bit")
+
+
+def test_runs_are_started_together_or_not_at_all(script, monkeypatch):
+    """Where runs take turns, all of them start at once; after one that failed, none begins that was to follow."""
+    meeting, began = threading.Barrier(6), []
+
+    def fake(job, side, folder, ranks) -> SeededRun:
+        began.append(Path(job.result).parent)
+        meeting.wait(timeout=60)
+        return SeededRun(10.0, (1.0,))
+
+    monkeypatch.setattr(proving, "run_once", fake)
+    assert prove(script, changes={script: b"new"}, equal=True, rounds=3, at_once=6).holds and len(set(began)) == 6
+    began.clear()
+    meeting.abort()
+    with pytest.raises(threading.BrokenBarrierError):
+        prove(script, changes={script: b"new"}, equal=True, rounds=3)
+    assert len(began) <= 2, "the second may have begun before the first one's failure was seen"
 
 
 def of(before, after, tolerance=0.0) -> Proof:
@@ -217,10 +236,11 @@ def test_losses_that_scatter_are_compared_under_deterministic_algorithms(script,
     """A patch that changes numbers does not hide in the scatter, and chance does not fail a right one."""
     asked, scatter = [], iter([1.0, 1.3, 1.1, 1.4, 1.2, 1.25, 1.0])
 
-    def fake(job, side, folder, ranks, warmup) -> SeededRun:
+    def fake(job, side, folder, ranks) -> SeededRun:
         if not job.deterministic:
             return SeededRun(10.0, (next(scatter),))
         asked.append((side, job.steps, bool(job.patched)))
+        assert not job.warmup
         return SeededRun(10.0, (patched if side == "after" else 1.0 if repeats or len(asked) < 3 else 1.05,))
 
     monkeypatch.setattr(proving, "run_once", fake)
@@ -356,5 +376,5 @@ def test_a_script_that_scatters_repeats_itself_under_deterministic_algorithms(tm
     """Sums of a million numbers into a hundred in any order, and convolutions whose algorithms are chosen by time."""
     (tmp_path / "train.py").write_text(SCATTERS)
     job = SeededJob(str(tmp_path / "train.py"), [], {}, str(tmp_path / "result.json"), deterministic=True)
-    one, other = (run_once(job, "before", tmp_path, warmup=0) for _ in range(2))
+    one, other = (run_once(job, "before", tmp_path) for _ in range(2))
     assert len(one.losses) == 14 and one.losses == other.losses

@@ -27,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
 from itertools import combinations, takewhile
@@ -63,6 +64,8 @@ class SeededJob:
     seed: int = 0
     steps: int = 0
     """End the run after this many steps; 0: let the script end by itself."""
+    warmup: int = 0
+    """The first of them, which are not timed."""
     module: bool = False
     marker: str = ""
     """What ends a step, if not an optimizer."""
@@ -293,6 +296,7 @@ def prove(
     marker: str = "",
     dry: bool = False,
     ranks: int = 0,
+    at_once: int = 1,
     report: Callable[[str], None] = lambda line: None,
 ) -> Proof:
     """Run `script` unmodified and with `changes` (a file's new bytes), `rounds` times each.
@@ -305,6 +309,7 @@ def prove(
     marker   what ends a step, if not an optimizer
     dry      run on the pretend device, and compare the losses only
     ranks    the number of processes on this machine, for a script that torchrun starts. 0: it is started by python
+    at_once  the number of runs that are started together, where they take turns in what is timed
     report   receives a line of progress for each run
     """
     if rounds < 3:
@@ -314,33 +319,40 @@ def prove(
     if not changes:
         raise ValueError("prove: there is no change to prove; no patch was taken.")
     runs: dict[str, list[SeededRun]] = {"after": [], "before": []}
-    order, shuffle = list(runs), random.Random(seed).shuffle
-    with tempfile.TemporaryDirectory(prefix="gpubound-prove-") as folder:
+    shuffle = random.Random(seed).shuffle
+    with tempfile.TemporaryDirectory(prefix="gpubound-prove-") as folder, ExitStack() as ending:
+        pool = ThreadPoolExecutor(at_once)
+        ending.callback(pool.shutdown, cancel_futures=True)  # after a run that fails, no other begins
         patched = {}
         for number, (file, data) in enumerate(changes.items()):
             copy = Path(folder) / f"{number}.py"
             copy.write_bytes(data)
             patched[str(file.resolve())] = str(copy)
-        result = str(Path(folder) / "result.json")
-        plain = SeededJob(str(script), list(arguments), {}, result, seed, steps, module, marker, dry)
+        plain = SeededJob(str(script), list(arguments), {}, "", seed, steps, warmup, module, marker, dry)
         jobs = {"before": plain, "after": replace(plain, patched=patched)}
+
+        def begin(side: str, **options: Any) -> Future[SeededRun]:
+            own = Path(tempfile.mkdtemp(dir=folder))
+            job = replace(jobs[side], result=str(own / "result.json"), **options)
+            return pool.submit(run_once, job, side, own, ranks)
+
+        begun = []
         for _ in range(rounds):
-            shuffle(order)
-            for side in order:
-                runs[side].append(run_once(jobs[side], side, Path(folder), ranks, warmup))
-                number = sum(map(len, runs.values()))
-                took = "" if dry else f": {in_words(runs[side][-1].step_ms / 1e3)} a step"
-                report(f"--prove: run {number}/{2 * rounds}, {side}{took}")
+            shuffle(order := list(runs))
+            begun += [(side, begin(side)) for side in order]
+        for number, (side, running) in enumerate(begun):
+            runs[side].append(running.result())
+            took = "" if dry else f": {in_words(runs[side][-1].step_ms / 1e3)} a step"
+            report(f"--prove: run {number + 1}/{2 * rounds}, {side}{took}")
         proof = compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
         if proof.noise <= proof.tolerance or dry:
             return proof
-        count, same = max(min(steps, COMPARED), 3), dict[str, SeededRun]()
-        for side, job in jobs.items():
-            report(f"--prove: two runs of the script differ by {proof.noise:.1e}; {side}, with deterministic algorithms")
-            same[side] = run_once(replace(job, steps=count, deterministic=True), side, Path(folder), ranks, 0)
+        report(f"--prove: two runs of the script differ by {proof.noise:.1e}; once more, with deterministic algorithms")
+        fixed = {"steps": max(min(steps, COMPARED), 3), "warmup": 0, "deterministic": True}
+        same = {side: running.result() for side, running in [(side, begin(side, **fixed)) for side in jobs]}
         apart = difference(same["before"].losses, same["after"].losses)
         if apart > proof.tolerance:  # the patch, or a script that differs even so
-            again = run_once(replace(plain, steps=count, deterministic=True), "before", Path(folder), ranks, 0)
+            again = begin("before", **fixed).result()
             if difference(same["before"].losses, again.losses) > proof.tolerance:
                 return proof
     return replace(proof, losses=len(same["before"].losses), difference=apart, noise=0.0, scattered=proof.noise)
@@ -360,7 +372,7 @@ def timed_steps(verdict: Verdict) -> dict[str, int]:
     return {"warmup": before - 1, "steps": sum(counts)} if sum(counts) > before > 0 else {}
 
 
-def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0, warmup: int = WARMUP) -> SeededRun:
+def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:
     """Run once in a new process, or in ranks with a new rendezvous."""
     job.save(folder / "job.json")
     results = [job.result_of(rank) for rank in range(max(ranks, 1))]
@@ -375,7 +387,7 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0, warmup: in
         message = " / ".join(error_lines(done.stderr)).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "unmodified"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
-    runs = [read_run(json.loads(result.read_text(encoding="utf-8")), warmup) for result in results]
+    runs = [read_run(json.loads(result.read_text(encoding="utf-8")), job.warmup) for result in results]
     return SeededRun(max(run.step_ms for run in runs), tuple(loss for run in runs for loss in run.losses))
 
 
@@ -401,7 +413,7 @@ def _environment() -> dict[str, str]:
     return environment | {"PYTHONHASHSEED": "0", "PYTHONPATH": paths}
 
 
-def read_run(content: Mapping[str, Any], warmup: int = WARMUP) -> SeededRun:
+def read_run(content: Mapping[str, Any], warmup: int) -> SeededRun:
     times = content["step_ms"][warmup:]
     if not times:
         raise MeasureError(
