@@ -125,6 +125,9 @@ def test_a_loader_that_a_recorded_host_hides_has_its_price():
     bar = diagnose(evidence).bar
     assert bar["late"]["data"] == pytest.approx(100 / 3.05, rel=0.1)
     assert sum(bar["late"].values()) == pytest.approx(bar["shares"]["host_late"])
+    longer = diagnose(replace(evidence, step_ms=[5.1] * 6, loading_ms=3.0))
+    assert longer.bar["late"]["data"] == pytest.approx(100 * 3.0 / 5.1, rel=0.05), "longer than a recorded step, by data"
+    assert longer.findings[0].kind == "data" and longer.findings[0].ms == pytest.approx(3.0, rel=0.05)
     assert not diagnose(evidence).loader["workers"] and diagnose(evidence).loader["ms"] == 1.0
     assert diagnose(replace(evidence, workers=2)).loader == {"workers": 2, "ms": 6.1}, "both make batches all the time"
     blind = diagnose(seen(recorded, step_ms=[3.05] * 6, named_lines={"loader": line}))

@@ -84,8 +84,8 @@ def verdict(script) -> Verdict:
     read = type(read)(Site(script, READ, "train", read.site.code, READ))
     forward = type(read)(Site(script, FORWARD, "train", "loss = model(x).sum()", FORWARD))
     rows = row("sync", "item", read), row("launch", "addmm", forward, 40)
-    step = Prices(seen(steps(lambda loop: loop, run=0.2))).step_ms
-    return diagnose(seen(steps(lambda loop: loop, run=0.2), *rows, samples=sampled(script), step_ms=[step] * STEPS))
+    tape = steps(lambda loop: loop, ahead=300, run=0.2)
+    return diagnose(seen(tape, *rows, samples=sampled(script), step_ms=[Prices(seen(tape)).step_ms] * STEPS))
 
 
 def test_work_on_a_line_and_launching_in_a_loop_are_told_apart(verdict):
@@ -186,11 +186,16 @@ def test_torch_s_own_code_and_lines_with_a_finding_of_their_own_are_no_work_of_t
         return loop.doing("data", 20.0, name="data 1")
 
     rows = row("cpu_op", "stack", place[BATCH]), row("launch", "addmm", at(99))
-    evidence = seen(steps(body, run=0.2), *rows, samples=Samples(late, late), step_ms=[0.3], named_lines={"data 1": place[2]})
+    tape = steps(body, ahead=300, run=0.2)
+    evidence = seen(tape, *rows, samples=Samples(late, late), step_ms=[3.0], named_lines={"data 1": place[2]})
     kinds = {(finding.kind, finding.site.line) for finding in diagnose(evidence).findings if finding.site}
     assert ("cpu_op", BATCH) in kinds and "host_work" not in {kind for kind, _ in kinds}
     alone = replace(evidence, rows=[rows[1]], named_lines={})
     assert {f.site.line for f in diagnose(alone).findings if f.kind == "host_work"} == {2, BATCH}
+    short = replace(alone, samples=Samples(late | {Stack((place[2].site,)): 5, Stack((place[BATCH].site,)): 3}, {}))
+    short = replace(short, samples=replace(short.samples, late=short.samples.stacks))
+    found = {f.site.line for f in diagnose(short).findings if f.kind == "host_work"}
+    assert found == {2}, "0.22 ms is some, 0.13 ms is what a late sample may have taken from the lines before"
 
 
 def test_findings_and_the_gpu_add_up_to_the_step(verdict):

@@ -274,21 +274,23 @@ class Prices:
         """Return "shares" and "late" of a timed step, in percent; {} without a bar.
 
         A recording slows the host, not the device: where a timed step is shorter than a recorded one, the device's parts last
-        as long as they did, and the host is late for what is left. The part of it for data is as long as in the timed steps.
+        as long as they did, and the host is late for what is left. The part of it for data is as long as in the timed steps. If
+        a timed step is longer even so, all of it is.
         """
         bar, step = self.bar, self.step_ms
         if bar is None:
             return {}
-        if step is None or step >= bar.step_ms:
+        loading, longer = (self.replay.loading, self.replay.longer_ms) if self.replay else (1.0, 0.0)
+        if step is None or (longer <= 0 and step >= bar.step_ms):
             return {"shares": bar.shares, "late": bar.late}
-        times = {share: bar.ms(share) for share in bar.shares if share != "host_late"}
+        slower = max(step / (bar.step_ms + max(longer, 0.0)), 1.0)
+        times = {share: slower * bar.ms(share) for share in bar.shares if share != "host_late"}
         rest = max(step - sum(times.values()), 0.0)
         total = sum(times.values()) + rest
         shares = {share: 100 * times.get(share, rest) / total for share in bar.shares}
         host = shares["host_late"]
         others = bar.shares["host_late"] - bar.late["data"]
-        loading, longer = (self.replay.loading, self.replay.longer_ms) if self.replay else (1.0, 0.0)
-        waits = bar.ms("data") * min(loading, 1.0) + max(longer, 0.0)
+        waits = slower * (bar.ms("data") * min(loading, 1.0) + max(longer, 0.0))
         data = min(100 * waits / total, host) if others > 0 else host
         part = (host - data) / others if others > 0 else 0.0
         late = {leaf: data if leaf == "data" else part * percent for leaf, percent in bar.late.items()}

@@ -17,12 +17,14 @@ from ...watch.events import MASKING
 from ...watch.ledger import LedgerRow
 from ...watch.source_line import LIBRARY, Place, Site, owner
 from ..price.prices import Line, Measurements, Prices, line_of
+from ..record.sampled import SWITCH_S
 from .compute import EVERY, busiest, computing
 from .remedies import acts, parsed
 from .waits import StallCandidate, estimate, spans_of, writes_checkpoint
 
 BOUND = 0.10  # of a step: below it a graph gains less than its fixed shapes cost in work
 WORK = 0.02  # of a step: sampled times of lines differ by about as much from run to run
+LAG = 1e3 * SWITCH_S  # ms; a sample is taken so late, so a line that lets go of the lock seems to take what ran before it
 PER_LAUNCH = 4.0  # times the mean of the step: a line that takes less for each of its launches does little but launch
 SHOWN = 4  # lines of a loop, or reasons, that are listed
 OPTIMIZERS, ENGINE = "torch/optim/", "_engine_run_backward"
@@ -146,7 +148,7 @@ def work(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         launching = launches[line_of(place)] * max(prices.pace or 0.0, every)
         if line_of(place) in named or late < PER_LAUNCH * launching:
             continue
-        if (prices.share(late - launching) or 0.0) >= WORK:
+        if (prices.share(late - launching - LAG) or 0.0) >= WORK:
             works[place] = late - launching
     parts: dict[Place, list[Place]] = defaultdict(list)  # of a line: those that it calls, one cause with it
     for place in works:
