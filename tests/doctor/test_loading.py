@@ -6,12 +6,15 @@ import time
 
 import pytest
 import torch
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
+from gpubound.doctor.fix.repair import Target, repair
 from gpubound.doctor.price.prices import Prices, Replay
 from gpubound.doctor.record import phases as phases_module
 from gpubound.doctor.record.phases import LoaderClock, Phases, TimedPhase, batches_ahead, is_ready
+from gpubound.doctor.report.words import conclusion
 from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.doctor.rules.remedies import ANEW
 
 from .evidences import at, replace, seen
 from .tapes import Synthetic
@@ -67,7 +70,7 @@ def test_torch_s_own_iterators_are_understood():
     assert batches_ahead(plain) == 0 and not is_ready(plain)
     workers = iter(torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2, num_workers=1, prefetch_factor=3))
     assert batches_ahead(workers) == 3
-    assert {"_data_queue", "_task_info", "_rcvd_idx"} <= vars(workers).keys()
+    assert {"_data_queue", "_task_info", "_rcvd_idx", "_num_yielded", "_persistent_workers"} <= vars(workers).keys()
     next(workers)
     assert workers._rcvd_idx == 1
 
@@ -132,6 +135,47 @@ def test_a_loader_that_a_recorded_host_hides_has_its_price():
     assert diagnose(replace(evidence, workers=2)).loader == {"workers": 2, "ms": 6.1}, "both make batches all the time"
     blind = diagnose(seen(recorded, step_ms=[3.05] * 6, named_lines={"loader": line}))
     assert all(found.ms < 0.1 for found in [*blind.findings, *blind.harmless] if found.kind == "data")
+
+
+def test_workers_that_start_in_every_epoch_are_told_from_slow_ones(monkeypatch):
+    """A loader of two workers, for two epochs: what its start and its first batch take is apart."""
+    clock, now = LoaderClock(), [0.0]
+    monkeypatch.setattr(phases_module.time, "perf_counter", lambda: now[0])
+
+    def lasting(seconds: float):
+        return lambda *_: now.__setitem__(0, now[0] + seconds)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "__init__", lasting(100.0))
+    monkeypatch.delattr(_MultiProcessingDataLoaderIter, "__del__")
+    monkeypatch.setattr(_BaseDataLoaderIter, "__next__", lasting(1.0))
+    with clock:
+        for persistent in (False, True):
+            iterator = _MultiProcessingDataLoaderIter(None)
+            vars(iterator).update(_num_workers=2, _prefetch_factor=2, _persistent_workers=persistent, _rcvd_idx=0)
+            for yielded in range(4):
+                iterator._num_yielded = yielded
+                next(iterator)
+    assert clock.seconds == 208.0 and clock.starting == 201.0, "kept workers make the first batch as any other"
+
+
+def test_advice_and_what_to_expect_of_workers_that_start_anew(tmp_path):
+    tape = Synthetic()
+    for _ in range(6):
+        tape.doing("data", 2000.0, "loader").think(300.0).launch(run=20.0).step()
+    evidence = seen(tape, step_ms=[2.4] * 6, loading_ms=2.0, workers=2, named_lines={"loader": at(2, "for x in loader:")})
+    slow, anew = (diagnose(replace(evidence, starting_ms=ms)) for ms in (0.5, 1.9))
+    assert slow.findings[0].fix != ANEW and "start" not in slow.findings[0].evidence
+    assert slow.loaded_ms(4) == pytest.approx(2 * 1.9 / 4 + 0.5), "four workers take as long to start"
+    assert anew.findings[0].fix == ANEW and "1.9 ms of it while workers start" in anew.findings[0].evidence
+    assert "workers start anew" in conclusion(anew) and "num_workers" not in conclusion(anew)
+    path = tmp_path / "train.py"
+    path.write_text("loader = DataLoader(data, num_workers=2)\nfor x in loader:\n    step(x)\n")
+    target = Target("data", str(path), 2, remedy=ANEW)
+    refused = repair([target])
+    assert not refused.changes and "ask for it by name" in refused.refused[target], "more workers would start longer"
+    ((_, after),) = repair([target], ["persistent"]).changes.values()
+    assert b"num_workers=2, persistent_workers=True)" in after
+    assert repair([replace(target, remedy="")]).patches[replace(target, remedy="")].name == "loader"
 
 
 def test_a_script_without_a_loader_keeps_its_replay():

@@ -66,7 +66,7 @@ class Doctor:
     fix: bool = False
     """Show patches for the findings as one diff."""
     fix_also: str = ""
-    """With --fix: patches that change the results or the output, too: tf32, bf16, rarely, unfiltered."""
+    """With --fix: patches that change the results or the output, too: tf32, bf16, rarely, unfiltered, persistent."""
     apply: bool = False
     """With --fix: write the patches into the files."""
     prove: Annotated[int | None, tyro.conf.arg(metavar="ROUNDS")] = None

@@ -54,7 +54,7 @@ class Fix:
     apply: bool = False
     """Write the patches into the files."""
     also: str = ""
-    """Patches that change the results or the output, too: tf32, bf16, rarely, unfiltered."""
+    """Patches that change the results or the output, too: tf32, bf16, rarely, unfiltered, persistent."""
     json: bool = False
     """Print the answer as JSON."""
 

@@ -148,7 +148,8 @@ class Verdict:
     counts              `syncs` and `pageable_bytes` of a step, where they could be counted
     step                what a step is where no optimizer makes one, such as "a call of backward()"; else empty
     period              steps after which the loop repeats itself; counts are means over whole periods
-    loader              if steps wait for a DataLoader: its `workers`, and the `ms` that one needs for a step; else empty
+    loader              if steps wait for a DataLoader: its `workers`, the `ms` that one needs for a step, and the ms a step
+                        that it takes to start them in each epoch, `starting`, if it does; else empty
     rare                long steps: `steps` and `time`, the fractions that they are and take, and `times` the median; or empty
     phases              steps and seconds of each phase; `drained`: of the timed ones the first, which took old batches
     absent              what was not measured, with the reason
@@ -185,7 +186,7 @@ class Verdict:
 
     def loaded_ms(self, workers: int) -> float:
         """Return how long a step takes at least with this many workers, if its DataLoader is what it waits for; else 0."""
-        return self.loader["ms"] / max(workers, 1) if self.loader else 0.0
+        return self.loader["ms"] / max(workers, 1) + self.loader.get("starting", 0.0) if self.loader else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         content = {each.name: getattr(self, each.name) for each in fields(self)}

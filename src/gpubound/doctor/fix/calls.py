@@ -2,6 +2,7 @@
 
 import ast
 
+from ..rules.remedies import ANEW
 from .source import (
     LOOPS,
     Edit,
@@ -130,7 +131,15 @@ def _option_default(source: SourceText, value: ast.expr) -> ast.expr | None:
     return defaults[0] if uses == [read] and len(defaults) == 1 and isinstance(constant(defaults[0]), int) else None
 
 
-LOADER = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead", propose_loader)
+def propose_persistent(source: SourceText, line: int) -> list[Edit]:
+    return with_keywords(source, loader_at(source, line), persistent_workers="True")
+
+
+PERSISTENT = Patch(
+    "persistent", frozenset({"data"}), "workers live on in the next epoch", propose_persistent, equal=False, asked=True,
+    remedy=ANEW,
+)  # fmt: skip
+LOADER = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead", propose_loader, unless=ANEW)
 
 
 COPYING = ("to", "cuda")

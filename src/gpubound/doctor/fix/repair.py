@@ -15,7 +15,7 @@ from ...files import reading, replacing
 from ...formatting import hint
 from ...watch.source_line import shorten
 from ..finding import Finding, Verdict
-from .calls import BF16, COPIES, LOADER, OPTIMIZER, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
+from .calls import BF16, COPIES, LOADER, OPTIMIZER, PERSISTENT, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
 from .later import LATER
 from .libraries import ACCELERATE, PIN_LOADERS, UNFILTERED
 from .meters import METERS
@@ -29,7 +29,7 @@ SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a findi
 
 # In the order in which they are tried: what changes least comes first.
 _ORDER = (
-    READS, ELEMENTS, METERS, UNVALIDATED, UNFILTERED, WAITS, LOADER, ACCELERATE, PIN_LOADERS, PINNED,
+    READS, ELEMENTS, METERS, UNVALIDATED, UNFILTERED, WAITS, LOADER, PERSISTENT, ACCELERATE, PIN_LOADERS, PINNED,
     COPIES, STAGED, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, LATER, RARELY, TF32, BF16,
 )  # fmt: skip
 PATCHES: dict[str, Patch] = {patch.name: patch for patch in _ORDER}
@@ -157,7 +157,7 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
     for patch in PATCHES.values():
         if target.kind not in patch.kinds or (patch.pinned and not target.pinned):
             continue
-        if patch.via not in target.via or patch.remedy not in target.remedy:
+        if patch.via not in target.via or patch.remedy not in target.remedy or patch.unless == target.remedy != "":
             continue
         try:
             every = ([each + line - target.line for each in target.lines],) if patch.lines else ()

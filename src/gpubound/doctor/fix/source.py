@@ -376,3 +376,4 @@ class Patch:
     lines: bool = False  # `propose` takes all lines of the finding as well
     via: str = ""  # only for a finding through a file of this folder
     remedy: str = ""  # only for a finding with this remedy
+    unless: str = ""  # not for one with this remedy

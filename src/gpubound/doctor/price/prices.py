@@ -166,6 +166,7 @@ class Measurements:
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     loading_ms: float | None = None  # of a timed step, in the script's DataLoader
+    starting_ms: float = 0.0  # of it, while its workers start and make the first batch
     workers: int = 0  # that it has
     samples: Samples = field(default_factory=Samples)  # of the launching thread's stack, in steps that were not recorded
     memory: Mapping[str, float] = field(default_factory=dict)  # per timed step: alloc, free, retry, pin

@@ -28,7 +28,7 @@ from weakref import finalize
 
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from ...formatting import in_words
 from ...trace import hooked
@@ -85,10 +85,11 @@ class Phase:
 
 
 class LoaderClock:
-    """Inside its block, the seconds in which the thread that opened it was in a DataLoader."""
+    """Inside its block, the seconds in which the thread that opened it was in a DataLoader, and those of them in which workers
+    started and made the first batch, in every epoch unless they are persistent."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.starting = 0.0
         self.ahead = 0  # batches that workers may have made in advance
         self.waited = False  # whether a batch was not ready when it was asked for
         self.workers = 0  # of the loader that has the most
@@ -98,13 +99,24 @@ class LoaderClock:
     def __enter__(self) -> LoaderClock:
         self._home = threading.get_ident()
         self._ending.enter_context(hooked(_BaseDataLoaderIter, "__next__", self._timed))
+        self._ending.enter_context(hooked(_MultiProcessingDataLoaderIter, "__init__", self._begun))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._ending.close()
 
     def restart(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.starting = 0.0
+
+    def _begun(self, original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
+        began = time.perf_counter()
+        original(iterator, *args, **kwargs)
+        if threading.get_ident() == self._home:
+            self._add(time.perf_counter() - began, True)
+
+    def _add(self, seconds: float, starts: bool) -> None:
+        self.seconds += seconds
+        self.starting += seconds if starts else 0.0
 
     def _timed(self, original: Callable, iterator: Any) -> Any:
         if threading.get_ident() != self._home:
@@ -112,11 +124,12 @@ class LoaderClock:
         self.ahead = max(self.ahead, batches_ahead(iterator))
         self.workers = max(self.workers, getattr(iterator, "_num_workers", 0))
         self.waited |= not is_ready(iterator)
+        first = batches_ahead(iterator) > 0 and not (getattr(iterator, "_num_yielded", 1) or iterator._persistent_workers)
         began = time.perf_counter()
         try:
             return original(iterator)
         finally:
-            self.seconds += time.perf_counter() - began
+            self._add(time.perf_counter() - began, first)
 
 
 def batches_ahead(iterator: Any) -> int:
@@ -144,7 +157,8 @@ class TimedPhase(Phase):
     """
 
     step_ms: Sequence[float] = ()
-    loading_ms = 0.0  # in the loader, a step
+    loading_ms = 0.0  # in the loader, a step,
+    starting_ms = 0.0  # and of it while workers start
     workers = 0  # of the loader
 
     def __init__(self, steps: int, period: Period | None = None, name: str = "timed", seconds: float = TIMED_S):
@@ -193,6 +207,7 @@ class TimedPhase(Phase):
         timed = self.done - self.drained
         self.step_ms = [before.elapsed_time(after) for before, after in pairwise(self._events)]
         self.loading_ms, self.workers = 1e3 * self.loader.seconds / max(timed, 1), self.loader.workers
+        self.starting_ms = 1e3 * self.loader.starting / max(timed, 1)
         after = statistics()
         self.memory = {kind: (after[kind] - self._before[kind]) / max(timed, 1) for kind in after}
         super().end()
@@ -242,6 +257,7 @@ class RecordedPhase(Phase):
         gc.callbacks.append(self._collecting)
         self.ending.callback(gc.callbacks.remove, self._collecting)
         self.ending.enter_context(hooked(torch, "save", self._saving))
+        self.ending.enter_context(hooked(_MultiProcessingDataLoaderIter, "__init__", self._starting))
         if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
             dynamo.callback_handler.register_start_callback(self._compiling)
             self.ending.callback(dynamo.callback_handler.remove_start_callback, self._compiling)
@@ -281,6 +297,11 @@ class RecordedPhase(Phase):
     def _saving(self, save: Callable, *args: Any, **kwargs: Any) -> Any:
         with ANNOTATION(f"{SPAN}checkpoint|{self._named('save')}"):
             return save(*args, **kwargs)
+
+    def _starting(self, begin: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
+        """Write a span for the start of workers: torch's are of batches alone."""
+        with ANNOTATION(f"{SPAN}data|{self._named(type(iterator).__name__)}"):
+            begin(iterator, *args, **kwargs)
 
     def _compiling(self, args: Any) -> None:
         """Write a span with a line: the span that torch writes for a compilation has none."""

@@ -206,7 +206,7 @@ def _timed_and_taped(steps: Sequence[Phase], located: WatchedPhase) -> dict[str,
                 measured["plain_ms"] = median(phase.step_ms)
         elif isinstance(phase, TimedPhase) and phase.step_ms:
             measured |= {"step_ms": phase.step_ms, "memory": phase.memory, "rare": rare_steps(phase.step_ms)}
-            measured |= {"loading_ms": phase.loading_ms, "workers": phase.workers}
+            measured |= {"loading_ms": phase.loading_ms, "starting_ms": phase.starting_ms, "workers": phase.workers}
         if isinstance(phase, SampledPhase):
             measured["samples"] = phase.samples
         if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:

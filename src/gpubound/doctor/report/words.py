@@ -9,6 +9,7 @@ from ...trace import printable
 from ..finding import GPU_TIME, KINDS, Finding, Verdict
 from ..fix.calls import WORKERS
 from ..rules.diagnose import HARMLESS
+from ..rules.remedies import ANEW
 
 SHARES = {
     "busy": "GPU busy",
@@ -272,6 +273,7 @@ def clean(text: str) -> str:
 # Why a line costs time, where it is not "it", followed by the words of KINDS.
 REASONS = {
     "data": "the loader cannot keep up",
+    ANEW: "the loader's workers start anew in every epoch",
     "sync": "the host waits there for the GPU",
     "h2d": "the host waits there for a copy to the GPU",
     "d2h": "the host waits there for a read from the GPU",
@@ -300,7 +302,7 @@ def _priced(finding: Finding, ms: float, step_ms: float, verdict: Verdict) -> st
     else:
         cost = f"{share} of a step goes to {kind_of(finding)}, on no single line{work}: {_reason(finding)}."
     outcome, left = OUTCOMES.get(finding.kind, "Without it"), max(step_ms - ms, 0.0)
-    if finding.kind == "data" and verdict.loader and verdict.loader["workers"] < WORKERS:
+    if finding.kind == "data" and finding.fix != ANEW and verdict.loader and verdict.loader["workers"] < WORKERS:
         outcome, left = f"With num_workers={WORKERS}", max(left, verdict.loaded_ms(WORKERS))
     step = milliseconds(step_ms).removesuffix(" ms")
     return f"{cost} {outcome} a step takes about {milliseconds(left)} instead of {step}."
@@ -345,7 +347,7 @@ def _subject(finding: Finding) -> str:
 def _reason(finding: Finding) -> str:
     if finding.kind in EVIDENT and finding.evidence:
         return finding.evidence
-    return REASONS.get(finding.kind) or f"it {KINDS[finding.kind].does}"
+    return REASONS.get(finding.fix) or REASONS.get(finding.kind) or f"it {KINDS[finding.kind].does}"
 
 
 def _percent(share: float) -> str:

@@ -124,7 +124,9 @@ def _loader(evidence: Measurements, findings: Iterable[Finding]) -> dict[str, fl
     """Return what a DataLoader needs for a step, if steps wait for it: then its workers do nothing else."""
     if evidence.ms is None or evidence.loading_ms is None or all(finding.kind != "data" for finding in findings):
         return {}
-    return {"workers": evidence.workers, "ms": evidence.workers * evidence.ms or evidence.loading_ms}
+    making = evidence.workers * max(evidence.ms - evidence.starting_ms, 0.0)
+    starting = {"starting": evidence.starting_ms} if evidence.starting_ms else {}
+    return {"workers": evidence.workers, "ms": making or evidence.loading_ms} | starting
 
 
 HOST_TIME = frozenset({"cpu_op", "host_work", "launch_bound"})  # kinds that are the host's own time, not a wait

@@ -58,6 +58,7 @@ FACTORIES = frozenset(
 TENSORS = frozenset(("tensor", "as_tensor", "Tensor", "FloatTensor", "LongTensor", "from_numpy"))
 ON_DEVICE = "make it on the device: torch.{}(..., device=device)"
 STAGED = "copy it from pinned memory with non_blocking=True (gpubound fix writes it), all that a step needs at once"
+ANEW = "pass persistent_workers=True: workers start anew in every epoch (kept ones shuffle by other numbers from the second on)"
 PINNED = "pass pin_memory=True to the DataLoader, and non_blocking=True here"
 ACTED = "an environment needs it at once: step more environments for each read, or act with a copy of the policy on the CPU"
 COPIED = re.compile(r"\.(to|cuda|copy_|type_as)\(|tensor\(|\.from_numpy\(", re.IGNORECASE)

@@ -14,7 +14,7 @@ from ...watch.source_line import Place
 from ..finding import KINDS
 from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
-from .remedies import index_of, of_copy, of_read
+from .remedies import ANEW, index_of, of_copy, of_read
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,11 @@ def data(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     for place, spans in spans_of(evidence, "data").values():
         workers = any(WITH_WORKERS in evidence.tape.spans[n].name for n in spans)
         text = f"the host is {times * lasting(evidence, spans):.3g} ms a step in the loader"
+        anew = evidence.starting_ms > (evidence.loading_ms or 0.0) / 2
+        text += f", {evidence.starting_ms:.3g} ms of it while workers start" if anew else ""
         count = len(spans) / evidence.taped_steps
-        yield StallCandidate("data", place, count, text, spans=frozenset(spans), fix=MORE if workers else "")
+        fix = ANEW if anew else MORE if workers else ""
+        yield StallCandidate("data", place, count, text, spans=frozenset(spans), fix=fix)
 
 
 def collections(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
