@@ -13,8 +13,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpubound.doctor.record.located import LocatedPhase, MarkingLedger, SurveyPhase, WatchedPhase, unchanged
 from gpubound.doctor.record.phases import Period, Phase, Phases, RecordedPhase
+from gpubound.doctor.record.run import RunPlan, _measure
 from gpubound.doctor.record.script import StopScript
 from gpubound.doctor.record.tape import MARK
+from gpubound.errors import MeasureError
 from gpubound.watch.pretend import simgpu
 from gpubound.watch.sensors import Hook
 
@@ -46,6 +48,20 @@ def test_slow_steps_are_reported_within_a_phase(monkeypatch):
             phases.ended()
     assert [line.split(",")[0] for line in lines] == ["warm-up 1/1"] + [f"warm-up {n}/9" for n in (2, 4, 6, 8, 9)]
     assert lines[1].endswith("6 s a step")
+
+
+def test_a_script_that_is_too_short_is_told_how_many_steps_it_takes(monkeypatch):
+    """Fast steps are repeated for the time that they take: what was asked for is not what is wanted."""
+
+    class Growing(Phase):
+        def step(self):
+            super().step()
+            self.steps = 50
+
+    monkeypatch.setattr(RunPlan, "phases", lambda plan: [Growing(1), SurveyPhase(2, Period(), "located")])
+    with pytest.raises(MeasureError) as error:
+        _measure("train.py", lambda phases: [phases.ended() for _ in range(10)], RunPlan(dry=True), "")
+    assert "ended after 10 steps, wanted 52;" in str(error.value)
 
 
 def test_phases_follow_each_other_and_then_the_script_is_stopped():

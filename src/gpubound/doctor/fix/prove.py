@@ -26,12 +26,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from importlib.machinery import SourceFileLoader
-from itertools import combinations, takewhile
+from itertools import combinations, islice, takewhile
 from pathlib import Path
 from time import perf_counter
 from typing import IO, Any
@@ -322,7 +323,7 @@ def prove(
     shuffle = random.Random(seed).shuffle
     with tempfile.TemporaryDirectory(prefix="gpubound-prove-") as folder, ExitStack() as ending:
         pool = ThreadPoolExecutor(at_once)
-        ending.callback(pool.shutdown, cancel_futures=True)  # after a run that fails, no other begins
+        ending.callback(pool.shutdown, cancel_futures=True)
         patched = {}
         for number, (file, data) in enumerate(changes.items()):
             copy = Path(folder) / f"{number}.py"
@@ -336,14 +337,19 @@ def prove(
             job = replace(jobs[side], result=str(own / "result.json"), **options)
             return pool.submit(run_once, job, side, own, ranks)
 
-        begun = []
+        order: list[str] = []
         for _ in range(rounds):
-            shuffle(order := list(runs))
-            begun += [(side, begin(side)) for side in order]
-        for number, (side, running) in enumerate(begun):
-            runs[side].append(running.result())
+            shuffle(pair := list(runs))
+            order += pair
+        begun = ((side, begin(side)) for side in order)
+        running = deque(islice(begun, at_once))
+        while running:
+            side, first = running.popleft()
+            runs[side].append(first.result())
+            running.extend(islice(begun, 1))
+            number = sum(map(len, runs.values()))
             took = "" if dry else f": {in_words(runs[side][-1].step_ms / 1e3)} a step"
-            report(f"--prove: run {number + 1}/{2 * rounds}, {side}{took}")
+            report(f"--prove: run {number}/{2 * rounds}, {side}{took}")
         proof = compare_runs(runs["before"], runs["after"], 0.0 if equal else TOLERANCE, timed=not dry)
         if proof.noise <= proof.tolerance or dry:
             return proof

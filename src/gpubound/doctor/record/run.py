@@ -133,7 +133,7 @@ def _measure(
         report(f"running {name}: " + ", ".join(f"{phase.name} {phase.steps}" for phase in steps) + " steps")
     with Phases(steps, plan.keep_going, report) as phases:
         program(phases)
-    located, wanted = steps[-1], sum(phase.least for phase in steps)
+    located, wanted = steps[-1], sum(phase.steps for phase in steps)  # those that have begun know how many they take
     assert isinstance(located, WatchedPhase)
     if phases.total == 0:
         raise MeasureError(
