@@ -122,11 +122,9 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
         "harmless": [],
     }
     ran = answering(monkeypatch, verdict, ANSWER)
-    monkeypatch.setattr(
-        runner.results,
-        "provenance",
-        lambda device, command: {"gpu": "NVIDIA H200", "command": command, "date": "2026-11-29T12", "commit": "1"},
-    )
+    about, asked = {"gpu": "NVIDIA H200", "date": "2026-11-29T12", "commit": "1"}, []
+    provenance = lambda device, command: asked.append(command) or about | {"command": command}  # noqa: E731
+    monkeypatch.setattr(runner.results, "provenance", provenance)
     stages, write = [], runner.write
 
     def written(file, about, outcomes):
@@ -144,7 +142,9 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
         for plain, holds in ((0, None), (1, None), (2, None), (3, None), (3, True))
     ]
     assert (kept.start_s, kept.seconds, kept.plain_s) == (6.0, 9.0, 3.0) and kept.proof_s is not None
-    assert about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
+    assert (
+        len(asked) == 1 and about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
+    )
     assert (
         kept.beside_plain == 1.0
         and kept.plain_ms == [8.0, 8.0, 9.0]

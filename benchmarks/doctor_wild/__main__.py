@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -64,13 +64,17 @@ def main(options: Options) -> None:
     if not wanted:
         raise SystemExit("no script was measured")
     outcomes: dict[str, Outcome] = {}
+    about: dict[str, Any] = {}
+    if options.results is not None and not options.dry_run:  # asked once: git and the driver are programs, which disturb others
+        command = f"python -m benchmarks.doctor_wild FOLDER --rounds {options.rounds}"
+        about = results.provenance(torch.device("cuda"), command)
     lock, began = threading.Lock(), time.monotonic()
 
     def tell(outcome: Outcome) -> None:
         with lock:
             outcomes[outcome.name] = outcome
             print(f"{time.monotonic() - began:5.0f} s  {line_of(outcome)}", flush=True)
-            keep(options, [outcomes[script.name] for script in wanted if script.name in outcomes])
+            keep(options, about, [outcomes[script.name] for script in wanted if script.name in outcomes])
 
     with tempfile.TemporaryDirectory() as turns:
         how = Measurement(
@@ -99,11 +103,10 @@ def line_of(outcome: Outcome) -> str:
     return f"{name} {len(outcome.found)} of {every} stalls{missed}{untrue}{patches}"
 
 
-def keep(options: Options, outcomes: list[Outcome]) -> None:
+def keep(options: Options, about: dict[str, Any], outcomes: list[Outcome]) -> None:
     """Write what was measured so far, so that a run which is cut short keeps what it had."""
-    if options.results is None or options.dry_run:
+    if options.results is None or not about:
         return
-    about = results.provenance(torch.device("cuda"), f"python -m benchmarks.doctor_wild FOLDER --rounds {options.rounds}")
     file = options.results / f"wild-{results.file_of(about['gpu']).stem}.json"
     if options.eye != "doctor":
         ran = [each for each in outcomes if not each.failed]
