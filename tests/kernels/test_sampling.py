@@ -51,6 +51,12 @@ def outputs(batch: int, device, words: int | None = None) -> Into:
     return Into(emitted, draw(device, torch.bfloat16, words, 70, seed=9), torch.full((batch, 70), 5.0, device=device))
 
 
+def small_tiles(monkeypatch, tile: int) -> None:
+    """Rows of several tiles, and of several chunks of two tiles."""
+    for name, value in (("TILE", tile), ("CHUNK", tile), ("CHUNK_TILE", tile // 2)):
+        monkeypatch.setattr(fast, name, value)
+
+
 def partials(batch: int, parts: int, device) -> tuple[Tensor, Tensor]:
     """Maxima with many equals, and tokens that are not in order."""
     best = draw(device, torch.float32, batch, parts).mul(2).round()
@@ -90,11 +96,11 @@ SETTINGS = {
 @pytest.mark.parametrize("penalty", [1.0, [1.0, 1.3, 0.7, 3.0]], ids=["", "penalty"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sample_matches(name, penalty, device, monkeypatch):
-    """300 words in tiles of 128: none is whole in the last. Two rows have ties and masked words."""
-    monkeypatch.setattr(fast, "TILE", 128)
+    """300 words in tiles of 128: none is whole in the last. Two rows have ties and masked words, all of the first chunk."""
+    small_tiles(monkeypatch, 128)
     logits = 3 * draw(device, torch.float32, 4, 300)
     logits[1:3] = logits[1:3].round()
-    logits[2, ::2] = -INF
+    logits[2, ::2] = logits[2, :130] = -INF
     settings = settings_of(4, device, marks(4, 300, device), penalty=penalty, **SETTINGS[name])
     agree("sample", logits, rows_of(4, device), settings, outputs(4, device, 300), torch.zeros(4, device=device), limit=2e-6)
 
@@ -102,7 +108,7 @@ def test_sample_matches(name, penalty, device, monkeypatch):
 @BY
 def test_of_equal_logits_the_lowest_token_is_taken(by, device, monkeypatch):
     """Equal in one lane of the kernel, in two, and everywhere."""
-    monkeypatch.setattr(fast, "TILE", 64)
+    small_tiles(monkeypatch, 64)
     best, picked, sampled = torch.zeros(3, 200, device=device), outputs(3, device), outputs(3, device)
     best[0, [7, 71, 135]], best[1, [60, 140]] = 1.0, 1.0
     tokens = torch.arange(199, -1, -1, device=device, dtype=INT).repeat(3, 1)
@@ -114,7 +120,7 @@ def test_of_equal_logits_the_lowest_token_is_taken(by, device, monkeypatch):
 @pytest.mark.parametrize("words", [1, 5, 64, 130])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_sample_of_any_size(batch, words, device, monkeypatch):
-    monkeypatch.setattr(fast, "TILE", 64)
+    small_tiles(monkeypatch, 64)
     settings = settings_of(batch, device, top_p=[0.9, 1.0][:batch])
     padded = torch.full((batch, words + 3), NAN, device=device)  # rows of a wider buffer
     padded[:, :words] = draw(device, torch.float32, batch, words)
@@ -203,15 +209,17 @@ def compile_all() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
 def test_both_compile():
     printed = apart("from tests.kernels.test_sampling import compile_all; compile_all()")
-    assert printed.split() == ["_sample_kernel", "_pick_kernel"] * 2
+    assert printed.split() == ["_chunks_kernel", "_sample_kernel", "_pick_kernel"] * 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("words", [32768, 128256, 151936])
-def test_large_vocabularies_on_the_gpu(words):
+@pytest.mark.parametrize("mixed", [False, True])
+def test_large_vocabularies_on_the_gpu(words, mixed):
     device = torch.device("cuda")
     logits = 4 * draw(device, torch.float32, 32, words)
-    options = {name: values * 8 for name, values in MIXED.items()} | {"penalty": [1.0, 1.2] * 16}
+    options = {name: values * 8 for name, values in MIXED.items()} if mixed else {"temperature": [0.0, 0.7, 1.0, 1.3] * 8}
+    options["penalty"] = [1.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2, 1.2] * 4
     settings = settings_of(32, device, marks(32, words, device), **options)
     out = outputs(32, device, words)
     agree("sample", logits, rows_of(32, device), settings, out, torch.zeros(32, device=device), limit=2e-6)

@@ -12,7 +12,7 @@ from gpubound.kernels.triton import sampling as fast
 from gpubound.kernels.triton.sampling import _finish, _keep, _noise
 
 from .cases import definitions, draw
-from .test_sampling import BY, INF, marks, outputs, rows_of, settings_of
+from .test_sampling import BY, INF, marks, outputs, rows_of, settings_of, small_tiles
 
 reference = definitions("sampling")
 
@@ -72,7 +72,7 @@ def test_the_same_token_in_any_slot_batch_and_tile(by, device, monkeypatch):
     options = {"top_p": [1.0, 0.9, 1.0, 0.7], "seed": [3, 3, -5, 1 << 40], "row": [0, 1, 0, 6]}
     drawn = []
     for order, tile in (([0, 1, 2, 3], 128), ([3, 1, 0, 2], 64), ([2], 512)):
-        monkeypatch.setattr(fast, "TILE", tile)
+        small_tiles(monkeypatch, tile)
         picked = {name: [values[i] for i in order] for name, values in options.items()}
         rows, out = rows_of(len(order), device, position=[3 + i for i in order]), outputs(len(order), device)
         by.sample(logits[order], rows, settings_of(len(order), device, **picked), out)

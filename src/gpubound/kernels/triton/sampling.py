@@ -1,8 +1,10 @@
-"""Choice of the next token and the step of a row: one program a row, in one launch.
+"""Choice of the next token and the step of a row.
 
-`sample` reads the logits once for the largest, and once more for the race of kernels/sampling.py. Under top-k, top-p or min-p
-the second pass compacts the candidates instead; the thresholds are searched and the race is run among them. Disabled settings
-are skipped at run time, by their values on the device.
+`sample` has two launches. The programs of the first take a chunk of a row each. They read its logits once, for the largest, the
+sum of exponentials of a log-probability, and the race of kernels/sampling.py. The second has a program a row, which compares
+the chunks. Under top-k, top-p or min-p it reads the row itself: one pass finds the largest, another sets candidates aside, the
+thresholds are searched and the race is run among them. Disabled settings are skipped at run time, by their values on the
+device. Chunks are of one size, so that a row's bits do not depend on how many others there are.
 
 A row is read in tiles, and results are kept for each lane until the end: reductions over a program are rare. Values are scaled
 so that the largest is 0. With 32 bits of noise an E_v is between 1.2e-10 and 22.9, so a token below log(1.2e-10 / 22.9) = -26.0
@@ -19,6 +21,7 @@ from ..sampling import Into, Rows, Settings, changed
 from ._launch import bump_versions, options
 
 FLOOR = tl.constexpr(-27.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 NOBODY = tl.constexpr(2**31 - 1)  # above every token
 # A pass of the search divides its interval by four, so 48 divide 27 by 2^96. Two scaled values are never closer than that.
 PASSES = tl.constexpr(48)
@@ -42,14 +45,19 @@ def _leader(best, arg):
 
 
 @triton.jit
-def _logits(logits_ptr, seen_ptr, penalty, i, V):
-    """Logits `i` with the penalty; -inf beyond the vocabulary."""
-    z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf"))
+def _penalised(z, seen_ptr, penalty, i, V):
+    """The logits z of tokens `i` with the penalty."""
     if seen_ptr is not None:  # noqa: SIM102  this is a constant of the compiler, the penalty a number on the device
         if penalty != 1.0:
             seen = tl.load(seen_ptr + i, mask=i < V, other=0)
             z = tl.where(seen != 0, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
     return z
+
+
+@triton.jit
+def _logits(logits_ptr, seen_ptr, penalty, i, V):
+    """Logits `i` with the penalty; -inf beyond the vocabulary."""
+    return _penalised(tl.load(logits_ptr + i, mask=i < V, other=float("-inf")), seen_ptr, penalty, i, V)
 
 
 @triton.jit
@@ -164,36 +172,41 @@ def _keep(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V,
 
 @triton.jit
 def _noise(seed, position, row, quad):
-    """32 bits for each token of the quads: counter `quad` has a word for each of its four."""
-    zero = quad * 0
-    w0, w1, w2, w3 = tl.philox(seed, quad, zero + position, zero + row, zero)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [quad.shape[0], 4])
+    """32 bits for each token of the quads: counter `quad` has a word for each of its four. Philox 4x32-10: with products of 64
+    bits, which are one instruction, where tl.philox has two for the halves."""
+    c0, c3 = quad.to(tl.uint32), (quad * 0).to(tl.uint32)
+    c1, c2 = c3 + position.to(tl.uint32), c3 + row.to(tl.uint32)
+    k0, k1 = seed.to(tl.uint64) & 0xFFFFFFFF, seed.to(tl.uint64) >> 32
+    for _ in tl.static_range(10):
+        a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (b >> 32).to(tl.uint32) ^ c1 ^ k0.to(tl.uint32), b.to(tl.uint32)
+        c2, c3 = (a >> 32).to(tl.uint32) ^ c3 ^ k1.to(tl.uint32), a.to(tl.uint32)
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [quad.shape[0], 4])
 
 
 @triton.jit
-def _finish(bits, z):
-    """When a token finishes, made negative so that the largest wins: E = -log(1 - u) for u = (bits + 1/2) / 2^32.
+def _exponential(bits):
+    """-E for E = -log(1 - u), u = (bits + 1/2) / 2^32.
 
     All digits at both ends: 1 - u is counted from the other end of the bits, and small u have a series.
     """
     u = bits.to(tl.float32) * 2.0**-32 + 2.0**-33
     rest = (bits ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32 + 2.0**-33
     series = u * (1.0 + u * (1.0 / 2 + u * (1.0 / 3 + u * (1.0 / 4 + u * (1.0 / 5)))))
-    return tl.where(u < 1.0 / 32, -series, tl.log(rest)) * tl.exp(-tl.maximum(z, FLOOR))
+    return tl.where(u < 1.0 / 32, -series, tl.log(rest))
 
 
 @triton.jit
-def _race(logits_ptr, seen_ptr, penalty, top, inverse, V, seed, position, row, BLOCK: tl.constexpr):
-    """The first of all tokens."""
-    best = tl.full([BLOCK // 4, 4], float("-inf"), tl.float32)
-    arg = tl.full([BLOCK // 4, 4], NOBODY, tl.int32)
-    for start in range(0, V, BLOCK):
-        i = start + _quads(BLOCK)
-        z = (_logits(logits_ptr, seen_ptr, penalty, i, V) - top) * inverse
-        bits = _noise(seed, position, row, start // 4 + tl.arange(0, BLOCK // 4))
-        best, arg = _lead(tl.where(z >= FLOOR, _finish(bits, z), float("-inf")), i, best, arg)
-    _, token = _leader(best, arg)
-    return token
+def _power(x):
+    """exp(x): tl.exp takes five instructions, this two."""
+    return tl.exp2(x * LOG2_E)
+
+
+@triton.jit
+def _finish(bits, z):
+    """When a token finishes, made negative so that the largest wins."""
+    return _exponential(bits) * tl.exp(-tl.maximum(z, FLOOR))
 
 
 @triton.jit
@@ -213,6 +226,7 @@ def _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row,
 
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
+CHUNK, CHUNK_TILE, CHUNK_WARPS = 4096, 256, 1  # elements of a program of the first launch; those that it takes at a time
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the
 # next place of a ring of tokens, would have the kernel compiled again in the middle of a capture.
 ROWS = [f"{name}_ptr" for name in (*Rows._fields, *Settings._fields[:-1], "emitted", "logprob")]
@@ -229,6 +243,140 @@ def _start(DEPENDENT: tl.constexpr):
 @triton.jit
 def _finite(x):
     return (x > float("-inf")) & (x < float("inf"))  # false for NaN
+
+
+@triton.jit
+def _filtered(top_k, top_p, min_p, V):
+    """Whether some tokens may not be drawn."""
+    return ((top_k > 0) & (top_k < V)) | (top_p < 1.0) | (min_p > 0.0)
+
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least finite number: differences from it are no NaN
+HIGHEST, LATEST = tl.constexpr(1e30), tl.constexpr(1e18)  # of a logit that others are relative to, and of a time
+MOST = tl.constexpr(1e4)  # of a share of a value that is larger than the one it is relative to: log-probabilities lose digits
+
+
+@triton.jit
+def _share(x):
+    """exp(x), or more than MOST: of NaN and infinity, too."""
+    return _power(tl.minimum(x, 40.0))
+
+
+@triton.jit
+def _shrunk(before, after, inverse):
+    """What a share becomes that was relative to the value `before`, and is to `after`, which is larger or equal."""
+    return _power(tl.maximum(before - after, -1e8) * inverse)  # times an inverse of 1e30 it is finite
+
+
+@triton.jit
+def _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
+    """Of a chunk: (a logit, Σ exp(logit - it), the largest penalised logit, the same, its token)."""
+    high, mass = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    arg = tl.full([BLOCK], NOBODY, tl.int32)
+    for start in range(begin, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf"))
+        part = _share(z - high)
+        if tl.max((part > MOST).to(tl.int32), 0) != 0:
+            higher = tl.minimum(tl.max(z, 0), HIGHEST)
+            mass *= _shrunk(high, higher, 1.0)
+            high, part = higher, _power(z - higher)
+        mass += part
+        z = _penalised(z, seen_ptr, penalty, i, V)
+        best, arg = tl.where(z > best, z, best), tl.where(z > best, i, arg)
+    top, token = _leader(best, arg)
+    return high, tl.sum(mass, 0), top, top, token
+
+
+@triton.jit
+def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position, row, PLAIN: tl.constexpr,
+          BLOCK: tl.constexpr):  # fmt: skip
+    """Of a chunk: (a logit, Σ exp(logit - it), a penalised logit, 1 / the time of the first token where that logit's p is 1,
+    that token).
+
+    What is drawn is computed to all digits where a token could be the first, in few tiles: E is above u. PLAIN: without a
+    penalty, and at temperature 1.
+    """
+    high, mass = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK // 4, 4], tl.float32)
+    top, soonest = tl.full([], LOWEST, tl.float32), tl.full([], LATEST, tl.float32)
+    token = tl.full([], NOBODY, tl.int32)
+    for start in range(begin, end, BLOCK):
+        i = start + _quads(BLOCK)
+        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf"))
+        part = _share(z - high)
+        share = part
+        if not PLAIN:
+            share = _share(tl.minimum(_penalised(z, seen_ptr, penalty, i, V) - top, 1e8) * inverse)
+        bits = _noise(seed, position, row, start // 4 + tl.arange(0, BLOCK // 4))
+        ahead = bits.to(tl.float32) * (2.0**-32 * 0.9999) < share * soonest
+        if tl.max(tl.max((ahead | (part > MOST) | (share > MOST)).to(tl.int32), 1), 0) != 0:
+            higher = tl.minimum(tl.maximum(high, tl.max(z)), HIGHEST)
+            mass *= _shrunk(high, higher, 1.0)
+            high, part = higher, _power(z - higher)
+            share = part
+            if not PLAIN:
+                z = _penalised(z, seen_ptr, penalty, i, V)
+                higher = tl.minimum(tl.maximum(top, tl.max(z)), HIGHEST)
+                share = _power((z - higher) * inverse)
+            times = -_exponential(bits) / tl.maximum(share, 1 / LATEST)
+            soonest, top = tl.minimum(soonest / tl.maximum(_shrunk(top, higher, inverse), 1 / LATEST), LATEST), higher
+            first = tl.min(times)
+            token = tl.where(first < soonest, tl.min(tl.where(times == first, i, NOBODY)), token)
+            soonest = tl.minimum(first, soonest)
+        mass += part
+    return high, tl.sum(mass), top, 1.0 / soonest, token
+
+
+@triton.jit(do_not_specialize_on_alignment=ROWS)
+def _chunks_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, position_ptr,
+                   alive_ptr, seen_ptr, found_ptr, arg_ptr, stride, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    """Leave in found_ptr (rows, chunks, 4) and arg_ptr what `_race` or `_greedy` return of a chunk."""
+    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits_ptr += b * stride
+    if seen_ptr is not None:
+        seen_ptr += b * V
+    _start(DEPENDENT)
+    temperature = tl.load(temperature_ptr + b)
+    filtered = _filtered(tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b), V) & (temperature > 0.0)
+    if (tl.load(alive_ptr + b) != 0) & (filtered == 0):
+        penalty, begin = tl.load(penalty_ptr + b), chunk * CHUNK
+        end = tl.minimum(begin + CHUNK, V)
+        if temperature > 0.0:
+            inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
+            seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
+            if (inverse == 1.0) & (penalty == 1.0):
+                high, mass, top, share, token = _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
+                                                      row, True, BLOCK)  # fmt: skip
+            else:
+                high, mass, top, share, token = _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
+                                                      row, False, BLOCK)  # fmt: skip
+        else:
+            high, mass, top, share, token = _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK)
+        at = b * tl.num_programs(1) + chunk
+        tl.store(found_ptr + 4 * at, high)
+        tl.store(found_ptr + 4 * at + 1, mass)
+        tl.store(found_ptr + 4 * at + 2, top)
+        tl.store(found_ptr + 4 * at + 3, share)
+        tl.store(arg_ptr + at, token)
+
+
+@triton.jit
+def _first(found_ptr, arg_ptr, begin, chunks, temperature, inverse, CHUNKS: tl.constexpr):
+    """Compare the chunks of a row: (its token, whether the logits are finite, the largest of them, Σ exp(logit - largest))."""
+    i = tl.arange(0, CHUNKS)
+    at, mask = found_ptr + 4 * (begin + i), i < chunks
+    largest = tl.load(at, mask=mask, other=LOWEST)
+    masses = tl.load(at + 1, mask=mask, other=0.0)
+    best = tl.load(at + 2, mask=mask, other=LOWEST)
+    share = tl.load(at + 3, mask=mask, other=LOWEST)
+    top, highest = tl.max(best, 0), tl.max(largest, 0)
+    mass = tl.sum(masses * _shrunk(largest, highest, 1.0), 0)  # 0 if all are -inf, NaN if one is NaN or infinite
+    if temperature > 0.0:
+        share *= _shrunk(best, top, inverse)
+    _, token = _leader(share, tl.load(arg_ptr + begin + i, mask=mask, other=NOBODY))
+    return token, (mass > 0.0) & _finite(mass) & _finite(top), highest, mass
 
 
 @triton.jit
@@ -308,8 +456,8 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, token_ptr,
                    position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, logprob_ptr, embed_ptr, x_ptr,
-                   values_ptr, quads_ptr, stride, V, words, H, stops, STOPS: tl.constexpr, BLOCK: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
+                   found_ptr, arg_ptr, values_ptr, quads_ptr, stride, V, chunks, words, H, stops,
+                   CHUNKS: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     logits_ptr += b * stride
     values_ptr += b * tl.cdiv(V, BLOCK) * BLOCK
@@ -320,28 +468,29 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     token = tl.load(token_ptr + b)
     logprob = tl.full([], float("nan"), tl.float32)
     if tl.load(alive_ptr + b) != 0:
-        penalty = tl.load(penalty_ptr + b)
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        arg = tl.full([BLOCK], NOBODY, tl.int32)
-        for start in range(0, V, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            best, arg = _lead(_logits(logits_ptr, seen_ptr, penalty, i, V), i, best, arg)
-        top, drawn = _leader(best, arg)
-        good = _finite(top)
-        if good:
-            temperature = tl.load(temperature_ptr + b)
-            if temperature > 0.0:
-                inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
+        temperature = tl.load(temperature_ptr + b)
+        inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
+        top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
+        if _filtered(top_k, top_p, min_p, V) & (temperature > 0.0):
+            penalty = tl.load(penalty_ptr + b)
+            best = tl.full([BLOCK], float("-inf"), tl.float32)
+            arg = tl.full([BLOCK], NOBODY, tl.int32)
+            for start in range(0, V, BLOCK):
+                i = start + tl.arange(0, BLOCK)
+                best, arg = _lead(_logits(logits_ptr, seen_ptr, penalty, i, V), i, best, arg)
+            top, drawn = _leader(best, arg)
+            good = _finite(top)
+            if good:
                 seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
-                top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
-                if ((top_k > 0) & (top_k < V)) | (top_p < 1.0) | (min_p > 0.0):
-                    count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V, best,
-                                                top_k, top_p, min_p, BLOCK)  # fmt: skip
-                    drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
-                else:
-                    drawn = _race(logits_ptr, seen_ptr, penalty, top, inverse, V, seed, position, row, BLOCK)
-            if logprob_ptr is not None:
-                logprob = _logprob(logits_ptr, drawn, V, BLOCK)
+                count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V, best,
+                                            top_k, top_p, min_p, BLOCK)  # fmt: skip
+                drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
+                if logprob_ptr is not None:
+                    logprob = _logprob(logits_ptr, drawn, V, BLOCK)
+        else:
+            drawn, good, highest, mass = _first(found_ptr, arg_ptr, b * chunks, chunks, temperature, inverse, CHUNKS)
+            if (logprob_ptr is not None) & good:
+                logprob = tl.load(logits_ptr + drawn) - highest - tl.log(mass)
         _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
                  V, stops, STOPS)  # fmt: skip
         token = tl.where(good, drawn, token)
@@ -379,13 +528,23 @@ def sample(
 ) -> tuple[Tensor, ...]:
     *scalars, seen = settings
     emitted, embed, x = into
-    shape, launch = _plan(logits.shape[1], x, rows.stops, dependent)
-    room = len(logits) * cdiv(logits.shape[1], shape[2]) * shape[2]  # for what is set aside; at worst everything
-    values = torch.empty(room, device=logits.device, dtype=torch.float32)
-    quads = torch.empty(room // 4, device=logits.device, dtype=torch.int32)
-    _sample_kernel[(len(logits),)](
-        logits, *scalars, *rows, emitted, seen, logprob, embed, x, values, quads, logits.stride(0), logits.shape[1],
-        *_shape(embed), *shape, **launch,
+    (batch, words), device = logits.shape, logits.device
+    shape, launch = _plan(words, x, rows.stops, dependent)
+    tile = min(CHUNK_TILE, shape[2])
+    chunk = min(CHUNK, cdiv(words, tile) * tile)
+    chunks = cdiv(words, chunk)
+    found = torch.empty(batch * chunks, 4, device=device, dtype=torch.float32)
+    arg = torch.empty(batch * chunks, device=device, dtype=torch.int32)
+    _chunks_kernel[(batch, chunks)](
+        logits, *scalars, rows.position, rows.alive, seen, found, arg, logits.stride(0), words, chunk, tile,
+        **options(CHUNK_WARPS, dependent),
+    )  # fmt: skip
+    room = batch * cdiv(words, shape[2]) * shape[2]  # for what is set aside; at worst everything
+    values = torch.empty(room, device=device, dtype=torch.float32)
+    quads = torch.empty(room // 4, device=device, dtype=torch.int32)
+    _sample_kernel[(batch,)](
+        logits, *scalars, *rows, emitted, seen, logprob, embed, x, found, arg, values, quads, logits.stride(0), words, chunks,
+        *_shape(embed), shape[0], power_of_two(chunks), *shape[1:], **launch,
     )  # fmt: skip
     written = changed(rows, emitted, seen, logprob, x)
     bump_versions(*written)
