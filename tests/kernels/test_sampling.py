@@ -95,14 +95,21 @@ SETTINGS = {
 
 @pytest.mark.parametrize("penalty", [1.0, [1.0, 1.3, 0.7, 3.0]], ids=["", "penalty"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sample_matches(name, penalty, device, monkeypatch):
+def test_sample_matches(name, penalty, device, monkeypatch, dtype=torch.float32):
     """300 words in tiles of 128: none is whole in the last. Two rows have ties and masked words, all of the first chunk."""
     small_tiles(monkeypatch, 128)
     logits = 3 * draw(device, torch.float32, 4, 300)
     logits[1:3] = logits[1:3].round()
     logits[2, ::2] = logits[2, :130] = -INF
     settings = settings_of(4, device, marks(4, 300, device), penalty=penalty, **SETTINGS[name])
-    agree("sample", logits, rows_of(4, device), settings, outputs(4, device, 300), torch.zeros(4, device=device), limit=2e-6)
+    out, logprob = outputs(4, device, 300), torch.zeros(4, device=device)
+    agree("sample", logits.to(dtype), rows_of(4, device), settings, out, logprob, limit=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["greedy", "temperature", "top-p"])
+def test_logits_in_16_bits_are_what_they_are_in_32(name, dtype, device, monkeypatch):
+    test_sample_matches(name, 1.0, device, monkeypatch, dtype)
 
 
 @BY
@@ -255,7 +262,7 @@ def test_errors():
     best, arg, into = torch.zeros(2, 5), torch.zeros(2, 5, dtype=INT), Into(out.emitted)
     refusals(
         "kernels/sampling:errors",
-        lambda: kernels.sample(logits.half(), rows, settings, into),
+        lambda: kernels.sample(logits.double(), rows, settings, into),
         lambda: kernels.sample(logits, rows._replace(alive=rows.alive.bool()), settings, into),
         lambda: kernels.sample(logits, rows, settings._replace(seed=rows.token), into),
         lambda: kernels.sample(logits, rows, settings_of(2, "cpu", marks(2, 39, "cpu")), into),

@@ -72,7 +72,6 @@ class ExactRunner(ViewRunner):
         needed = Cache(config, layers, live.dtype, torch.device("meta")).nbytes + 4 * config.max_batch * self.vocab
         check_room(needed, self.device, config)
         self.cache = Cache(config, layers, live.dtype, self.device)
-        self.logits = torch.zeros(config.max_batch, self.vocab, device=self.device, dtype=torch.float32)
         self.scale: Tensor | None = None  # of the hidden states before the head, one for each row
         self._try()
 
@@ -80,15 +79,19 @@ class ExactRunner(ViewRunner):
     def grouped(self) -> Cache:
         return self.cache
 
-    @torch.no_grad()
     def step(self, token: Tensor, position: Tensor) -> Tensor:
+        return self.forward(token, position).float()
+
+    @torch.no_grad()
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """Return the logits of a step in the model's dtype, as the trainer reads them."""
         start = position.clamp(max=self.max_length - 1)
         rows = len(token)
         hidden = self._hidden(token[:, None], start, self._blocks(rows), self.cache.shared_by(rows))[:, 0]
         if self.scale is not None:
             hidden = (hidden.float() * self.scale[: len(hidden), None]).to(hidden.dtype)
-        self.output = self._head(hidden)  # in the model's dtype, as the trainer reads it
-        return self.logits[: len(token)].copy_(self.output)
+        self.output = self._head(hidden)
+        return self.output
 
     def logprobs(self, token: Tensor) -> Tensor:
         """Return the log-probability of each row's token (B,) by the last step's logits, NaN where it is -1."""
@@ -193,7 +196,7 @@ class ExactStepper(Stepper):
         settings, body.cache.sharing = slots.choice(slice(rows), variant.penalty), variant.shared
         for step in range(steps):
             body.scale = slots.scale[:rows] if variant.tempered else None
-            logits, emitted = body.step(state.token, state.position), slots.emitted[step, :rows]
+            logits, emitted = body.forward(state.token, state.position), slots.emitted[step, :rows]
             choose(body, logits, state, settings, into_body(body, emitted))
             if variant.logprobs:
                 slots.logprobs[step, :rows] = body.logprobs(emitted)

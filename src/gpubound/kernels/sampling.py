@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import implementation, require
-from .registry import definition, doubles, draw, ints
+from .dispatch import SIXTEEN_BITS, implementation, require
+from .registry import definition, doubles, draw, frozen, ints
 
 
 class Rows(NamedTuple):
@@ -95,7 +95,8 @@ def pick_reference(
 def sample(
     logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
-    """Draw a token per row from the logits (B, V) by the row's settings. Then `rows` take their step, as in `pick`.
+    """Draw a token per row from the logits (B, V), in fp32 or 16 bits, by the row's settings. Then `rows` take their step, as
+    in `pick`.
 
     The settings apply in this order: repetition penalty, temperature, top-k, top-p of what is left, min-p. The draw depends
     on seed, row, position and logits alone, so it is the same in any slot, batch and graph.
@@ -104,9 +105,10 @@ def sample(
 
     Returns what it changed: emitted, token, position, alive, bad, then seen, logprob and x where given.
     """
-    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1 or not logits.shape[1]:
+    known = logits.dtype in (torch.float32, *SIXTEEN_BITS)
+    if logits.dim() != 2 or not known or logits.stride(1) != 1 or not logits.shape[1]:
         raise ValueError(
-            f"sample: logits must be a torch.float32 matrix (B, V) whose rows are dense, got {logits.dtype} "
+            f"sample: logits must be a matrix (B, V) in torch.float32 or 16 bits whose rows are dense, got {logits.dtype} "
             f"{tuple(logits.shape)} with strides {logits.stride()}; cast or copy them into one buffer."
         )
     batch, words = logits.shape
@@ -120,11 +122,12 @@ def sample(
     return implementation("sample", logits)(logits, rows, settings, into, logprob, dependent)
 
 
-@definition(lambda g: (draw(g, 4, 300).detach(), example_rows(), _settings(), _into(g)))
+@definition(lambda g: (frozen(draw(g, 4, 300)), example_rows(), _settings(), _into(g)))
 @torch.no_grad()
 def sample_reference(
     logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled, top = _scaled(logits, settings)
     warm, sampled = settings.temperature > 0, scaled.argmax(1)
     if warm.device.type != "cpu" or warm.any():  # noise for a vocabulary takes a CPU longer than all else; a GPU is not asked

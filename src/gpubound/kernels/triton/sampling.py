@@ -57,7 +57,7 @@ def _penalised(z, seen_ptr, penalty, i, V):
 @triton.jit
 def _logits(logits_ptr, seen_ptr, penalty, i, V):
     """Logits `i` with the penalty; -inf beyond the vocabulary."""
-    return _penalised(tl.load(logits_ptr + i, mask=i < V, other=float("-inf")), seen_ptr, penalty, i, V)
+    return _penalised(tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32), seen_ptr, penalty, i, V)
 
 
 @triton.jit
@@ -247,7 +247,7 @@ def _finite(x):
 
 @triton.jit
 def _filtered(top_k, top_p, min_p, V):
-    """Whether some tokens may not be drawn."""
+    """Return whether some tokens may not be drawn."""
     return ((top_k > 0) & (top_k < V)) | (top_p < 1.0) | (min_p > 0.0)
 
 
@@ -264,19 +264,19 @@ def _share(x):
 
 @triton.jit
 def _shrunk(before, after, inverse):
-    """What a share becomes that was relative to the value `before`, and is to `after`, which is larger or equal."""
+    """Return the factor of a share that was relative to the value `before`, and is to `after`, which is larger or equal."""
     return _power(tl.maximum(before - after, -1e8) * inverse)  # times an inverse of 1e30 it is finite
 
 
 @triton.jit
 def _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
-    """Of a chunk: (a logit, Σ exp(logit - it), the largest penalised logit, the same, its token)."""
+    """Return of a chunk (a logit, Σ exp(logit - it), the largest penalised logit, the same, its token)."""
     high, mass = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     arg = tl.full([BLOCK], NOBODY, tl.int32)
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf"))
+        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32)
         part = _share(z - high)
         if tl.max((part > MOST).to(tl.int32), 0) != 0:
             higher = tl.minimum(tl.max(z, 0), HIGHEST)
@@ -292,8 +292,8 @@ def _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
 @triton.jit
 def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position, row, PLAIN: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
-    """Of a chunk: (a logit, Σ exp(logit - it), a penalised logit, 1 / the time of the first token where that logit's p is 1,
-    that token).
+    """Return of a chunk (a logit, Σ exp(logit - it), a penalised logit, 1 / the time of the first token where that logit's p is
+    1, that token).
 
     What is drawn is computed to all digits where a token could be the first, in few tiles: E is above u. PLAIN: without a
     penalty, and at temperature 1.
@@ -303,7 +303,7 @@ def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
     token = tl.full([], NOBODY, tl.int32)
     for start in range(begin, end, BLOCK):
         i = start + _quads(BLOCK)
-        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf"))
+        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32)
         part = _share(z - high)
         share = part
         if not PLAIN:
@@ -386,12 +386,12 @@ def _logprob(logits_ptr, token, V, BLOCK: tl.constexpr):
     mass = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf"))
+        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(top, z)
         mass = mass * tl.exp(top - higher) + tl.exp(z - higher)
         top = higher
     highest = tl.max(top, 0)
-    return tl.load(logits_ptr + token) - highest - tl.log(tl.sum(mass * tl.exp(top - highest), 0))
+    return tl.load(logits_ptr + token).to(tl.float32) - highest - tl.log(tl.sum(mass * tl.exp(top - highest), 0))
 
 
 @triton.jit
@@ -490,7 +490,7 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
         else:
             drawn, good, highest, mass = _first(found_ptr, arg_ptr, b * chunks, chunks, temperature, inverse, CHUNKS)
             if (logprob_ptr is not None) & good:
-                logprob = tl.load(logits_ptr + drawn) - highest - tl.log(mass)
+                logprob = tl.load(logits_ptr + drawn).to(tl.float32) - highest - tl.log(mass)
         _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
                  V, stops, STOPS)  # fmt: skip
         token = tl.where(good, drawn, token)
