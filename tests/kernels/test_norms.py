@@ -102,6 +102,23 @@ def test_non_contiguous_input(op, device):
                    for t in arguments_of(op, device, FP32, 6, 64)), TOLERANCE[FP32])  # fmt: skip
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_heads_of_a_product_are_normed_where_they_are(tokens, device, monkeypatch):
+    """Without a gradient; with one, backward reads the copy."""
+    read, walk = [], fast.walk
+    monkeypatch.setattr(fast, "walk", lambda *a, **named: (read.append(a[5][0].data_ptr()), walk(*a, **named))[1])
+    product, weight = draw(device, FP32, 2, tokens, 7 * 24), draw(device, FP32, 24, seed=1).requires_grad_()
+    heads = product[..., 48:120].unflatten(-1, (3, 24))
+    with torch.no_grad():
+        y = fast.rms_norm(heads, weight)
+    assert (
+        y.is_contiguous()
+        and torch.equal(y, fast.rms_norm(heads, weight))
+        and torch.equal(y, fast.rms_norm(heads.clone(), weight))
+    )
+    assert [at == heads.data_ptr() for at in read] == [True, False, False]
+
+
 def test_non_contiguous_weight(device):
     x, weight = draw(device, FP32, 6, 64), draw(device, FP32, 64, 2, seed=1)[:, 0].requires_grad_()
     got, want = (op(x, weight, 1e-5) for op in (fast.rms_norm, reference.rms_norm))

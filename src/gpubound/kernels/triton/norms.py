@@ -9,6 +9,7 @@ normed row and g = dy · weight,
 Only the required gradients are computed: a frozen weight costs no sums (LoRA), an input without a gradient no store.
 """
 
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -21,11 +22,12 @@ from ._math import add_both
 from ._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps,
+@triton.jit(do_not_specialize=["rows", "beside"])
+def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps, beside, gap,
                          COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr,
                          ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                          OFFSET: tl.constexpr = 0.0):  # fmt: skip
+    """gap: elements of x after each `beside` of its rows, as between two tokens' heads in a product of several weights."""
     if WEIGHT:
         w = _columns(w_ptr, COLS, BLOCK)
         if OFFSET != 0.0:
@@ -34,7 +36,7 @@ def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rst
         b = _columns(b_ptr, COLS, BLOCK)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
-        x = _tile_of(x_ptr, at, mask, HINT)
+        x = _tile_of(x_ptr, at if gap is None else at + (row // beside).to(tl.int64)[:, None] * gap, mask, HINT)
         if ADD:
             x += _tile_of(r_ptr, at, mask, HINT)
             s = x.to(s_ptr.dtype.element_ty)
@@ -110,18 +112,20 @@ class _Norm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, offset, centre):
+    def forward(ctx, x, residual, weight, bias, eps, offset, centre, strided=False):
         if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
             ctx.set_materialize_grads(False)
-        x, r = x.contiguous(), None if residual is None else residual.contiguous()
-        s, y = x if r is None else torch.empty_like(x), torch.empty_like(x if r is None else r)
+        r = None if residual is None else residual.contiguous()
+        beside, gap = _gap(x) if strided else (1, 0)
+        x = x if gap else x.contiguous()
+        s, y = x if r is None else torch.empty_like(x), x.new_empty(x.shape) if r is None else torch.empty_like(r)
         w, b = (x if t is None else t.contiguous() for t in (weight, bias))
         rstd = torch.empty(prod(x.shape[:-1]), device=x.device, dtype=torch.float32)
         mean = torch.empty_like(rstd) if centre else None
         walk(
             _norm_forward_kernel, _op(centre, r), "forward", x, 0,
-            (x, x if r is None else r, w, b, s, y, rstd if mean is None else mean, rstd), eps=eps, ADD=r is not None,
-            CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None, OFFSET=offset,
+            (x, x if r is None else r, w, b, s, y, rstd if mean is None else mean, rstd), eps=eps, beside=beside,
+            gap=gap or None, ADD=r is not None, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None, OFFSET=offset,
         )  # fmt: skip
         ctx.save_for_backward(s, weight, mean, rstd)
         ctx.offset = offset
@@ -134,7 +138,7 @@ class _Norm(torch.autograd.Function):
         centre = mean is not None
         first_order_only(_op(centre, None))
         if dy is None:
-            return ds, ds, None, None, None, None, None
+            return ds, ds, None, None, None, None, None, None
         need_x, need_residual, need_dw, need_db, *_ = ctx.needs_input_grad
         need_dx, sums = need_x or need_residual, need_dw + need_db
         dy, ds = dy.contiguous(), None if ds is None else ds.contiguous()
@@ -148,7 +152,18 @@ class _Norm(torch.autograd.Function):
         owners = [owner for owner, needed in zip(ctx.small, (need_dw, need_db)) if needed]
         args = deliver_parts(parts, owners) if owners else ()
         dw, db = args[0] if need_dw else None, args[-1] if need_db else None
-        return dx, dx if need_residual else None, dw, db, None, None, None
+        return dx, dx if need_residual else None, dw, db, None, None, None, None
+
+
+def _gap(x: Tensor) -> tuple[int, int]:
+    """Return how many rows of x (..., H, C) lie side by side, and how many elements lie between them and the next ones; 1 and 0
+    of a tensor that is contiguous, or must be made so."""
+    if x.is_contiguous() or x.dim() < 3 or x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
+        return 1, 0
+    outer = [(size, step) for size, step in zip(x.shape[:-2], x.stride()[:-2]) if size > 1]  # of one, any step
+    if any(before[1] != size * step for before, (size, step) in pairwise(outer)):
+        return 1, 0
+    return x.shape[-2], outer[-1][1] - x.shape[-2] * x.shape[-1]
 
 
 def _op(centre: bool, beside: Tensor | None) -> str:
@@ -157,7 +172,7 @@ def _op(centre: bool, beside: Tensor | None) -> str:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    return _Norm.apply(x, None, weight, None, eps, offset, False)
+    return _Norm.apply(x, None, weight, None, eps, offset, False, not torch.is_grad_enabled())  # else x is saved, without a gap
 
 
 def add_rms_norm(
