@@ -12,7 +12,7 @@ import gpubound as gb
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.transformer import PARTS, FusedRunner
 from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat
-from gpubound.kernels import decode_attention, norm_product
+from gpubound.kernels import activate_rows, decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
 from gpubound.models import hf_modules as family
 from gpubound.models.decoding import DenseWeights, Linear, plain_linear, plain_norm
@@ -137,3 +137,16 @@ def test_large_gate_and_up_launch_late(width, hidden, mode, monkeypatch):
     monkeypatch.setattr(body, "can_chain", True)
     monkeypatch.setattr(body, "gate_up_bytes", 2 * width * hidden * 2)
     assert body.mode(1) == mode
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("kind", ["Gemma4", "GPT2"])
+def test_an_activation_is_a_launch_only_after_packed_weights(kind, weights, monkeypatch, device):
+    """Of an MLP without a gate, and of Gemma 4's gate of a layer's own input."""
+    fast, launched = gb.decoder(cases.build(kind).to(device), 1, cases.ROOM, weights=weights), []
+    file = sys.modules[activate_rows.__module__]
+    choose = file.implementation
+    monkeypatch.setattr(file, "implementation", lambda op, *about: launched.append(op) or choose(op, *about))
+    fast.body.begin(torch.tensor([3], device=device))
+    fast.body.step(torch.tensor([3], device=device), torch.tensor([0], device=device, dtype=torch.int32))
+    assert launched.count("activate_rows") == (0 if weights is None else len(fast.body.layers))

@@ -99,7 +99,15 @@ SHAPES: dict[str, list[tuple]] = {
     "lora_up": [(16, False), (64, True), (130, False), (16, False, 2)],
     "mamba_step": [(128, 64, 1, 128, 4, True), (128, 64, 8, 256, 4, True, True)],
     "norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu"), (0.0, "silu", 16, True)],
-    "norm_product": [(), (1.0, 30.0), (None, 0.0), (0.0, 0.0, 16, True), (None, 0.0, 256, False)],
+    "norm_product": [
+        (),
+        (1.0, 30.0),
+        (None, 0.0),
+        (0.0, 0.0, 16, True),
+        (None, 0.0, 256, False),
+        (None, 0.0, 0, True, "relu2", False),
+        (None, 0.0, 0, True, "gelu_tanh", True),
+    ],
     "norm_products": [(), (1.0,), (None,), (0.0, True, True), (None, True, False)],
     "norm_rows": [(), (1.0,)],
     "poly_attention": [

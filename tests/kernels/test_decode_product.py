@@ -212,3 +212,29 @@ def test_a_norm_before_the_residual_add(device, dtype, hidden, offset):
     assert not left.any()
     normed = y * (y.square().mean(1, keepdim=True) + 1e-5).rsqrt() * (norm.weight.float() + offset)
     same("stream", added, x + normed, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["relu2", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("multiplied", [True, False])
+def test_a_product_with_an_activation(device, dtype, activation, multiplied):
+    """As an MLP without a gate, or a gate of a layer's own input: beside activate_rows of the product."""
+    x, bias = stream(device, 3, 96), draw(device, dtype, 21, seed=3)
+    weight = draw(device, dtype, 21, 96, seed=2) * 96**-0.5
+    by, out = stream(device, 3, 21, seed=4) if multiplied else None, torch.empty(3, 21, device=device, dtype=dtype)
+    no = None, None
+    got = agree("norm_product", x, None, weight, *no, bias, *no, out, *no, 0, 0.0, None, activation, by)[8]
+    up, want = torch.nn.functional.linear(x, weight.float(), bias.float()), torch.empty_like(out)
+    load("reference", "activate_rows")(up, activation, want, 0, by)
+    same("activated", got.float(), want.float(), TOLERANCE[dtype])
+
+
+def test_what_an_activation_needs(device):
+    x, weight, best = stream(device, 1, 64), draw(device, torch.float32, 32, 64), torch.zeros(1, 2, device=device)
+    refusals(
+        "kernels/decode_product:what_an_activation_needs",
+        lambda: kernels.norm_product(x, None, weight, activation="selu"),
+        lambda: kernels.norm_product(x, None, weight, activation="relu", by=x),
+        lambda: kernels.norm_product(x, None, weight, by=torch.zeros(1, 32, device=device)),
+        lambda: kernels.norm_product(x, None, weight, best=best, arg=best.int(), activation="relu"),
+    )

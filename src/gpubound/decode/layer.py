@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from ..kernels import activate_rows, add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope, sink_attention
+from ..kernels import add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope, sink_attention
 from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import can_launch
@@ -331,9 +331,9 @@ class UngatedMLP(Part):
 
     def compute(self, x: Tensor, mode: int) -> Tensor:
         """Return the input of the last product in a step."""
-        up, (h, norm) = self._up[: len(x)], self.operand(x, mode)
-        self.up.norm_product(h, norm, up, mode)
-        return activate_rows(up, self.weights.activation, self._activated[: len(x)], mode, self.inputs(len(x)))
+        (h, norm), rows = self.operand(x, mode), len(x)
+        up, y = self._up[:rows], self._activated[:rows]
+        return self.up.norm_up(h, norm, self.weights.activation, self.inputs(rows), up, y, mode)
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
         return self._activate(self.read(x, mode), self.inputs(len(x)))
@@ -353,7 +353,11 @@ class UngatedMLP(Part):
 
     def ops(self) -> list[tuple[str, str, str]]:
         first = (f"{self.norm_in_product}up", f"{self.up.prefix}norm_product", "")
-        return [first, ("activation", "activate_rows", ""), ("down", f"{self.down.prefix}add_product", "")]
+        return [first, *self.activation("activation"), ("down", f"{self.down.prefix}add_product", "")]
+
+    def activation(self, what: str) -> list[tuple[str, str, str]]:
+        """Return the row of `ops` for it: it is a launch of its own only after products of packed weights."""
+        return [(what, "activate_rows", "")] if self.up.prefix else []
 
 
 class NoMLP(Part):

@@ -28,7 +28,7 @@ class LayerInput(UngatedMLP):
     def ops(self) -> list[tuple[str, str, str]]:
         return [
             ("layer input's gate", f"{self.up.prefix}norm_product", ""),
-            ("activation, times the input", "activate_rows", ""),
+            *self.activation("activation, times the input"),
             ("layer input's output", f"{self.down.prefix}add_product", ""),
         ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import norm_rows, quantized_add_product, quantized_norm_gate_up, quantized_norm_product
+from ..kernels import activate_rows, norm_rows, quantized_add_product, quantized_norm_gate_up, quantized_norm_product
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..kernels.packed_weights import Packed, join_packed
@@ -88,6 +88,11 @@ class PackedLinear:
         if self.added is not None:
             self.added.add(self._normed(x, norm), *out.split(self.counts, 1))
         return out
+
+    def norm_up(
+        self, x: Tensor, norm: Norm | None, activation: str, by: Tensor | None, scratch: Tensor, out: Tensor, mode: int
+    ) -> Tensor:
+        return activate_rows(self.norm_product(x, norm, scratch, mode), activation, out, mode, by)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (packed,) = self.parts

@@ -143,9 +143,13 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
             ("select_experts", form_of_routing(routing)),
             *((op, ()) for op in ("column_gate_up", "column_down", "add_slots")),
         ]
-    calls.append((product, form(norm, 0.0)) if isinstance(mlp, UngatedWeights) else (gate_up, form(norm, activation)))
+    if isinstance(mlp, UngatedWeights):
+        calls.append((product, form(in_product(mlp.norm), 0.0, unit=() if prefix else (mlp.activation, False))))
+    else:
+        calls.append((gate_up, form(norm, activation)))
     if extra is not None:
-        calls += [(product, form(None, 0.0)), ("activate_rows", (extra.activation, True))]
+        unit = extra.activation, True
+        calls += [(product, form(None, 0.0)), ("activate_rows", unit) if prefix else (product, form(None, 0.0, unit=unit))]
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
@@ -155,7 +159,8 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
     for part in (part for layer in live.layers for part in layer.parts if live.adapted and part.groups()):
         *inputs, output = part.groups()
         first = (gate_up, activation) if isinstance(part, DenseWeights) else (product, 0.0)
-        calls += [(first[0], form(norm, first[1], added=form_of_layers(*group))) for group in inputs]
+        own = (part.activation, False) if isinstance(part, UngatedWeights) else ()
+        calls += [(first[0], form(norm, first[1], added=form_of_layers(*group), unit=own)) for group in inputs]
         calls.append((add, form_of_layers(*output)))
     return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
 

@@ -158,6 +158,14 @@ class DenseLinear:
             return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
         return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x)))
 
+    def norm_up(
+        self, x: Tensor, norm: Norm | None, activation: str, by: Tensor | None, scratch: Tensor, out: Tensor, mode: int
+    ) -> Tensor:
+        """Return activation(the product) · by. scratch: fp32 of out's shape, which packed weights need"""
+        (up, *_), (bias, *_) = self._operands
+        last = mode, 0.0, adapters_for(self.added, len(x)), activation, by
+        return norm_product(x, norm, up, None, None, bias, None, None, out, None, None, *last)
+
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._operands
         if self.gemv_rows is not None and len(x) > self.gemv_rows:

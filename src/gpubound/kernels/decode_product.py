@@ -9,7 +9,7 @@ start at once, and waits only before it writes: all that it reads was written be
 rules. A step with ops that also serve training sets the mode once: in `chained`, every kernel that supports PDL uses it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -67,6 +67,7 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
+ACTIVATED = ACTIVATIONS | {"relu": F.relu, "relu2": lambda x: F.relu(x).square()}  # of products without a gate
 
 
 class Norm(NamedTuple):
@@ -92,10 +93,13 @@ def norm_product(
     dependent: int = 0,
     cap: float = 0.0,
     adapters: StepAdapters | None = None,
+    activation: str = "",
+    by: Tensor | None = None,
 ) -> Tensor:
     """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) concatenated.
 
-    With `cap`, cap · tanh(out / cap) of it.
+    With `cap`, cap · tanh(out / cap) of it. With an activation, one of ACTIVATED, activation(out) · by, in any dtype; `by`
+    (B, rows, fp32) may be absent.
 
     `adapters` of the weights add to it, as to the results of the products below: decode_adapters.py.
 
@@ -108,30 +112,38 @@ def norm_product(
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
     check_stream("norm_product", x, norm, *weights)
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
-    require("norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
+    require("norm_product", "out", out, None if activation else torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
+    check_activation("norm_product", activation or "silu", ACTIVATED)
+    if by is not None:
+        require("norm_product", "by", by, torch.float32, tuple(out.shape), out.device, "it has one number for each of out")
+    if (best is not None) if activation else by is not None:
+        raise ValueError("norm_product: best is of outputs without an activation, and by of those with one; leave one out.")
     check_adapters("norm_product", adapters, x, [len(w) for w in weights])
-    kernel = implementation("norm_product", weight, None, form(norm, cap, added=form_of(adapters)))
-    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent, cap, adapters)
+    shape = form(norm, cap, added=form_of(adapters), unit=(activation, by is not None) if activation else ())
+    kernel, last = implementation("norm_product", weight, None, shape), (dependent, cap, adapters, activation, by)
+    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, *last)
     return out
 
 
 @definition(
-    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True: (
-        *(*draw_stream(g, 48, offset), *_draw_qkv_outputs(g), 0, cap), _draw_adapters(g, 48, (32, 16, 16), rank, fp32)
+    lambda g, offset=0.0, cap=0.0, rank=0, fp32=True, activation="", by=False: (
+        *draw_stream(g, 48, offset), *_draw_qkv_outputs(g, activation), 0, cap,
+        _draw_adapters(g, 48, (32, 16, 16), rank, fp32), activation, draw(g, 2, 64).detach() if by else None,
     )
 )  # fmt: skip
 @torch.no_grad()
 def norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None,
+    cap: float = 0.0, adapters: StepAdapters | None = None, activation: str = "", by: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     normed = rms_normed(x, norm)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
     products = [_times(normed, w, b) for w, b in parts if w is not None]
-    out.copy_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1))
-    capped_(out, cap)
+    y = capped_(torch.cat([y + _added(adapters, number, normed) for number, y in enumerate(products)], -1), cap)
+    y = ACTIVATED[activation](y) if activation else y
+    out.copy_(y if by is None else y * by)
     if best is not None and arg is not None:
         size = 1 << (-(-out.shape[1] // best.shape[1]) - 1).bit_length()  # rows of a partial maximum
         padded = F.pad(out, (0, size * best.shape[1] - out.shape[1]), value=float("-inf"))
@@ -290,13 +302,18 @@ def check_best(op: str, best: Tensor | None, arg: Tensor | None, rows: int, x: T
     require(op, "arg", arg, torch.int32, (len(x), columns), x.device, WRITTEN)
 
 
-def check_activation(op: str, activation: str) -> None:
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+def check_activation(op: str, activation: str, known: Collection[str] = ACTIVATIONS) -> None:
+    if activation not in known:
+        raise ValueError(f"{op}: activation must be one of {', '.join(known)}, got {activation!r}.")
 
 
-def form(norm: Norm | None, *rest: Any, added: tuple = ()) -> tuple:
-    """Return the example arguments for a call; none for the default. added: `form_of` its adapters."""
+def form(norm: Norm | None, *rest: Any, added: tuple = (), unit: tuple = ()) -> tuple:
+    """Return the example arguments for a call; none for the default.
+
+    added: `form_of` its adapters; unit: an activation, and whether its result is multiplied by another
+    """
+    if unit:
+        return None if norm is None else norm.offset, *rest, *(added or (0, True)), *unit
     if added:
         return None if norm is None else norm.offset, *rest, *added
     if norm is None:
@@ -318,7 +335,9 @@ def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> t
     return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
 
 
-def _draw_qkv_outputs(generator: torch.Generator) -> tuple[Tensor, ...]:
+def _draw_qkv_outputs(generator: torch.Generator, activation: str = "") -> tuple[Tensor | None, ...]:
+    if activation:
+        return *draw_qkv(generator), draw(generator, 2, 64), None, None
     return *draw_qkv(generator), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
 
 

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .decode_product import ACTIVATIONS, WRITTEN
+from .decode_product import ACTIVATED, WRITTEN
 from .dispatch import implementation, require
 from .registry import definition, draw, zeros
-
-ACTIVATED = ACTIVATIONS | {"relu": F.relu, "relu2": lambda x: F.relu(x).square()}
 
 
 class LayerNorm(NamedTuple):

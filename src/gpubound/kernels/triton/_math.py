@@ -33,3 +33,19 @@ def capped(x, CAP: tl.constexpr):
     e = tl.exp(-2.0 / CAP * tl.abs(x))
     y = CAP * (1.0 - e) / (1.0 + e)
     return tl.where(x < 0.0, -y, y)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """One of decode_product.ACTIVATED of fp32 x."""
+    if ACTIVATION == "relu":
+        y = tl.where(x < 0.0, 0.0, x)  # a NaN stays
+    elif ACTIVATION == "relu2":
+        y = tl.where(x < 0.0, 0.0, x * x)
+    elif ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2u)
+        y = x / (1.0 + tl.exp(-x * (1.5957691216057308 + 0.07135481282636 * x * x)))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y

@@ -20,7 +20,7 @@ from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
 from ._launch import at_once, bump_versions, launch_product, options
-from ._math import capped
+from ._math import activated, capped
 from ._pdl import _begin, _end, _gained, _products, _row, _tile, _wait
 from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
 from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
@@ -39,11 +39,11 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
-                         q_rows, k_rows, rows, table, ids, narrow, before, columns, split, second, emptied, ahead,
+                         q_rows, k_rows, rows, table, ids, narrow, before, columns, split, second, emptied, ahead, by,
                          B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
                          BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, CAP: tl.constexpr,
                          RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr,
-                         DEPENDENT: tl.constexpr):  # fmt: skip
+                         ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
     if table is not None:
@@ -86,13 +86,18 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
         if CAP > 0.0:
             y = capped(y, CAP)
         in_range = first + row < rows
-        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y, mask=in_range)
+        at = b * rows.to(tl.int64) + first + row
+        if ACTIVATION != "":
+            y = activated(y, ACTIVATION)
+        if by is not None:
+            y *= tl.load(by + at, mask=in_range, other=0.0)
+        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=in_range)
         if BEST:
             y = tl.where(in_range, y, float("-inf"))
             top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
-            at = b * (tl.num_programs(0) - ahead) + program
-            tl.store(best_ptr + at, top)
-            tl.store(arg_ptr + at, first + tl.argmax(y, 0))
+            part = b * (tl.num_programs(0) - ahead) + program
+            tl.store(best_ptr + part, top)
+            tl.store(arg_ptr + part, first + tl.argmax(y, 0))
 
 
 @triton.jit
@@ -226,7 +231,7 @@ def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
 def norm_product(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None,
+    cap: float = 0.0, adapters: StepAdapters | None = None, activation: str = "", by: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
@@ -239,7 +244,8 @@ def norm_product(
     launch_product(
         _norm_product_kernel, job_of("product", _way(use, adapters), (rows, width, *parts), weight), width, 1, dependent, x,
         norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
-        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **_adapter_arguments(adapters, len(x), width),
+        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **_adapter_arguments(adapters, len(x), width), by=by,
+        ACTIVATION=activation,
     )  # fmt: skip
     bump_versions(out, best, arg)
     return out, best, arg

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..plans import power_of_two
 from ..row_ops import LayerNorm
 from ._launch import at_once, bump_versions, options
+from ._math import activated
 from ._pdl import _begin, _end, _wait
 
 BLOCK = 512  # elements of a program that activates
@@ -42,16 +43,7 @@ def _activate_rows_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr, AC
     _wait(DEPENDENT)
     x = tl.load(x_ptr + at, mask=inside, other=0.0)
     _end(DEPENDENT)
-    if ACTIVATION == "relu":
-        y = tl.where(x < 0.0, 0.0, x)  # a NaN stays
-    elif ACTIVATION == "relu2":
-        y = tl.where(x < 0.0, 0.0, x * x)
-    elif ACTIVATION == "silu":
-        y = x / (1.0 + tl.exp(-x))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh u) / 2 = sigmoid(2u)
-        y = x / (1.0 + tl.exp(-x * (1.5957691216057308 + 0.07135481282636 * x * x)))
-    else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    y = activated(x, ACTIVATION)
     if by_ptr is not None:
         y *= tl.load(by_ptr + at, mask=inside, other=0.0)
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
