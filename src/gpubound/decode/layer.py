@@ -356,7 +356,7 @@ class UngatedMLP(Part):
         return [first, *self.activation("activation"), ("down", f"{self.down.prefix}add_product", "")]
 
     def activation(self, what: str) -> list[tuple[str, str, str]]:
-        """Return the row of `ops` for it: it is a launch of its own only after products of packed weights."""
+        """Return the row of `ops` for it, which is a launch only after products of packed weights."""
         return [(what, "activate_rows", "")] if self.up.prefix else []
 
 
