@@ -118,13 +118,19 @@ def test_no_dense_mask_on_a_gpu(dtype, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float16, 128), (torch.float32, 64)])
-def test_no_scores_with_sinks_on_a_gpu(dtype, width, window):
-    """2,048 queries after 6,144 positions: a part of the scores would take 256 MB, all of them 1 GB."""
+@pytest.mark.parametrize(
+    ("dtype", "width", "window", "sunk"),
+    [
+        (torch.bfloat16, 64, 0, True), (torch.float16, 128, 128, True), (torch.float32, 64, 0, True),
+        (torch.float32, 64, 128, True), (torch.bfloat16, 128, 4096, False), (torch.bfloat16, 256, 4096, False),
+    ],
+)  # fmt: skip
+def test_no_scores_or_masks_with_sinks_and_windows_on_a_gpu(dtype, width, window, sunk):
+    """2,048 queries after 6,144 positions: a part of the scores would take 256 MB, all of them 1 GB, and the distances that a
+    window's mask is made of 100 MB."""
     T, S = 2048, 8192
     q, k, v = tensors(T, S, dtype, "cuda", heads=(8, 2), width=width)
-    sinks = torch.linspace(-1.0, 4.0, 8, device="cuda").to(dtype)
+    sinks = torch.linspace(-1.0, 4.0, 8, device="cuda").to(dtype) if sunk else None
     attend_prompt(q, k, v, S - T, window, width**-0.5, 0.0, sinks)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

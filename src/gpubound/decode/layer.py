@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from ..kernels import add_norm, layer_norm, layer_norm_rows, norm_rows, rms_norm, rope, sink_attention
 from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
-from ..kernels.dispatch import can_launch
+from ..kernels.dispatch import SIXTEEN_BITS, can_launch
 from ..kernels.gated import gated
 from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..kernels.sink_attention import unable
@@ -406,11 +406,13 @@ def attend_prompt(
     """Return the causal attention (B, T, H, D) of a prompt's queries (B, H, T, D).
 
     k and v (B, K, start + T, D) hold all positions before theirs, or as many as a window shows, and theirs. window: each token
-    sees this many of the nearest; 0: all. Only a window makes a mask in memory, of at most T + window keys.
+    sees this many of the nearest; 0: all. Without flash attention, a window makes a mask in memory, of T + window keys at most.
     """
-    if sinks is not None and not cap and unable(q) is None:
-        return sink_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, scale, window or None)
     end, mask = k.shape[2], None
+    flash = q.is_cuda and q.dtype in SIXTEEN_BITS and 0 < window < end
+    if (sinks is not None or flash) and not cap and unable(q) is None:
+        sinks = q.new_full(q.shape[1:2], float("-inf")) if sinks is None else sinks  # SDPA's flash attention has no window
+        return sink_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), sinks, scale, window or None)
     if window and end > window:
         first = max(0, start + 1 - window)  # no query sees an earlier key
         k, v = k[:, :, first:], v[:, :, first:]
