@@ -85,6 +85,11 @@ def test_sequences_come_as_they_end_and_rows_are_taken_again():
     assert found.launches * rollout.STEPS[1] < together  # the steps of batches that begin and end together
 
 
+def test_no_step_follows_the_last_token_of_all():
+    found = cases.shared("Llama").rollout(PROMPTS[:4], max_new_tokens=[1, 2, 1, 1])
+    assert len(found.sequences) == 4 and found.row_steps == 2 * 4
+
+
 def test_the_next_sequences_begin_before_the_caller_gets_those_that_ended():
     found = cases.shared("Llama", max_batch=2).rollout(PROMPTS[:4], max_new_tokens=4)
     assert next(found).prompt == 0 and not found.waiting and all(found.rows)

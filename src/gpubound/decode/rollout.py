@@ -150,7 +150,8 @@ class Rollout:
                         decoder.body.choose(None)
                         slots.vacate(self.request.stops)
                         light = decoder.body.bytes_a_step([1] * self.size) < HEAVY
-                        self._steps = min(STEPS[light], max(decoder.ladder))
+                        longest = max((one.limit - len(one.ids) for one in self.waiting), default=1)
+                        self._steps = min(STEPS[light], max(decoder.ladder), longest)
                     while self.waiting or any(self.rows) or ended:
                         with decoder.plainly():
                             if self._due():
