@@ -271,6 +271,22 @@ def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatc
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("pages", [None, 160])
+def test_a_long_row_among_many_has_the_models_log_probabilities(pages):
+    """Its 900 keys are three programs', where those of 127 rows are one's each."""
+    torch.manual_seed(0)
+    config = gb.DecoderConfig(hidden=1024, intermediate=256, layers=2, heads=8, kv_heads=8, vocabulary=512)
+    fast = gb.decoder(gb.Decoder(config).to("cuda", torch.float16), 128, 1000, verify=False, pages=pages)
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randint(512, (900 if row == 40 else 5,), generator=draw).tolist() for row in range(128)]
+    found = fast.rollout(given, max_new_tokens=8, stop=())
+    assert len(found.sequences) == 128 and found.variant.uneven
+    for one in found.sequences[30:50]:
+        scores = fast.score([given[one.prompt] + one.tokens])[0][-8:]
+        assert one.logprobs == pytest.approx(scores, abs=0.02)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"pages": 60}, {"cache": "fp8"}], ids=["rows", "pages", "fp8"])
 def test_nothing_waits_for_a_gpu(options):
     fast = gb.decoder(cases.build("Qwen3", torch.bfloat16, torch.device("cuda", 0)), 24, cases.ROOM, **options)
