@@ -23,8 +23,6 @@ from ..kernels.norms import layer_norm_reference, rms_norm_reference
 from ..layers.fused_weights import Kernels
 from ..models.registry import BATCH, TOKENS, Case, Delegating, Swap, noise, random_case
 
-NORM_OPS = {"rms_norm", "add_rms_norm", "layer_norm", "group_norm"}
-
 
 class _TorchNorm:
     """A norm of torch.nn. Under autocast torch's own forward runs: autocast has separate rules for norms."""
