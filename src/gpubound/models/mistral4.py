@@ -8,22 +8,19 @@ from typing import Any
 from ..kernels.expert_choice import ExpertRouting
 from .hf_modules import mlp, norm
 from .latent import LatentReader
-from .ministral3 import BETA, first_scaled
+from .ministral3 import ScaledReader
 from .mixtral import sparse_causal_lm
 from .registry import Maker
 
 SWAPS: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": sparse_causal_lm}
 
 
-class Mistral4Reader(LatentReader):
-    READS = LatentReader.READS | {BETA}
+class Mistral4Reader(ScaledReader, LatentReader):
+    READS = LatentReader.READS | ScaledReader.READS
 
     def refusal(self, max_length: int) -> str | None:
         if self.config.n_group > 1:
             return f"its experts are in {self.config.n_group} groups, and chosen by a softmax"
-        first = first_scaled(self.config)
-        if self.config.rope_parameters.get(BETA) and max_length > first:
-            return f"its queries are scaled beyond {first} tokens, and max_length is {max_length}"
         return super().refusal(max_length)
 
     def routing(self, block: Any) -> ExpertRouting | None:
