@@ -228,7 +228,6 @@ class MatrixRate:
         )
 
     def fill(self, record: Record) -> Record:
-        """Return the record with its `mfu`."""
         if self.flops_per_s and "tokens_per_s" in record:
             flops = self.work.flops_per_token(self.attended[self.run.phase])
             tokens_per_s = self.tokens[self.run.phase] / record["seconds"]

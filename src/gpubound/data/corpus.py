@@ -170,7 +170,6 @@ class Corpus:
         return Corpus(parts, self.vocab_size, self.fingerprint, self.path, self.contents, self.kind) if self.weights else self
 
     def _select(self, mask: np.ndarray) -> "Corpus":
-        """Return the corpus of the documents in `mask`."""
         parts, first = [], 0
         for part in self.parts:
             count = len(part.documents) - 1

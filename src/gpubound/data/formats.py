@@ -105,7 +105,6 @@ def group_of(kind: str) -> int:
 
 
 def strings(document: Document) -> Iterator[str]:
-    """Yield the texts in a document."""
     for part in parts(document):
         if isinstance(part, Conversation):
             yield from (message["content"] for message in part.messages)

@@ -179,7 +179,6 @@ def _section(path: Path, header: Header, name: str, verify: bool) -> np.ndarray:
 
 
 def manifest_shards(folder: Path) -> list[Path]:
-    """Return the shards in the manifest of the corpus in `folder`."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         if (folder / CLAIM).exists():

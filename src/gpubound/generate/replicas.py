@@ -103,7 +103,6 @@ def start_replica(
 
 
 def replica_devices(options: Generate) -> list[str]:
-    """Return the device of each replica."""
     gpus, sight = options.gpus or 1, look()
     if options.device.startswith("cuda:") and gpus > 1:
         raise ValueError(f"gpus: got {gpus} and --device {options.device}, a single one; leave --device out.")

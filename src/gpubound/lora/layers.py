@@ -51,13 +51,11 @@ def tokens_of(layer: Any) -> Any:
 
 
 def names_in(layer: Any) -> list[str]:
-    """Return the names of the layer's adapters."""
     layer = tokens_of(layer) or layer
     return list(dict.fromkeys(name for part in layer.adapter_layer_names for name in getattr(layer, part)))
 
 
 def parameters_of(layer: Any, name: str) -> list[nn.Parameter]:
-    """Return the parameters of the layer's adapter `name`."""
     layer = tokens_of(layer) or layer
     parts = [getattr(layer, part) for part in layer.adapter_layer_names]
     halves = [part[name] for part in parts if name in part]

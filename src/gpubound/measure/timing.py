@@ -172,7 +172,6 @@ class DeviceClock:
 
 
 def _prepared(work: Work) -> Callable[[], Any]:
-    """Return the callable of this run, prepared now."""
     return partial(work.run, work.prepare()) if isinstance(work, Prepared) else work
 
 

@@ -358,7 +358,6 @@ class Sizes:
 
 
 def trainable() -> list[Any]:
-    """Return the `checkpoint` module of each trainable family."""
     return [import_module(f".{folder}.checkpoint", __package__) for folder in TRAINABLE]
 
 

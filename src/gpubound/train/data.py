@@ -111,7 +111,6 @@ def open_eval_data(
 
 
 def _corpus_path(name: str, recipe: Recipe, folder: Path) -> Path:
-    """Return the path of a phase's corpus."""
     return Path(recipe.data[0]) if _is_corpus(recipe.data[0]) else folder / "corpus" / name
 
 

@@ -53,7 +53,6 @@ class Scheme:
         return [name for part in self.PARTS if (name := f"{layer}.{part}") in self.stored]
 
     def read(self, layer: str, take: Take) -> Weight:
-        """Read the weight of a layer."""
         raise NotImplementedError
 
     def raw(self, name: str) -> Tensor:

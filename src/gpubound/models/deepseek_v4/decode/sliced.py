@@ -59,7 +59,6 @@ def _indivisible(layer: StreamedLayerWeights, count: int) -> str | None:
 
 
 def _width(mixture: MixtureWeights) -> int:
-    """Return the width of an expert."""
     return mixture.down.columns if isinstance(mixture.down, Packed) else mixture.down.shape[2]
 
 

@@ -249,7 +249,6 @@ class SpanPass:
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts."""
         return [f"model.layers.{number}.{part}" for number in self.span.numbers for part in ("self_attn", "mlp")]
 
     def give(self, number: int) -> None:
