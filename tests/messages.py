@@ -8,7 +8,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -80,10 +80,15 @@ def refusal(kind: type[BaseException], call: Callable[[], object]) -> str:
 
 def refusals(name: str, *calls: Callable[[], object]) -> None:
     """Assert that each call raises a ValueError with the text of its name: `name` and, counted from there, name.2, name.3."""
+    same_texts(name, [refusal(ValueError, call) for call in calls])
+
+
+def same_texts(name: str, texts: Iterable[str], *values: object) -> None:
+    """Assert that these are the texts of `name` and, counted from there, of name.2, name.3, ..."""
     stem, _, last = name.rpartition(".")
     stem, first = (stem, int(last)) if last.isdecimal() else (name, 1)
-    for number, call in enumerate(calls, first):
-        assert refusal(ValueError, call) == message(stem if number == 1 else f"{stem}.{number}")
+    for number, text in enumerate(texts, first):
+        assert text == message(stem if number == 1 else f"{stem}.{number}", *values)
 
 
 def merge(folder: str) -> None:

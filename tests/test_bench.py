@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from benchmarks import bench_blocks, bench_graph, bench_kernels, bench_lora, bench_place, doors, harness
 from benchmarks.door import Drawer
 from benchmarks.doors import DOORS, linear_cross_entropy
+from benchmarks.families import FAMILIES
 from benchmarks.harness import Bench
 from benchmarks.results import read
 from benchmarks.shapes import SHAPES
@@ -198,20 +200,31 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "sentence"),
+    ("name", "option", "wanted"),
     [
+        ("kernels", "--only=rmsnorm", "got 'rmsnorm', wanted some of rms_norm, add_rms_norm, "),
+        ("place", "--shapes=2b", "got '2b', wanted some of 1b, 350m, 8b, tiny."),
+        ("graph", "--shape=2b", "got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
+        ("families", "--only=llama", f"got 'llama', wanted some of {', '.join(FAMILIES)}."),
+        ("families", "--parts=end", "got 'end', wanted some of decode, train."),
+        ("lora", "--parts=row", "got 'row', wanted some of train, linear, rows, peft, start."),
+        ("lora", "--profile=x", "got 'x', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
         (
-            bench_kernels,
-            ("--only", "rmsnorm"),
-            "gpubound bench: --only: got 'rmsnorm', wanted some of rms_norm, add_rms_norm, ",
+            "decode",
+            "--parts=x",
+            "got 'x', wanted some of start, speed, far, packed, cache, adapters, host, stages, draft, cpu.",
         ),
-        (bench_place, ("--shapes", "2b"), "gpubound bench: --shapes: got '2b', wanted some of 1b, 350m, 8b, tiny."),
-        (bench_graph, ("--shape", "2b"), "gpubound bench: --shape: got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
+        ("decode", "--parts=speed,cpu", "cpu is measured by itself; leave the others out."),
+        ("decode", "--batch=1,x", "got 'x', wanted batch sizes by comma, such as 1,32."),
+        ("decode", "--rounds=2", "got 2, wanted at least 3, or there is no median to speak of."),
+        ("deepseek", "--parts=end", "got 'end', wanted some of step, codes, streams, memory, flash."),
+        ("deepseek", "--split=rows", "got 'rows', wanted layers or tensors."),
+        ("blocks", "--parts=seeds", "got 'seeds', wanted some of seed, large, poly, steps."),
     ],
 )
-def test_unknown_names_are_refused_before_anything_is_measured(capsys, module, arguments, sentence):
-    assert guarded("bench", module.main, arguments) == 2
-    assert capsys.readouterr().err.startswith(sentence)
+def test_what_is_refused_before_anything_is_measured(capsys, name, option, wanted):
+    assert guarded("bench", import_module(f"benchmarks.bench_{name}").main, [option]) == 2
+    assert capsys.readouterr().err.startswith(f"gpubound bench: {option.partition('=')[0]}: {wanted}")
 
 
 def test_bench_place_takes_turns_and_checks_the_loss(monkeypatch, tmp_path):

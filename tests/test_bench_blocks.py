@@ -64,14 +64,3 @@ def test_another_function_on_the_cpu_is_not_timed(bench, monkeypatch):
 def test_a_dry_run(capfd):
     assert guarded("bench", bench_blocks.main, ["--dry", "--only", "swiglu", "--parts", "large"]) == 0
     assert capfd.readouterr().out.endswith("blocks: 3 lines, nothing kept (dry); 0 of 0 gates hold\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--parts", "seeds"], "--parts: got 'seeds', wanted some of seed, large, poly, steps."),
-    ],
-)
-def test_what_is_refused(capsys, options, sentence):
-    assert guarded("bench", bench_blocks.main, options) == 2
-    assert capsys.readouterr().err.startswith(f"gpubound bench: {sentence}")

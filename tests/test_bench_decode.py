@@ -131,23 +131,6 @@ def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):
     assert not bench.lines and bench.finish() == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (
-            ["--parts", "end"],
-            "--parts: got 'end', wanted some of start, speed, far, packed, cache, adapters, host, stages, draft, cpu.",
-        ),
-        (["--parts", "speed,cpu"], "--parts: cpu is measured by itself; leave the others out."),
-        (["--batch", "1,x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
-        (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
-    ],
-)
-def test_what_is_refused(capsys, options, sentence):
-    assert guarded("bench", bench_decode.main, ["--dry", *options] if "--only" not in options else options) == 2
-    assert capsys.readouterr().err == f"gpubound bench: {sentence}\n"
-
-
 @pytest.mark.slow
 def test_a_dry_run(capsys):
     assert guarded("bench", bench_decode.main, ["--dry", "--parts", "speed", "--batch", "1", "--peers", "graph"]) == 0

@@ -69,16 +69,3 @@ def test_a_dry_run_of_the_small_parts(capsys):
     assert message("bench_deepseek:a_dry_run_of_the_small_p").within(said) and message(
         "bench_deepseek:a_dry_run_of_the_small_p.2"
     ).within(said)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--parts", "end"], "--parts: got 'end', wanted some of step, codes, streams, memory, flash."),
-        (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
-        (["--split", "rows"], "--split: got 'rows', wanted layers or tensors."),
-    ],
-)
-def test_what_is_refused(capsys, options, sentence):
-    assert guarded("bench", bench_deepseek.main, ["--dry", *options]) == 2
-    assert capsys.readouterr().err == f"gpubound bench: {sentence}\n"

@@ -204,21 +204,6 @@ def test_what_the_seconds_leave_out_is_reported(capsys):
         assert f"UNMEASURED  glm4-9b {part}: not begun after 0 s; pass --seconds above -1" in told
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--only", "llama"], f"--only: got 'llama', wanted some of {', '.join(FAMILIES)}."),
-        (["--parts", "end"], "--parts: got 'end', wanted some of decode, train."),
-        (["--batch", "x"], "--batch: got 'x', wanted batch sizes by comma, such as 1,32."),
-        (["--peer", "liger"], "--peer: got 'liger', wanted graph or none."),
-        (["--rounds", "2"], "--rounds: got 2, wanted at least 3, or there is no median to speak of."),
-    ],
-)
-def test_what_is_refused(capsys, options, sentence):
-    assert guarded("bench", bench_families.main, ["--dry", *options]) == 2
-    assert capsys.readouterr().err == f"gpubound bench: {sentence}\n"
-
-
 @pytest.mark.slow
 def test_a_dry_run(capsys):
     assert guarded("bench", bench_families.main, ["--dry", "--only", "lfm2-1.2b"]) == 0

@@ -173,18 +173,6 @@ def forked_workers(monkeypatch):
     monkeypatch.setattr("sys.executable", forked.python())
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--parts", "row"], "--parts: got 'row', wanted some of train, linear, rows, peft, start."),
-        (["--profile", "unsloth"], "--profile: got 'unsloth', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
-    ],
-)
-def test_what_is_refused(capsys, options, sentence):
-    assert guarded("bench", bench_lora.main, options) == 2
-    assert capsys.readouterr().err.startswith(f"gpubound bench: {sentence}")
-
-
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.slow
 def test_a_dry_run_of_whole_steps(capfd, monkeypatch):

@@ -21,7 +21,7 @@ from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
 from gpubound.train import export_metadata
 from gpubound.train.checkpoint import Checkpoints
-from tests.messages import message
+from tests.messages import message, same_texts
 
 from . import by_heart
 from .by_heart import CPU, LINE
@@ -343,45 +343,25 @@ def test_what_demo_leaves(tmp_path, run, monkeypatch, capsys):
 # --- what is refused ---
 
 
-def sentences(folder: Path):
-    wanted = "wanted a Hugging Face folder, a model's name on the hub (owner/model), or a run of gpubound train or demo"
+def refused(folder: Path) -> list[list]:
     return [
-        (["nowhere", "--prompt", "x"], f"nowhere: there is no such folder; {wanted}."),
-        ([__file__, "--prompt", "x"], f"{__file__}: this is a file; {wanted}."),
-        ([folder, "--prompt", "x"], f"{folder} holds neither a config.json nor a whole checkpoint; {wanted}."),
-        (["CKPT", "--prompt", ""], "prompt: the prompt is empty; give it at least one character to go on from."),
-        (["CKPT", "--file", "-"], "stdin: the prompt is empty; give it at least one character to go on from."),
-        (["CKPT", "--prompt", "x", "--chat"], "prompt: give one of --prompt, --file and --chat."),
-        (["CKPT", "--prompt", "x", "--whole"], "whole: it takes a file as a single prompt; give --file with it."),
-        (["CKPT", "--prompt", "x", "--system", "s"], "system: it begins a conversation; give --chat with it."),
-        (["CKPT", "--chat", "--n", "2"], "n: got 2, but a conversation has one reply a turn; leave --n out."),
-        (["CKPT", "--prompt", "x", "--logprobs"],
-         "logprobs: they are a part of the JSON; give --json, --gpus or --out with it."),
-        (["CKPT", "--prompt", "x", "--n", "0"], "n: got 0, wanted at least 1."),
-        (["CKPT", "--prompt", "x", "--batch", "0"], "batch: got 0, wanted at least 1."),
-        (["CKPT", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens: got 0, wanted at least 1."),
-        (["CKPT", "--prompt", "x", "--temperature", "-1"], "temperature: got -1.0, wanted 0 (greedy) or more, up to 1e+30."),
-        (["CKPT", "--prompt", "x", "--temperature", "1e40"], "temperature: got 1e+40, wanted 0 (greedy) or more, up to 1e+30."),
-        (["CKPT", "--prompt", "x", "--max-length", "0"], "max_length: got 0, wanted at least 2."),
-        (["CKPT", "--prompt", os.fsdecode(b"caf\xe9")], "prompt: is not a text in UTF-8 (at character 4); convert it first."),
-        (["CKPT", "--prompt", "x", "--top-p", "0"], "top_p: got 0.0, wanted more than 0 and at most 1 (off)."),
-        (["CKPT", "--prompt", "x", "--k", "some"], "k: got 'some', wanted auto or a number of steps a launch, 1 to 1024."),
-        (["CKPT", "--prompt", "x", "--verify", "no"], "verify: got 'no', wanted one of full, quick, none."),
-        (["CKPT", "--prompt", "x", "--dtype", "int8"], "dtype: got 'int8', wanted one of auto, float32, bfloat16, float16."),
-        (["CKPT", "--prompt", "x", "--stop-id", "999"],
-         "the stop token 999 lies outside the vocabulary of 320, so it can never be seen."),
-        (["CKPT", "--prompt", "the cat", "--max-length", "2"],
-         "prompt 1 has 5 tokens, which leaves no room in max_length=2; shorten it, or give a larger --max-length."),
-        (["CKPT", "--prompt", "x", "--tokenizer", "nowhere"],
-         "tokenizer: nowhere does not exist, wanted a tokenizer.json or a folder with one."),
+        ["nowhere", "--prompt", "x"], [__file__, "--prompt", "x"], [folder, "--prompt", "x"], ["CKPT", "--prompt", ""],
+        ["CKPT", "--file", "-"], ["CKPT", "--prompt", "x", "--chat"], ["CKPT", "--prompt", "x", "--whole"],
+        ["CKPT", "--prompt", "x", "--system", "s"], ["CKPT", "--chat", "--n", "2"], ["CKPT", "--prompt", "x", "--logprobs"],
+        ["CKPT", "--prompt", "x", "--n", "0"], ["CKPT", "--prompt", "x", "--batch", "0"],
+        ["CKPT", "--prompt", "x", "--max-new-tokens", "0"], ["CKPT", "--prompt", "x", "--temperature", "-1"],
+        ["CKPT", "--prompt", "x", "--temperature", "1e40"], ["CKPT", "--prompt", "x", "--max-length", "0"],
+        ["CKPT", "--prompt", os.fsdecode(b"caf\xe9")], ["CKPT", "--prompt", "x", "--top-p", "0"],
+        ["CKPT", "--prompt", "x", "--k", "some"], ["CKPT", "--prompt", "x", "--verify", "no"],
+        ["CKPT", "--prompt", "x", "--dtype", "int8"], ["CKPT", "--prompt", "x", "--stop-id", "999"],
+        ["CKPT", "--prompt", "the cat", "--max-length", "2"], ["CKPT", "--prompt", "x", "--tokenizer", "nowhere"],
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(sentences(Path()))))
-def test_what_is_refused_by_its_sentence(ckpt, run, tmp_path, number):
-    arguments, sentence = sentences(tmp_path)[number]
-    code, out, err = run(*[ckpt if word == "CKPT" else word for word in arguments], stdin="")
-    assert (code, out, err.splitlines()[-1]) == (2, "", f"gpubound generate: {sentence}")
+def test_what_is_refused_by_its_sentence(ckpt, run, tmp_path):
+    said = [run(*[ckpt if word == "CKPT" else word for word in words], stdin="") for words in refused(tmp_path)]
+    assert {(code, out) for code, out, _ in said} == {(2, "")}
+    same_texts("cli_generate:what_is_refused_by_its_s", [err.splitlines()[-1] for _, _, err in said], __file__, tmp_path)
 
 
 def test_a_terminal_without_any_prompt(ckpt, run, monkeypatch):

@@ -10,7 +10,7 @@ from gpubound.cli import main
 from gpubound.decode.request import Generated, Generation
 from gpubound.generate import batches, load as opening
 from gpubound.generate.speed import Speed
-from tests.messages import message
+from tests.messages import message, same_texts
 
 from . import by_heart
 
@@ -118,49 +118,20 @@ def test_a_folder_in_codes_is_read_to_where_its_parts_stay(monkeypatch, tmp_path
     assert seen[-1] == ((gpu, gpu), gpu)
 
 
-REFUSED = {
-    "kind": (("--split", "rows", *SHARED), "split: got 'rows', wanted layers or tensors."),
-    "lines": (
-        ("--split", "layers", *SHARED, "--out", "a.jsonl"),
-        "out: it is for replicas of the model, and --split has only one model; leave it out.",
-    ),
-    "one": (
-        ("--split", "layers", "--gpus", "1"),
-        "gpus: got 1, but with --split at least 2 share the model; leave --split out.",
-    ),
-    "none": (
-        ("--split", "layers"),
-        "split: no GPU is used, and at least 2 devices share the model; name more GPUs, or give --gpus.",
-    ),
-    "divided": (
-        ("--split", "tensors", "--gpus", "3"),
-        "decoder: split: got 'tensors' over 3 devices, and its 2 key and value heads do not divide by 3; name another number "
-        "of devices, or pass split='layers'.",
-    ),
-}
-
-
-@pytest.mark.parametrize("given, sentence", REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(ckpt, capsys, given, sentence):
-    assert main(["generate", str(ckpt), "--prompt", "one", "--device", "cpu", *given]) == 2
-    assert f"gpubound generate: {sentence}\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "split, given, sentence",
-    [
-        ("layers", ("--weights", "int8"), "weights: it is for a model on a single GPU; leave --weights or --split out."),
-        ("tensors", ("--speculate", "2"), "speculate: it is for a model on a single GPU; leave --speculate or --split out."),
-        ("layers", ("--no-fused",), "no-fused: it is for a model on a single GPU; leave --no-fused or --split out."),
-        (
-            "tensors",
-            ("--n", "9"),
-            "n: got 9, but --split tensors writes up to 8 sequences at once, and those of a prompt are written together; give "
-            "a smaller --n, or --split layers.",
-        ),
-    ],
-)
-def test_what_is_refused_before_a_model_is_read(tmp_path, capsys, split, given, sentence):
-    """Reading one that no single GPU has room for takes minutes."""
-    assert main(["generate", str(tmp_path), "--prompt", "one", *SHARED, "--split", split, *given]) == 2
-    assert f"gpubound generate: {sentence}\n" in capsys.readouterr().err
+def test_what_is_refused(ckpt, tmp_path, capsys):
+    """Much of it before a model is read: of one that no single GPU has room for that takes minutes."""
+    said = []
+    for model, given in (
+        (ckpt, ("--split", "rows", *SHARED)),
+        (ckpt, ("--split", "layers", *SHARED, "--out", "a.jsonl")),
+        (ckpt, ("--split", "layers", "--gpus", "1")),
+        (ckpt, ("--split", "layers", "--device", "cpu")),
+        (ckpt, ("--split", "tensors", "--gpus", "3", "--device", "cpu")),
+        (tmp_path, ("--split", "layers", *SHARED, "--weights", "int8")),
+        (tmp_path, ("--split", "tensors", *SHARED, "--speculate", "2")),
+        (tmp_path, ("--split", "layers", *SHARED, "--no-fused")),
+        (tmp_path, ("--split", "tensors", *SHARED, "--n", "9")),
+    ):
+        assert main(["generate", str(model), "--prompt", "one", *given]) == 2
+        said.append(capsys.readouterr().err.splitlines()[-1])
+    same_texts("cli_generate_split:what_is_refused", said)

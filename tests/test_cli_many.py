@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ from gpubound.train.loop import Stop
 from gpubound.train.recipe import Recipe
 from tests.distributed import agent
 from tests.distributed.processes import on_ranks, started
-from tests.messages import message
+from tests.messages import message, refusals
 
 from . import forked, tiny_recipe
 from .processes import plain_environment
@@ -35,44 +36,15 @@ corpus, config = tiny_recipe.corpus, tiny_recipe.config  # fixtures
 pytestmark, collected = agent.LEAVES_FILES, agent.collected  # the second is a fixture
 
 
-@pytest.mark.parametrize(
-    "options, device, variables, sentence",
-    [
-        ({"gpus": 0}, "auto", {}, "gpus: got 0, wanted 1 or more."),
-        ({"gpus": 2}, "cuda:1", {}, "gpus: got device 'cuda:1', too, which is one GPU; leave --device out."),
-        ({"restarts": 3}, "auto", {}, "restarts: they are for a run on several GPUs; give --gpus, too."),
-        ({"gpus": 2, "restarts": -1}, "cpu", {}, "restarts: got -1, wanted 0 or more."),
-        (
-            {"timeout": 0},
-            "cpu",
-            {},
-            "timeout: got 0 minutes, wanted more than 0 and at most 525,600, a year; 10 is the default.",
-        ),
-        (
-            {"timeout": float("inf")},
-            "cpu",
-            {},
-            "timeout: got inf minutes, wanted more than 0 and at most 525,600, a year; 10 is the default.",
-        ),
-        (
-            {"gpus": 2}, "auto", {"TORCHELASTIC_RUN_ID": "none"},
-            "gpus: torchrun started this process, and --gpus would start others; give --nproc-per-node to torchrun.",
-        ),
-        (
-            {"restarts": 2}, "auto", {"TORCHELASTIC_RUN_ID": "none"},
-            "restarts: torchrun started this process, and --restarts would start others; "
-            "give --max-restarts to torchrun, and --resume here.",
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_started_is_refused(options, device, variables, sentence, monkeypatch):
-    if variables:
-        torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-        for name, value in (variables | torchrun).items():
-            monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError) as refused:
-        RankOptions(**options).starts_ranks(device)
-    assert str(refused.value) == sentence
+def test_what_cannot_be_started_is_refused(monkeypatch):
+    def starts(options, device="cpu"):
+        return partial(RankOptions(**options).starts_ranks, device)
+
+    never = {"timeout": 0}, {"timeout": float("inf")}, {"gpus": 2, "restarts": -1}, {"restarts": 3}, {"gpus": 0}
+    refusals("cli_many:what_cannot_be_started", starts({"gpus": 2}, "cuda:1"), *map(starts, never))
+    for variable in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "1")
+    refusals("cli_many:what_torchrun_starts", starts({"gpus": 2}, "auto"), starts({"restarts": 2}, "auto"))
 
 
 def test_more_gpus_than_the_machine_has_are_refused_and_processes_on_the_cpu_are_not(monkeypatch):

@@ -10,7 +10,7 @@ from gpubound.errors import StallError
 from gpubound.watch import events, no_stall
 from gpubound.watch.guard import comment
 from gpubound.watch.source_line import site_of
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .planted import PLANTS, Kit
 
@@ -202,9 +202,7 @@ def step_by_step():
     ],
 )
 def test_unknown_kind(allow, sentence):
-    with pytest.raises(ValueError) as error:
-        no_stall(allow=allow)
-    assert str(error.value) == f"no_stall: allow: {sentence}"
+    assert refusal(ValueError, lambda: no_stall(allow=allow)) == f"no_stall: allow: {sentence}"
 
 
 def test_a_class_is_not_decorated():

@@ -15,7 +15,7 @@ from gpubound.models.richards.kernels.plans import StridePlan
 from gpubound.models.richards.kernels.richards import GATE, LEAST, NAMES, POSITIVE, VALUE, Curve
 from gpubound.models.richards.kernels.triton import _curve, richards as fast
 from tests.kernels.cases import ROW_SHAPES, TOLERANCE, definitions, draw, parity, same
-from tests.messages import message
+from tests.messages import message, refusal
 
 reference = definitions("richards")
 
@@ -220,6 +220,4 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_arguments(what):
     call, sentence = WRONG[what]
-    with pytest.raises(ValueError) as error:
-        call()
-    assert str(error.value) == sentence
+    assert refusal(ValueError, lambda: call()) == sentence
