@@ -151,19 +151,6 @@ def test_no_more_batches_on_the_device_than_it_can_work_off():
     ring.close()
 
 
-def test_what_the_source_raises_arrives_with_its_traceback():
-    def broken_source():
-        yield from numbers(2)
-        raise KeyError("third")
-
-    ring = Ring(broken_source(), Lane(CPU), 3, Padding())
-    assert right([ring.take().batch, ring.take().batch])
-    with pytest.raises(KeyError, match="third") as error:
-        ring.take()
-    assert "broken_source" in [entry.name for entry in error.traceback]
-    assert ring.take() is None
-
-
 def test_closing_ends_the_thread_and_the_source():
     closed = []
 
@@ -179,14 +166,6 @@ def test_closing_ends_the_thread_and_the_source():
     assert len(set(threading.enumerate()) - before) == 1
     ring.close()
     assert not set(threading.enumerate()) - before and closed == [True]
-
-
-def test_a_forgotten_ring_ends_its_thread():
-    before = set(threading.enumerate())
-    ring = Ring(numbers(1000), Lane(CPU), 3, Padding())
-    ring.take()
-    del ring
-    assert not set(threading.enumerate()) - before
 
 
 def test_a_source_that_hangs_does_not_hang_the_close(monkeypatch, capsys):

@@ -77,15 +77,3 @@ def test_every_place_draws_every_row_alike():
         counts = torch.stack([torch.bincount(rows[:, place], minlength=n) for place in range(n)]).double()
         chi, freedom = ((counts - EPOCHS / n) ** 2 / (EPOCHS / n)).sum().item(), (n - 1) ** 2
         assert abs(chi - freedom) < 5 * math.sqrt(2 * freedom), n
-
-
-def test_neighbours_are_strangers():
-    """No correlation between neighbours, nor at the distance of the grid's columns; the gaps are as many as a random order
-    has."""
-    n = 100_003
-    rows = Scatter(n, seed=2)(torch.arange(n), torch.tensor(3)).double()
-    for lag in (1, 2, 16, math.isqrt(n), math.isqrt(n) + 1):
-        pair = torch.stack([rows[:-lag], rows[lag:]])
-        assert abs(torch.corrcoef(pair)[0, 1].item()) * math.sqrt(n) < 5, lag
-    gaps = torch.unique(torch.diff(rows) % n).numel() / n
-    assert abs(gaps - (1 - 1 / math.e)) < 0.01

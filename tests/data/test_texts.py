@@ -226,12 +226,6 @@ def test_a_link_that_leads_nowhere(tmp_path):
     assert refused(tmp_path) == message("data/texts:a_link_that_leads_nowher", tmp_path / "a.txt")
 
 
-def test_links_that_lead_in_a_circle(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "again").symlink_to(tmp_path)
-    assert read(tmp_path) == ["text"]
-
-
 @pytest.mark.parametrize(
     "line, said",
     [
