@@ -224,17 +224,6 @@ def test_main_grad_survives_checkpointing(reentrant):
     assert all(p.grad is None and p.main_grad.abs().sum() > 0 for p in modules.parameters())
 
 
-def test_linear_with_main_grad():
-    layer, x = nn.Linear(5, 6), x_of(torch.float32)
-    want = gradients(layer(x), [layer.weight, layer.bias])
-    layer.weight.main_grad = torch.zeros_like(layer.weight)
-    y = layers.linear(x, layer.weight, layer.bias)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y))
-    torch.testing.assert_close(layer.weight.main_grad, want[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(layer.bias.grad, want[1], rtol=1e-5, atol=1e-6)
-    assert layer.weight.grad is None
-
-
 def test_autocast_as_torch_does():
     modules, x = linears(bias=True, dtype=torch.float32), x_of(torch.float32)
     leaves = [x, *modules.parameters()]

@@ -184,38 +184,6 @@ def test_compiled_and_transformed_code_sees_the_adapter():
     torch.testing.assert_close(each, want)
 
 
-def test_a_frozen_format_of_ones_own():
-    """Weights in int8 with a scale a row: a format that is defined here, frozen, under an adapter that trains."""
-
-    class Int8(Format):
-        reads_input = False
-
-        def __init__(self, weight):
-            self.scale = weight.abs().amax(1, keepdim=True) / 127
-            self.codes = (weight / self.scale).round().to(torch.int8)
-
-        def whole(self, dtype):
-            return self.codes.to(dtype) * self.scale.to(dtype)
-
-        def forward(self, x, joined):
-            return F.linear(x, self.whole(x.dtype), joined.bias), ()
-
-        def backward(self, g, x, kept, joined, wants_dx, wanted):
-            return (g @ self.whole(g.dtype) if wants_dx else None), [None] * len(wanted)
-
-    layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
-    layer.requires_grad_(False)
-    format = made_record(layer.weight).format = Int8(layer.weight.detach())
-    adapter = low_rank_of(layer)
-    leaves = [x, *adapter.parameters]
-    want = F.linear(x, format.whole(x.dtype), layer.bias) + adapter.plain(x)
-    got = linear(x, layer.weight, layer.bias, [adapter])
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(gradients(got, leaves), gradients(want, leaves), rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(linear(x, layer.weight, layer.bias, [adapter]), want)
-
-
 def test_in_autocast():
     layer, x = layer_of(), draw(TOKENS, INPUTS).requires_grad_()
     adapter = low_rank_of(layer)

@@ -62,7 +62,7 @@ def test_a_usual_pattern_is_matched(pattern):
     assert added and all("q_proj" in name or "v_proj" in name or "layers.*" not in pattern for name in added)
 
 
-@pytest.mark.parametrize("change", [gb.lora.merge, gb.lora.remove])
+@pytest.mark.parametrize("change", [gb.lora.merge, gb.lora.remove, gb.lora.disable, gb.lora.enable])
 def test_a_model_without_an_adapter_is_refused(change):
     with pytest.raises(ValueError, match=r"gb\.lora\.add"):
         change(tiny())
