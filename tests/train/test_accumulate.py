@@ -63,35 +63,6 @@ def test_16_bit_gradients_are_summed_in_fp32():
     assert plain.grad.tolist() == [256.0] * 4
 
 
-def test_a_product_that_delivers_is_not_counted_twice():
-    """A Function that adds to main_grad hands autograd None; a weight used by such a one and by plain autograd gets both."""
-    from gpubound.kernels.accumulate import weight_gradient
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            ctx.save_for_backward(x, weight)
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx, g):
-            x, weight = ctx.saved_tensors
-            return g @ weight, weight_gradient(weight, g, x)
-
-    weight, x = nn.Parameter(torch.randn(3, 5)), torch.randn(4, 5)
-    Accumulators([("weight", weight)])
-    (Product.apply(x, weight).sum() + weight.sum()).backward()
-    assert torch.allclose(weight.main_grad, x.sum(0).expand(3, 5) + 1)
-
-
-def test_frozen_parameters_are_left_alone():
-    model = small(tied=False)
-    model.mix.requires_grad_(False)
-    Accumulators(model.named_parameters())
-    summed(model, draw(2))[0].backward()
-    assert not hasattr(model.mix.weight, "main_grad") and model.mix.weight.grad is None
-
-
 def test_a_gradient_from_before_does_not_count():
     model = small()
     summed(model, draw(2))[0].backward()

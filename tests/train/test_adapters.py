@@ -212,14 +212,6 @@ def test_what_does_not_go_with_adapters():
     refusals("train/adapters:what_does_not_go_with_ad", *calls)
 
 
-@pytest.mark.slow
-def test_moments_in_8_bits(corpus, base, tmp_path):
-    plain, _ = train(adapting(corpus, base, tmp_path / "plain"))
-    small, _ = train(adapting(corpus, base, tmp_path / "small", optimizer="adamw8bit"))
-    assert 0 < abs(small.evaluations[12] - plain.evaluations[12]) < 0.05
-    assert {t.dtype for n, t in small.step.state_dict().items() if n.startswith("m.")} == {torch.int8}
-
-
 def test_the_work_of_a_token(base):
     """Counted here product by product: an adapter on the second of two layers cuts the first one's backward."""
     from gpubound.models.llama.checkpoint import sizes

@@ -1,6 +1,5 @@
 """Checkpoints: whole or absent, whatever happens while one is written."""
 
-import json
 import subprocess
 import textwrap
 
@@ -247,9 +246,3 @@ def test_the_benchmark_runs(capsys):
     assert main(["--dry", "--rounds", "1"]) == 0
     said = capsys.readouterr().out
     assert message("train/checkpoint:the_benchmark_runs").within(said) and "nothing kept (dry)" in said
-
-
-def test_state_is_readable_json(tmp_path):
-    Checkpoints(tmp_path).save(3, tensors(3), {"loss": 2.5}, wait=True)
-    state = json.loads((tmp_path / "step-00000003" / "state.json").read_text())
-    assert state["step"] == 3 and state["facts"] == {"loss": 2.5} and state["files"]["tensors.safetensors"][0] > 64 * 64 * 4

@@ -170,11 +170,6 @@ def test_validation_can_be_switched_off(corpus, tmp_path):
         assert step == 2
 
 
-def test_the_numbers_of_the_optimizer(corpus, tmp_path):
-    numbers = prepare(recipe(corpus, tmp_path, betas=(0.8, 0.99), eps=1e-6), progress=False).recipe.numbers
-    assert (numbers.betas, numbers.eps) == ((0.8, 0.99), 1e-6)
-
-
 # What a resumed run may change
 
 

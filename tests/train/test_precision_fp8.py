@@ -109,11 +109,6 @@ def test_a_state_from_before_the_first_step_leaves_the_scales_to_be_found():
     assert torch.equal(losses(step, 3), losses(step_of(decoder()), 3))
 
 
-@pytest.mark.slow
-def test_recomputed_blocks_take_the_same_steps():
-    assert torch.equal(losses(step_of(decoder(), recompute="blocks"), 4), losses(step_of(decoder()), 4))
-
-
 def test_a_step_that_is_not_finite_is_skipped():
     model = decoder()
     step = step_of(model)

@@ -261,17 +261,6 @@ def test_fp16_scale_halves_until_it_fits_and_the_update_does_not_feel_it():
     assert values[-1].loss_scale == 2.0 ** (30 - skipped)
 
 
-def test_frozen_weights_are_untouched_and_tied_ones_stay_tied():
-    model = small()
-    model.mix.requires_grad_(False)
-    before, address = model.mix.weight.detach().clone(), model.mix.weight.data_ptr()
-    step = TrainStep(model, summed, precision="fp32", graph="off")
-    step(draw(4))
-    assert model.mix.weight.data_ptr() == address and model.mix.weight.equal(before)
-    assert model.head.weight is model.embed.weight
-    assert not any("mix" in name for name in step.state_dict())
-
-
 def test_a_frozen_part_of_another_dtype_is_named():
     model = small()
     model.mix.requires_grad_(False)
@@ -455,14 +444,6 @@ def test_memory_is_told_before(capsys):
     flat = 64 * 32 + 64  # the bias of 32 takes a slot of 64
     assert step.memory == {"weights": 2 * flat, "masters": 4 * flat, "gradient": 4 * flat, "moments": 8 * flat}
     assert message("train/step:memory_is_told_before").within(capsys.readouterr().err)
-
-
-def test_close_gives_the_model_back():
-    model = small()
-    TrainStep(model, summed, precision="bf16", graph="off", recompute="none").close()
-    assert not any(hasattr(p, "main_grad") for p in model.parameters()) and not model._forward_pre_hooks
-    TrainStep(model, summed, precision="fp32", graph="off")(draw(2))
-    assert model.mix.weight.dtype == torch.float32
 
 
 def test_a_step_that_is_dropped_gives_the_model_back():

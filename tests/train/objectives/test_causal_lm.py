@@ -127,27 +127,26 @@ def test_placed_model_delivers_by_products(monkeypatch):
         assert (p.main_grad - want[1].main_grad).norm() <= 1e-5 * want[1].main_grad.norm(), name
 
 
-def test_a_model_that_scales_its_logits_is_found_out(monkeypatch):
-    """Granite divides its logits: head(hidden states) would train another model, so its own forward is asked."""
+@pytest.fixture
+def reasons(monkeypatch):
+    """Why a model was asked for whole logits."""
     said = []
     monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
-    torch.manual_seed(0)
-    model = GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=4.0))
-    total, count, _ = total_and_gradients(model)
-    assert total / count == pytest.approx(model(**batch(0)).loss.item(), rel=1e-6)
-    (why,) = said
-    assert why.startswith("its forward does more than head(hidden states): the logits differ by 7.5e-01")
+    return said
 
 
-def test_a_cap_is_found_out_though_small_logits_do_not_show_it(monkeypatch):
-    """Gemma 2 caps its logits at 30. Those of fresh weights are below 1, where the cap changes less than rounding does."""
-    said = []
-    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
+@pytest.mark.parametrize(
+    "kind, config",
+    [(GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=4.0)), (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=8))],
+)
+def test_a_model_that_changes_its_logits_is_found_out(kind, config, reasons):
+    """Granite divides them: head(hidden states) would train another model, so its own forward is asked. Gemma 2 caps them at
+    30; those of fresh weights are below 1, where the cap changes less than rounding does."""
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8)).train()
+    model = kind(config).train()
     total, count, _ = total_and_gradients(model)
     assert total / count == pytest.approx(model(**batch(0)).loss.item(), rel=1e-6)
-    assert len(said) == 1 and "the logits differ by" in said[0]
+    assert len(reasons) == 1 and "the logits differ by" in reasons[0]
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -200,9 +199,7 @@ def _scaled(self, input_ids, use_cache=None):
         (_scaled_input, "its forward does more than head(hidden states): the head's inputs differ by 1.0e+00"),
     ],
 )
-def test_what_is_not_the_heads_product_alone_is_asked_whole(monkeypatch, change, why):
-    said = []
-    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
+def test_what_is_not_the_heads_product_alone_is_asked_whole(reasons, change, why):
     model = llama()
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
@@ -211,21 +208,18 @@ def test_what_is_not_the_heads_product_alone_is_asked_whole(monkeypatch, change,
         model.lm_head.weight.div_(2)
     change(model)
     total, same, _ = total_and_gradients(model)
-    assert said == [why]
+    assert reasons == [why]
     assert (total, same) == (pytest.approx(want, rel=1e-5), count)
 
 
-def test_a_head_that_the_forward_steps_past_is_asked_whole(monkeypatch):
-    said = []
-    monkeypatch.setattr("gpubound.train.objectives.word_loss.fallback", lambda what, why: said.append(why))
+def test_a_head_that_the_forward_steps_past_is_asked_whole(reasons):
     model = llama()
     model.__class__ = type("Around", (LlamaForCausalLM,), {"forward": _product})
     total, *_ = total_and_gradients(model)
     logits = _product(model, batch(0)["input_ids"])[:, :-1].flatten(0, 1)
     want = nn.functional.cross_entropy(logits, batch(0)["labels"][:, 1:].flatten(), reduction="sum")
-    assert said == [message("train/objectives/causal_lm:a_head_that_the_forward")] and total == pytest.approx(
-        want.item(), rel=1e-6
-    )
+    assert reasons == [message("train/objectives/causal_lm:a_head_that_the_forward")]
+    assert total == pytest.approx(want.item(), rel=1e-6)
 
 
 def test_dropout_does_not_confuse_the_trial_and_stays_on(monkeypatch):

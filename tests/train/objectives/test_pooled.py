@@ -134,33 +134,51 @@ def pairs(seed: int = 0) -> dict:
     return {"input_ids": ids, "labels": labels, "example": torch.arange(6) // 2}
 
 
+def matches(seed: int = 0, negatives: int = 2) -> dict:
+    """Three queries, each with its positive and negatives."""
+    g = torch.Generator().manual_seed(seed)
+    rows = 3 * (2 + negatives)
+    ids, labels = torch.randint(1, WORDS, (rows, 7), generator=g), torch.full((rows, 7), -100)
+    for row, length in enumerate(torch.randint(2, 8, (rows,), generator=g).tolist()):
+        ids[row, length:], labels[row, length - 1] = 0, 0
+    return {"input_ids": ids, "labels": labels, "example": torch.arange(rows) // (2 + negatives)}
+
+
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_contrastive_is_info_nce_of_cosines(pooling, symmetric):
-    model, batch = decoder(classes=0).double(), pairs()
-    objective = Contrastive(0.1, pooling, symmetric)
-    total, count = objective(model, batch, scale=torch.tensor(2.0))
+@pytest.mark.parametrize(("pooling", "negatives"), [("last", 0), ("mean", 0), ("last", 2)])
+def test_contrastive_is_info_nce_of_cosines(pooling, negatives, symmetric):
+    """Beside the formula in fp64: each query among all positives and negatives of the micro-batch."""
+    model, batch = decoder(classes=0).double(), matches(negatives=negatives)
+    total, count = Contrastive(0.1, pooling, symmetric, negatives=negatives)(model, batch, scale=torch.tensor(2.0))
     total.backward()
-    got = model.model.embed_tokens.weight.grad.clone()
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     embedded = []
-    for row, length in zip(batch["input_ids"], (4, 7, 3, 5, 6, 2)):
-        states = model.model(row[None, :length])[0]
+    for row, labels in zip(batch["input_ids"], batch["labels"]):
+        states = model.model(row[None, : labels.argmax() + 1])[0]
         state = states[-1] if pooling == "last" else states.mean(0)
         embedded.append(state / state.norm())
+    queries, *texts = (embedded[start :: 2 + negatives] for start in range(2 + negatives))
     want = torch.zeros((), dtype=torch.float64)
-    for one, other in ((0, 1), (1, 0)) if symmetric else ((0, 1),):
-        for number in range(3):
-            scores = torch.stack([embedded[2 * number + one] @ embedded[2 * k + other] / 0.1 for k in range(3)])
-            want = want + (scores.logsumexp(0) - scores[number]) / (2 if symmetric else 1)
-    (2 * want).backward()
-    assert count == 3 and total.item() == pytest.approx(2 * want.item(), rel=1e-10)
-    torch.testing.assert_close(got, model.model.embed_tokens.weight.grad)
-    masked = {
-        "input_ids": batch["input_ids"],
-        "attention_mask": (torch.arange(7) < torch.tensor([[4], [7], [3], [5], [6], [2]])),
-    }
-    torch.testing.assert_close(objective.embeddings(model, batch), Contrastive(0.1, pooling).embeddings(Mask(model), masked))
+    for number, query in enumerate(queries):
+        scores = torch.stack([query @ text / 0.1 for kind in texts for text in kind])
+        want = want + scores.logsumexp(0) - scores[number]
+        if symmetric:
+            scores = torch.stack([texts[0][number] @ each / 0.1 for each in queries])
+            want = want + scores.logsumexp(0) - scores[number]
+    want = want if symmetric else 2 * want
+    want.backward()
+    assert count == 3 and total.item() == pytest.approx(want.item(), rel=1e-10)
+    for name, gradient in got.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_mask_says_what_labels_do(pooling):
+    model, batch, objective = decoder(classes=0).double(), pairs(), Contrastive(0.1, pooling)
+    mask = torch.arange(7) < torch.tensor([[4], [7], [3], [5], [6], [2]])
+    masked = {"input_ids": batch["input_ids"], "attention_mask": mask}
+    torch.testing.assert_close(objective.embeddings(model, batch), objective.embeddings(Mask(model), masked))
 
 
 def test_padding_before_a_text_is_no_part_of_its_mean():
@@ -182,44 +200,6 @@ class Mask(nn.Module):
 
     def forward(self, input_ids, attention_mask):
         return self.trunk(input_ids)
-
-
-def matches(seed: int = 0, negatives: int = 2) -> dict:
-    """Three queries, each with its positive and negatives."""
-    g = torch.Generator().manual_seed(seed)
-    rows = 3 * (2 + negatives)
-    ids, labels = torch.randint(1, WORDS, (rows, 7), generator=g), torch.full((rows, 7), -100)
-    for row, length in enumerate(torch.randint(2, 8, (rows,), generator=g).tolist()):
-        ids[row, length:], labels[row, length - 1] = 0, 0
-    return {"input_ids": ids, "labels": labels, "example": torch.arange(rows) // (2 + negatives)}
-
-
-@pytest.mark.parametrize("symmetric", [False, True])
-def test_queries_are_far_from_the_negatives_of_all(symmetric):
-    """Beside the formula in fp64: each query among all positives and negatives of the micro-batch."""
-    model, batch = decoder(classes=0).double(), matches()
-    total, count = Contrastive(0.1, symmetric=symmetric, negatives=2)(model, batch)
-    total.backward()
-    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    embedded = []
-    for row, labels in zip(batch["input_ids"], batch["labels"]):
-        state = model.model(row[None, : labels.argmax() + 1])[0, -1]
-        embedded.append(state / state.norm())
-    queries, positives = embedded[0::4], embedded[1::4]
-    others = [*positives, *embedded[2::4], *embedded[3::4]]
-    want = torch.zeros((), dtype=torch.float64)
-    for number, query in enumerate(queries):
-        scores = torch.stack([query @ other / 0.1 for other in others])
-        want = want + scores.logsumexp(0) - scores[number]
-        if symmetric:
-            scores = torch.stack([positives[number] @ each / 0.1 for each in queries])
-            want = want + scores.logsumexp(0) - scores[number]
-    want = want / 2 if symmetric else want
-    want.backward()
-    assert count == 3 and total.item() == pytest.approx(want.item(), rel=1e-10)
-    for name, gradient in got.items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 12, 100])
