@@ -172,11 +172,6 @@ def test_as_many_steps_as_the_data_is_worth(device, tokens, steps, passes):
     assert said == message("cli_demo:as_many_steps_as_the_dat", f"{steps:,}", f"{recipe.seq * recipe.micro_batch:,}", passes)
 
 
-def test_the_recipes_are_valid_for_both_kinds_of_device():
-    assert recipe_for(torch.device("cpu"), Demo()).steps == 1000
-    assert recipe_for(torch.device("cuda", 0), Demo(steps=5)).steps == 5
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()

@@ -101,10 +101,6 @@ def test_every_listed_command_exists_whole():
     assert commands == set(cli.COMMANDS), "a command without a line in COMMANDS"
 
 
-def test_version(run):
-    assert run("--version") == (0, f"gpubound {__version__}\n", "")
-
-
 def test_python_m_gpubound():
     done = subprocess.run([sys.executable, "-m", "gpubound", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"gpubound {__version__}\n")

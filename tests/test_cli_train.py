@@ -339,16 +339,6 @@ def test_the_same_from_python(config, tmp_path, capsys):
         gb.train(config, gpus=2)
 
 
-@pytest.mark.slow
-def test_an_option_overrides_the_length_of_the_file(config, tmp_path):
-    config.write_text(config.read_text().replace("steps: 6", "epochs: 3"))
-    assert main(["train", str(config), "--steps", "2"]) == 0
-    config.write_text(config.read_text().replace("epochs: 3", "steps: 6"))
-    assert main(["train", str(config), "--num-train-epochs", "0.1", "--out", str(tmp_path / "other")]) == 0
-    steps = [json.loads((tmp_path / name / "run.json").read_text())["config"]["steps"] for name in ("run", "other")]
-    assert steps == [2, None]
-
-
 def contents_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -542,28 +532,6 @@ def test_a_run_that_diverged_says_so_and_fails(config, tmp_path, capsys):
 
 def lines(out) -> int:
     return len((out / "steps.jsonl").read_text().splitlines()) if (out / "steps.jsonl").exists() else 0
-
-
-@pytest.mark.slow
-def test_phases_from_a_file(tmp_path, capsys):
-    (tmp_path / "book.txt").write_text("\n".join(texts()))
-    chat = {"messages": [{"role": "user", "content": "how are you?"}, {"role": "assistant", "content": "well, thank you"}]}
-    (tmp_path / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 40)
-    (tmp_path / "c.yaml").write_text(f"""
-model: tiny
-vocabulary: 300
-seq: 32
-micro_batch: 4
-device: cpu
-out: {tmp_path / "run"}
-phases:
-  - {{name: pretrain, data: {tmp_path / "book.txt"}, steps: 4}}
-  - {{name: instruct, data: [{tmp_path / "chats.jsonl"}], steps: 3, lr: 1e-4, validation: 0.2}}
-""")
-    assert main(["train", str(tmp_path / "c.yaml"), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["finished"] and answer["last"]["step"] == 7 and answer["last"]["lr"] <= 1e-4
-    assert sorted(p.name for p in (tmp_path / "run" / "corpus").iterdir()) == ["instruct", "pretrain"]
 
 
 @pytest.mark.slow

@@ -22,11 +22,6 @@ def test_all_is_what_is_there():
         assert getattr(gb, name) is not None
 
 
-@pytest.mark.parametrize("name", ["place", "feed", "watch", "capture", "no_stall", "strict", "TrainStep", "Corpus"])
-def test_calls_are_calls(name):
-    assert callable(getattr(gb, name)) and not isinstance(getattr(gb, name), type(sys))
-
-
 @pytest.mark.parametrize("package", ["place", "data", "watch", "train", "graph", "models"])
 def test_importing_a_package_leaves_the_function_its_name(package):
     code = (

@@ -22,7 +22,7 @@ from gpubound.train.muon import Muon
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.distributed.test_fsdp import ADAMW, DTYPES, STEPS, WORDS, batch, counted_sums, distance, whole
-from tests.messages import message
+from tests.messages import message, same_texts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 FIRST = "model.layers.0.self_attn.q_proj"
@@ -371,24 +371,8 @@ def refusals():
 
 def test_what_cannot_be_done_to_rows_is_refused_and_nothing_is_changed(two_ranks):
     for said in two_ranks["refusals"]:
-        assert said == {
-            "encode": "shard_deferred: encode takes weights of a frozen model that fill has read; add fill, frozen=True.",
-            "merge": f"lora.merge: the weight of {FIRST} is sharded; save the adapters, and load and merge them into a model "
-            "that is not sharded.",
-            "codes": f"lora.quantize_base: the weight of {FIRST} is sharded; call it before the model is sharded.",
-            "codes of new ones": f"lora.quantize_base: the weight of {FIRST} is sharded; call it before the model is sharded.",
-            "decoding": "decoder: model: got a sharded one, and no rank holds all of it; export it, and decode that folder.",
-            "overlap": "TrainStep: overlap=True is for models too small to fill a GPU, and this one is sharded; leave it out.",
-            "graph": "TrainStep: the model is sharded, and its gathering of weights is not captured; take graph='auto', which "
-            "runs it call by call.",
-            "fp8": "TrainStep: precision='fp8' rounds weights that train, and here these are low-rank adapters, or little "
-            "more; take precision='bf16', and gb.lora.quantize_base(model, 'fp8') before the model is sharded.",
-            "dtype": "parameters: fully_shard of model.embed_tokens.weight computes in torch.float32, and this precision in "
-            "torch.bfloat16; shard the model with param_dtype=torch.bfloat16.",
-            "too late": "lora.add: the weight of model.embed_tokens is sharded; add adapters first, and shard the model then, "
-            "or create it sharded by gpubound.distributed.fsdp.shard_deferred(frozen=True).",
-            "names": [],
-        }
+        assert said.pop("names") == [] and len(said) == 10
+        same_texts("parallel/frozen_rows:what_cannot_be_done", said.values(), FIRST)
 
 
 def seeds():

@@ -1,4 +1,6 @@
-"""Configs of axolotl, TRL, LLaMA-Factory and torchtune, as recipes."""
+"""Configs of axolotl, TRL, LLaMA-Factory and torchtune, those of the folder configs/, as recipes."""
+
+from pathlib import Path
 
 import pytest
 import yaml
@@ -7,108 +9,12 @@ from gpubound.cli import main
 from gpubound.cli.train_options import OPTIONS, from_file
 from gpubound.train.translate import translate
 
-AXOLOTL = """
-base_model: models/llama
-model_type: AutoModelForCausalLM
-load_in_4bit: true
-datasets:
-  - path: chats.jsonl
-    type: chat_template
-    field_messages: conversations
-val_set_size: 0.1
-output_dir: outputs/lora
-adapter: qlora
-lora_r: 16
-lora_alpha: 32
-lora_target_linear: true
-sequence_len: 2048
-sample_packing: true
-gradient_accumulation_steps: 4
-micro_batch_size: 2
-num_epochs: 4
-optimizer: adamw_bnb_8bit
-lr_scheduler: cosine
-learning_rate: 2e-4
-train_on_inputs: false
-bf16: auto
-gradient_checkpointing: true
-warmup_steps: 10
-evals_per_epoch: 4
-special_tokens: {pad_token: "<pad>"}
-"""
-TRL = """
-model_name_or_path: models/qwen
-torch_dtype: bfloat16
-dataset_name: trl-lib/Capybara
-dataset_test_split: test
-eval_strategy: steps
-eval_steps: 100
-learning_rate: 2.0e-4
-max_steps: 500
-use_peft: true
-lora_r: 32
-per_device_train_batch_size: 2
-output_dir: out
-report_to: wandb
-push_to_hub: true
-"""
-DPO = """
-model_name_or_path: models/qwen
-dataset_name: pairs.jsonl
-beta: 0.2
-loss_type: ipo
-max_prompt_length: 512
-output_dir: out
-"""
-LLAMAFACTORY = """
-model_name_or_path: models/llama
-stage: sft
-do_train: true
-finetuning_type: lora
-lora_target: all
-dataset: chats
-template: llama3
-cutoff_len: 2048
-max_samples: 1000
-output_dir: saves/lora
-per_device_train_batch_size: 1
-gradient_accumulation_steps: 8
-learning_rate: 1.0e-4
-num_train_epochs: 3.0
-lr_scheduler_type: cosine
-warmup_ratio: 0.1
-bf16: true
-plot_loss: true
-"""
-TORCHTUNE = """
-output_dir: /tmp/lora
-model_dir: models/llama
-model:
-  _component_: torchtune.models.llama3_2.lora_llama3_2_1b
-  lora_attn_modules: [q_proj, output_proj]
-  apply_lora_to_mlp: true
-  lora_rank: 64
-  lora_alpha: 128
-tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 4096}
-checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: "${model_dir}"}
-dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: true}
-seed: null
-shuffle: true
-batch_size: 4
-optimizer: {_component_: torch.optim.AdamW, fused: true, lr: 3e-4}
-lr_scheduler: {_component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, num_warmup_steps: 100}
-loss: {_component_: torchtune.modules.loss.CEWithChunkedOutputLoss}
-epochs: 1
-max_steps_per_epoch: 50
-clip_grad_norm: null
-compile: true
-device: cuda
-dtype: bf16
-metric_logger: {_component_: torchtune.training.metric_logging.WandBLogger, project: lora}
-"""
+FOLDER = Path(__file__).parent / "configs"
+AXOLOTL, TRL, LLAMAFACTORY, TORCHTUNE = (
+    (FOLDER / f"{name}.yaml").read_text() for name in ("axolotl", "trl", "llamafactory", "torchtune")
+)
 CASES = {
     "axolotl": (
-        AXOLOTL,
         {
             "model": "models/llama", "data": ["chats.jsonl"], "format": "sharegpt", "validation": 0.1, "out": "outputs/lora",
             "lora": {"rank": 16, "alpha": 32, "base": "nf4", "targets": "all-linear"}, "seq": 2048, "pack": "examples",
@@ -119,7 +25,6 @@ CASES = {
         [],
     ),
     "trl": (
-        TRL,
         {
             "model": "models/qwen", "precision": "bf16", "data": "trl-lib/Capybara", "eval_data": "trl-lib/Capybara:test",
             "eval_every": 100, "lr": 2e-4, "steps": 500, "lora": {"rank": 32, "alpha": 32, "dropout": 0.05}, "micro_batch": 2,
@@ -129,7 +34,6 @@ CASES = {
         ["push_to_hub"],
     ),
     "dpo": (
-        DPO,
         {
             "model": "models/qwen", "data": "pairs.jsonl", "objective": "dpo", "lr": 1e-6, "epochs": 3, "micro_batch": 16,
             "objective_options": {"beta": 0.2, "loss": "ipo"}, "out": "out", "schedule": "linear", "final": 0.0, "warmup": 0,
@@ -138,7 +42,6 @@ CASES = {
         ["max_prompt_length"],
     ),
     "llamafactory": (
-        LLAMAFACTORY,
         {
             "model": "models/llama", "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}, "data": ["chats"], "seq": 2048,
             "chat_template": "llama3", "out": "saves/lora", "micro_batch": 1, "accumulate": 8, "lr": 1e-4, "epochs": 3.0,
@@ -148,7 +51,6 @@ CASES = {
         ["dataset", "max_samples"],
     ),
     "torchtune": (
-        TORCHTUNE,
         {
             "out": "/tmp/lora", "model": "models/llama", "seq": 4096, "data": "yahma/alpaca-cleaned", "format": "alpaca",
             "lora": {"rank": 64, "alpha": 128, "targets": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
@@ -161,9 +63,9 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text, ours, missing", CASES.values(), ids=CASES)
-def test_a_config_of_another_tool(text, ours, missing):
-    found = translate(yaml.safe_load(text), OPTIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_of_another_tool(name):
+    (ours, missing), found = CASES[name], translate(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), OPTIONS)
     assert found.values == ours
     assert [line.partition(":")[0] for line in found.missing] == missing
 
@@ -213,13 +115,13 @@ def test_evaluations_of_trl_have_data():
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_printed_is_a_config(name, tmp_path, capsys):
-    (tmp_path / "theirs.yaml").write_text(CASES[name][0])
-    assert main(["train", "--from", str(tmp_path / "theirs.yaml"), "--print"]) == 0
+    ours, missing = CASES[name]
+    assert main(["train", "--from", str(FOLDER / f"{name}.yaml"), "--print"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"# not translated: {key}" in printed for key in CASES[name][2])
+    assert all(f"# not translated: {key}" in printed for key in missing)
     (tmp_path / "ours.yaml").write_text(printed)
     made = from_file(str(tmp_path / "ours.yaml")).recipe()
-    assert made.model == CASES[name][1]["model"] and capsys.readouterr().err == ""
+    assert made.model == ours["model"] and capsys.readouterr().err == ""
 
 
 def test_what_is_no_config_of_another_tool(tmp_path, capsys):
@@ -229,10 +131,9 @@ def test_what_is_no_config_of_another_tool(tmp_path, capsys):
         assert capsys.readouterr().err.startswith("gpubound train: ")
 
 
-def test_a_refused_config_of_another_tool_names_from(tmp_path, capsys):
-    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
-    assert main(["train", str(tmp_path / "theirs.yaml")]) == 2
-    assert f"gpubound train --from {tmp_path / 'theirs.yaml'}" in capsys.readouterr().err
+def test_a_refused_config_of_another_tool_names_from(capsys):
+    assert main(["train", str(FOLDER / "axolotl.yaml")]) == 2
+    assert f"gpubound train --from {FOLDER / 'axolotl.yaml'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tool, key, value", [
