@@ -44,12 +44,6 @@ def test_an_unknown_name_is_refused():
     assert refusal(lambda: gb.lora.remove(model, "x")) == message("lora/add_refused:an_unknown_name_is_refus.2")
 
 
-def test_layers_of_one_weight_are_refused():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[1].weight = model[0].weight
-    assert refusal(lambda: gb.lora.add(model, 2, targets=["0"])) == message("lora/add_refused:layers_of_one_weight_are")
-
-
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_model_of_pefts_is_refused():
     peft = pytest.importorskip("peft")

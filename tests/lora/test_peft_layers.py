@@ -10,7 +10,7 @@ from gpubound import trace
 from gpubound.layers.linear_product import _Product
 from tests.messages import message
 
-from ..place.models import assert_close, assert_near, batch, place, rows, tiny, tokens, training_run
+from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run
 from .cases import placed
 
 peft = pytest.importorskip("peft")
@@ -97,10 +97,10 @@ def test_q_k_and_v_read_x_once(monkeypatch):
     assert products == [1] * 4 * 2, "a layer: qkv, o, gate and up, down, each with one adapter over all of it"
 
 
-def test_disabled_while_merged():
+def test_disabled_while_merged(pair):
     """PEFT's forward unmerges then."""
-    ours, theirs = both("adapters first")
-    for model in (ours, theirs):
+    ours, theirs = pair
+    for model in pair:
         model.merge_adapter()
         model.base_model.disable_adapter_layers()
     for _ in range(2):
@@ -142,9 +142,9 @@ def test_rows_of_their_own_adapters(pair, monkeypatch):
         assert_near(ours(tokens(), adapter_names=names).logits, logits)
 
 
-def test_rows_of_merged_adapters():
+def test_rows_of_merged_adapters(pair):
     """Called as they are, and PEFT refuses."""
-    ours, _ = both("adapters first")
+    ours, _ = pair
     ours.eval().merge_adapter()
     with pytest.raises(ValueError, check=message("lora/peft_layers:rows_of_merged_adapters")):
         ours(tokens(), adapter_names=MIXED[0])
@@ -154,12 +154,3 @@ def losses_of_ours(model, steps, **options):
     config = gb.AdamW(lr=1e-2, weight_decay=0.0)
     step = gb.TrainStep(model, "causal_lm", config, clip=1.0, precision="fp32", **options)
     return [step(batch()).read().loss for _ in range(steps)]
-
-
-def test_the_table_says_how_it_runs():
-    model = adapted(tiny())
-    found = rows(place(model, strict=True))
-    name = "base_model.model.model.layers.0"
-    assert found[f"{name}.self_attn"].kernel.startswith("q, k, v as one product")
-    assert found[f"{name}.mlp"].kernel.startswith("gate and up as one product")
-    assert not any(row.reasons for row in found.values())

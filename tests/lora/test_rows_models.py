@@ -180,17 +180,17 @@ def test_rows_of_one_leave_the_others_as_they_are():
     assert same == {"one": True, "two": False, "three": True}
 
 
-@pytest.mark.parametrize("recompute", ["cheap", "blocks"])
-def test_recomputing_is_the_same(recompute):
+def test_recomputing_is_the_same():
     found = []
-    for how in ("none", recompute):
+    for how in ("none", "cheap", "blocks"):
         model = ours().train()
         with gb.lora.rows(model, NAMES):
             step = gb.TrainStep(model, "causal_lm", "adamw", precision="fp32", graph="off", recompute=how, accumulate=2)
             step([labelled(), labelled(1)])
             found.append([p.clone() for p in gb.lora.parameters(model)])
             step.close()
-    assert_same(*found)
+    for again in found[1:]:
+        assert_same(again, found[0])
 
 
 def test_generation_takes_the_ids_that_are_set():
