@@ -11,7 +11,7 @@ import gpubound as gb
 from gpubound.decode.hf_forward import StaticCacheRunner
 from gpubound.decode.runner import RunnerConfig
 from gpubound.models.registry import cache_word
-from tests.messages import message, refusal
+from tests.messages import message, refusal, same_texts
 
 from . import cases
 from .any_cases import ENDS, FALCON, GROUPED, SIZES, build, generated, go_on, loud, model_of, prompts, start
@@ -26,60 +26,29 @@ def tiny(name: str, **sizes) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0] * 4,
-    "original_max_position_embeddings": 16,
-}
-REFUSED = {
-    "which carries a recurrent state from token to token, wanted attention over keys and values alone": (
-        "MambaForCausalLM",
-        lambda: tiny("Mamba", hidden_size=16, num_hidden_layers=1),
-    ),
-    "whose forward takes no position_ids, wanted one that is given its positions, mask and cache": (
-        "BloomForCausalLM",
-        lambda: tiny("Bloom", hidden_size=32, n_layer=1, n_head=4),
-    ),
-    "whose forward takes no cache, wanted one that is given its positions, mask and cache": (
-        "OpenAIGPTLMHeadModel",
-        lambda: tiny("OpenAIGPT", n_embd=32, n_layer=1, n_head=4),
-    ),
-    "whose alibi bias comes from a 2-D mask of one length for all rows, wanted rotary or learned positions": (
-        "FalconForCausalLM",
-        lambda: tiny("Falcon", **{**FALCON, "alibi": True}),
-    ),
-    "which cuts its causal mask out of a table by the cache's length, wanted one that uses the mask it is given": (
-        "GPTNeoForCausalLM",
-        lambda: tiny("GPTNeo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
-    ),
-    "whose rotary table grows with the longest row ('dynamic'), wanted a table that stays": (
-        "LlamaForCausalLM",
-        lambda: tiny("Llama", **GROUPED, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-    ),
-    "whose rotary table changes for all rows when one passes 16 tokens ('longrope'), wanted a max_length of at most 16, "
-    "got 32": (
-        "Phi3ForCausalLM",
-        lambda: tiny("Phi3", **{**GROUPED, "pad_token_id": 0}, rope_parameters=LONGROPE, original_max_position_embeddings=16),
-    ),
-    "with a LinearAttentionLayer in its cache, wanted keys and values of full or sliding attention alone": (
-        "Lfm2ForCausalLM",
-        lambda: tiny("Lfm2", **GROUPED, layer_types=["conv", "full_attention"]),
-    ),
-}
+def long_rope() -> transformers.PreTrainedModel:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    return tiny("Phi3", **{**GROUPED, "pad_token_id": 0}, rope_parameters=rope, original_max_position_embeddings=16)
 
 
-@pytest.mark.parametrize("what", REFUSED, ids=[name for name, _ in REFUSED.values()])
-def test_models_that_no_static_cache_holds(what):
-    name, make = REFUSED[what]
-    said = unfit(make())
-    assert said == f"decoder: model: got {name}{' ' if what.startswith('with') else ', '}{what}."
+def test_models_that_no_static_cache_holds():
+    growing = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    models = (
+        tiny("Mamba", hidden_size=16, num_hidden_layers=1),
+        tiny("Bloom", hidden_size=32, n_layer=1, n_head=4),
+        tiny("OpenAIGPT", n_embd=32, n_layer=1, n_head=4),
+        tiny("Falcon", **{**FALCON, "alibi": True}),
+        tiny("GPTNeo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
+        tiny("Llama", **GROUPED, rope_parameters=growing),
+        long_rope(),
+        tiny("Lfm2", **GROUPED, layer_types=["conv", "full_attention"]),
+    )
+    same_texts("decode/any_fit:models_that_no_static", map(unfit, models))
 
 
 def test_a_long_rotary_table_is_held_below_its_change():
-    _, make = REFUSED[next(what for what in REFUSED if "longrope" in what)]
-    model = make()
+    model = long_rope()
     body = StaticCacheRunner(model, RunnerConfig(4, 16))
     rows = go_on(body, *start(body, prompts((1, 5, 3, 8))), 8).tolist()
     assert rows == [generated(model, prompt, 8) for prompt in prompts((1, 5, 3, 8))]
@@ -90,9 +59,7 @@ def test_models_that_are_not_ready():
     assert unfit(transformers.T5ForConditionalGeneration(t5).eval()) == message("decode/any_fit:models_that_are_not_read")
     assert unfit(nn.Linear(2, 2)) == message("decode/any_fit:models_that_are_not_read.2")
     model = build("gpt2").train()
-    training = (
-        "decoder: model: got GPT2LMHeadModel in training mode, wanted eval mode, where dropout is off; call model.eval() first."
-    )
+    training = message("decode/any_fit:models_that_are_not_read.6")
     assert unfit(model) == training
     body = StaticCacheRunner(model.eval(), RunnerConfig(2, 32))
     assert refusal(ValueError, lambda: body.model.train() and body.prefill(torch.zeros(1, 3, dtype=torch.long))) == training

@@ -1,5 +1,7 @@
 """A cache in 8 bits, also in pages (test_pages.py): an emulation's tokens, what rounding costs, what is read and refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -8,7 +10,7 @@ from torch.nn import functional as F
 import gpubound as gb
 from gpubound.decode import certificate, kv_cache, transformer
 from gpubound.models.registry import cache_word
-from tests.messages import message, refusal
+from tests.messages import message, refusal, refusals
 
 from . import cases
 
@@ -271,24 +273,9 @@ def test_a_key_that_is_not_finite_is_named():
 
 def test_wrong_arguments_are_named():
     model = cases.build("Llama")
-    least = (
-        "wanted a number of 4 or more: pages of 64 tokens, one at least for each of max_batch=4 rows, and enough for one row "
-        "of max_length=96."
-    )
-    for wrong, sentence in (
-        ({"cache": "int4"}, "decoder: cache: got 'int4', wanted int8, fp8, or None for the model's dtype."),
-        ({"pages": 3}, f"decoder: pages: got 3, {least}"),
-        ({"pages": 4.0}, f"decoder: pages: got 4.0, {least}"),
-        (
-            {"cache": "fp8", "fused": False},
-            "decoder: cache: got 'fp8', which only the fused kernels read, and fused=False was asked for.",
-        ),
-        (
-            {"pages": 8, "fused": False},
-            "decoder: pages: got 8, which only the fused kernels read, and fused=False was asked for.",
-        ),
-    ):
-        assert refusal(ValueError, lambda: gb.decoder(model, 4, cases.ROOM, **wrong)) == sentence  # noqa: B023
+    wrongs = ({"cache": "int4"}, {"pages": 3}, {"pages": 4.0}, {"cache": "fp8", "fused": False}, {"pages": 8, "fused": False})
+    calls = [partial(gb.decoder, model, 4, cases.ROOM, **wrong) for wrong in wrongs]
+    refusals("decode/cache:wrong_arguments", *calls)
 
 
 @FORM

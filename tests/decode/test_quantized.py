@@ -16,7 +16,7 @@ from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels.packed_weights import KINDS, pack, unpack
 from gpubound.models import Decoder, DecoderConfig, decoding
-from tests.messages import refusal
+from tests.messages import refusals
 
 from .cases import ALL, ROOM, VOCABULARY, build, prompts
 
@@ -240,22 +240,13 @@ def test_wrong_arguments_are_named():
     live = bind(model)
     body = FusedRunner(live, RunnerConfig(1, ROOM, weights="int8"))
     fast = gb.decoder(model, 1, ROOM, weights="int8", verify=False)
-    for call, sentence in (
-        (lambda: fast.accuracy([[3, 4], [5, 6]]), "accuracy: text: got 2, wanted one; concatenate them."),
-        (
-            lambda: FusedRunner(live, RunnerConfig(1, ROOM, weights="int2")),
-            "decoder: weights: got 'int2', wanted one of int8, int4, fp8, or None for the live ones.",
-        ),
-        (
-            lambda: accuracy(body, [3]),
-            "accuracy: ids: got (1,), wanted the ids of one text of at least two tokens.",
-        ),
-        (
-            lambda: accuracy(body, [3, VOCABULARY]),
-            f"accuracy: ids: got 3 to {VOCABULARY}, wanted them in the vocabulary of {VOCABULARY}.",
-        ),
-    ):
-        assert refusal(ValueError, call) == sentence
+    refusals(
+        "decode/quantized:wrong_arguments",
+        lambda: fast.accuracy([[3, 4], [5, 6]]),
+        lambda: FusedRunner(live, RunnerConfig(1, ROOM, weights="int2")),
+        lambda: accuracy(body, [3]),
+        lambda: accuracy(body, [3, VOCABULARY]),
+    )
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
 from gpubound.watch.pretend import simgpu
-from tests.messages import message, refusal
+from tests.messages import message, refusal, same_texts
 
 from . import cases
 
@@ -326,14 +326,8 @@ def said(speculate) -> str:
 
 
 def test_wrong_arguments():
-    wanted = "wanted a number of tokens from 1 to 15 to look up in the text, or gb.Draft(model, tokens)."
-    assert said(0) == f"decoder: speculate: got 0, {wanted}"
-    assert said(16) == f"decoder: speculate: got 16, {wanted}"
-    assert said(True) == f"decoder: speculate: got True, {wanted}"
-    assert said("text") == f"decoder: speculate: got 'text', {wanted}"
-    assert said(gb.Draft(cases.shared("Llama").model, 0)) == f"decoder: speculate: got 0, {wanted}"
-    assert said(gb.Draft(cases.build("Llama", device="meta"))) == message("decode/speculate:wrong_arguments")
-    assert said(gb.Draft(torch.nn.ReLU())) == message("decode/speculate:wrong_arguments.2")
+    drafts = (cases.shared("Llama").model, 0), (cases.build("Llama", device="meta"),), (torch.nn.ReLU(),)
+    same_texts("decode/speculate:wrong_arguments", map(said, (0, 16, True, "text", *(gb.Draft(*given) for given in drafts))))
 
 
 SERVED = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}

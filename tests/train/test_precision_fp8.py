@@ -1,6 +1,6 @@
 """precision="fp8": learns as bf16 does, captured as eager, resumed bit for bit, and refused in the words written."""
 
-import re
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from gpubound.layers.linear_product import DENSE, format_of
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train import AdamW, Schedule, TrainStep, precision as sites
+from tests.messages import refusals
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CONFIG = DecoderConfig(64, 128, 2, 4, 2, 96, tied=True)
@@ -169,31 +170,17 @@ def test_a_weight_that_does_not_fit_stays_in_bf16_and_is_counted():
     step.close()
 
 
-REFUSED = {
-    "precision='fp8': Linear has no list of blocks of one class (nn.ModuleList, nn.Sequential), "
-    "whose linear layers are multiplied in fp8; take precision='bf16'.": lambda: nn.Linear(32, 32),
-    "precision='fp8': no trained linear layer in the blocks of Stack has sides that are multiples of 16; "
-    "take precision='bf16'.": lambda: Stack(width=24),
-}
-
-
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_models_without_such_products_are_refused(sentence):
-    model = REFUSED[sentence]()
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        TrainStep(model, squares, precision="fp8")
-    assert not any(hasattr(p, "main_grad") for p in model.parameters())
+def test_models_without_such_products_are_refused():
+    models = nn.Linear(32, 32), Stack(width=24)
+    calls = [partial(TrainStep, model, squares, precision="fp8") for model in models]
+    refusals("train/precision_fp8:models_without_such_products", *calls)
+    assert not any(hasattr(p, "main_grad") for model in models for p in model.parameters())
 
 
 def test_a_gpu_without_fp8_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(sites, "label", lambda device: "NVIDIA A100 (cuda:0)")
-    sentence = (
-        "precision='fp8': NVIDIA A100 (cuda:0) has compute capability 8.0, wanted 8.9 or above (Ada, Hopper, Blackwell); "
-        "take precision='bf16'."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        sites._check_device(torch.device("cuda", 0))
+    refusals("train/precision_fp8:a_gpu_without_fp8", lambda: sites._check_device(torch.device("cuda", 0)))
 
 
 @pytest.mark.gpu
