@@ -186,7 +186,7 @@ def split_aliases(argv: Sequence[str], known: Collection[str], command: str = "t
                 theirs.setdefault(name := key, []).extend([text] if equals else [])
                 continue
             if not {key, key.removeprefix("no_")} & {*known, "help", "from", "print"} and "?" in (
-                meant := advice(key, {*known} - {"objective_options"})  # whose names are in modules that import torch
+                meant := advice(key, {*known} - {"objective_options", "lora"})  # keys of configs alone
             ):
                 meant = meant.replace("mean '", "mean '--")
                 raise ValueError(f"there is no option {option}; {meant} See gpubound {command} --help.")
