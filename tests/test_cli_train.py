@@ -412,31 +412,16 @@ def test_export_onto_a_file_is_refused_before_training(config, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
+FULL = "Error while serializing: I/O error: No space left (os error 28)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "owner, name, error, said",
     [
-        (
-            Corpus,
-            "build",
-            OSError(28, "No space left on device"),
-            "{run}: no space is left on its disk; what was saved there before is intact. "
-            "Free space, then go on with --resume, or give another --out.",
-        ),
-        (
-            llama,
-            "save",
-            SafetensorError("Error while serializing: I/O error: No space left (os error 28)"),
-            "{run}/hf: no space is left on its disk; the run is saved in {run}. "
-            "Free space, or give another --export; then go on with --resume.",
-        ),
-        (
-            llama,
-            "save",
-            RankError("rank 0: Error while serializing: I/O error: No space left (os error 28)"),
-            "{run}/hf: no space is left on its disk; the run is saved in {run}. "
-            "Free space, or give another --export; then go on with --resume.",
-        ),
+        (Corpus, "build", OSError(28, "No space left on device"), "cli_train:a_full_disk"),
+        (llama, "save", SafetensorError(FULL), "cli_train:a_full_disk.2"),
+        (llama, "save", RankError(f"rank 0: {FULL}"), "cli_train:a_full_disk.2"),
     ],
     ids=["corpus", "export", "export on several ranks"],
 )
@@ -448,7 +433,7 @@ def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, ca
     (tmp_path / "text.txt").write_text("some text " * 5000)
     options = ["--data", str(tmp_path / "text.txt"), "--vocabulary", "300", "--export", "hf"]
     assert main(["train", str(config), *options]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"gpubound train: {said.format(run=tmp_path / 'run')}"
+    assert capsys.readouterr().err.splitlines()[-1] == message(said, tmp_path / "run")
     monkeypatch.undo()
     monkeypatch.setattr(facts, "interpreted", lambda: False)
     assert main(["train", str(config), *options, "--resume"]) == 0

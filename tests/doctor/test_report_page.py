@@ -29,55 +29,14 @@ TEMPLATES = Path(page_module.__file__).parent / "templates"
 ATTACK = "</pre></script><script>attacked = 1</script><img src=x onerror='attacked = 1'>\ud800{{7*7}}"
 WIDTHS = (390, 1280)
 
-# Frames with the page at each width, and the replay alone: everything is measured in one visit.
-VISIT = """<!doctype html>{frames}<script>{replay}</script><script>
-const cases = {cases};
-addEventListener("load", async () => {{
-  const seen = [];
-  for (const frame of document.querySelectorAll("iframe")) {{
-    const inside = code => frame.contentWindow.eval(code), all = s => [...frame.contentDocument.querySelectorAll(s)];
-    await inside("ready");
-    const box = e => e.getBoundingClientRect(), said = () => all("#whatif b")[0].textContent;
-    const found = {{ width: frame.clientWidth, scroll: frame.contentDocument.documentElement.scrollWidth, before: said() }};
-    const free = all("svg, table, h1, p, .bar, .time").filter(e => !e.closest(".wide"));
-    found.wide = free.filter(e => box(e).right > frame.clientWidth + 0.5).length;
-    found.idle = all(".timeline rect.data, .timeline rect.sync").length;
-    found.lead = all("polyline.lead")[0].getTotalLength();
-    found.marks = inside(`[5, 600].map(count => Object.assign(Object.create(Timeline.prototype), {{
-      doctor: {{ tape: {{ steps: [...Array(count).keys()].map(n => [n * 100, n * 100 + 90]) }} }},
-      width: 390, bottom: 9, whole: [-1, count * 100], view: [-1, count * 100],
-    }}).axis().filter(part => part.matches(".mark")).map(mark => Number(mark.getAttribute("x1"))))`);
-    for (const tick of all("[data-pick]")) if (tick.dataset.pick === "1") tick.click();
-    found.after = said();
-    const rects = all(".timeline rect").length;
-    all("[data-zoom]").filter(b => !b.hidden)[0].click();
-    found.zoomed = all(".timeline rect").length < rects;
-    const gap = all(".timeline rect.sync")[0], at = box(gap);
-    gap.dispatchEvent(new PointerEvent("pointermove", {{ bubbles: true, clientX: at.left + 1, clientY: at.top + 1 }}));
-    found.tip = all(".tip")[0].innerText;
-    const late = all(".timeline rect.data")[0], there = box(late);
-    late.dispatchEvent(new PointerEvent("pointermove", {{ bubbles: true, clientX: there.left + 1, clientY: there.top + 1 }}));
-    found.data = all(".tip")[0].innerText;
-    found.attacked = all("img").length + (frame.contentWindow.attacked || 0);
-    const shown = frame.contentDocument.body.innerText;
-    const panels = () => ["now", "proof"].map(name => frame.contentDocument.getElementById(name).hidden);
-    found.panels = panels();
-    all("[role=tab]")[1].click();
-    found.turned = panels();
-    found.rounds = all(".rounds i").map(e => box(e).left);
-    found.change = all("#proof pre")[0].textContent;
-    found.text = shown + frame.contentDocument.body.innerText;
-    seen.push(found);
-  }}
-  const prices = cases.map(c => c.subsets.map(picks => played(c.program, picks)).concat(played(c.program, [], false)));
-  document.body.textContent = JSON.stringify({{ seen, prices }});
-}});
-</script>"""
-
 
 def visited(folder: Path, frames: str, cases: list) -> dict:
-    script = (TEMPLATES / "replay.js").read_text()
-    (folder / "visit.html").write_text(VISIT.format(frames=frames, replay=script, cases=json.dumps(cases)), errors="replace")
+    """What visit.html finds in frames with the page at each width, and in the replay alone: all is measured in one visit."""
+    text = Path(__file__).with_name("visit.html").read_text()
+    replay = (TEMPLATES / "replay.js").read_text()
+    for place, part in (("/*CASES*/", json.dumps(cases)), ("/*REPLAY*/", replay), ("<!--FRAMES-->", frames)):
+        text = text.replace(place, part, 1)
+    (folder / "visit.html").write_text(text, errors="replace")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
     done = subprocess.run(
         [*command, "--virtual-time-budget=9000", f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'visit.html'}"],

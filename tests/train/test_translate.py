@@ -13,61 +13,14 @@ FOLDER = Path(__file__).parent / "configs"
 AXOLOTL, TRL, LLAMAFACTORY, TORCHTUNE = (
     (FOLDER / f"{name}.yaml").read_text() for name in ("axolotl", "trl", "llamafactory", "torchtune")
 )
-CASES = {
-    "axolotl": (
-        {
-            "model": "models/llama", "data": ["chats.jsonl"], "format": "sharegpt", "validation": 0.1, "out": "outputs/lora",
-            "lora": {"rank": 16, "alpha": 32, "base": "nf4", "targets": "all-linear"}, "seq": 2048, "pack": "examples",
-            "accumulate": 4, "micro_batch": 2, "epochs": 4, "optimizer": "adamw8bit", "schedule": "cosine", "final": 0.0,
-            "lr": "2e-4", "train_on": "assistant", "precision": "auto", "recompute": "blocks", "warmup": 10, "clip": 1.0,
-            "weight_decay": 0.0, "betas": [0.9, 0.999], "evals_per_epoch": 4,
-        },
-        [],
-    ),
-    "trl": (
-        {
-            "model": "models/qwen", "precision": "bf16", "data": "trl-lib/Capybara", "eval_data": "trl-lib/Capybara:test",
-            "eval_every": 100, "lr": 2e-4, "steps": 500, "lora": {"rank": 32, "alpha": 32, "dropout": 0.05}, "micro_batch": 2,
-            "out": "out", "log": "wandb", "schedule": "linear", "final": 0.0, "warmup": 0, "weight_decay": 0.0, "clip": 1.0,
-            "betas": [0.9, 0.999], "seq": 1024, "pack": "none",
-        },
-        ["push_to_hub"],
-    ),
-    "dpo": (
-        {
-            "model": "models/qwen", "data": "pairs.jsonl", "objective": "dpo", "lr": 1e-6, "epochs": 3, "micro_batch": 16,
-            "objective_options": {"beta": 0.2, "loss": "ipo"}, "out": "out", "schedule": "linear", "final": 0.0, "warmup": 0,
-            "weight_decay": 0.0, "clip": 1.0, "betas": [0.9, 0.999], "seq": 1024, "validation": 0, "pack": "pairs",
-        },
-        ["max_prompt_length"],
-    ),
-    "llamafactory": (
-        {
-            "model": "models/llama", "lora": {"rank": 8, "alpha": 16, "targets": "all-linear"}, "data": ["chats"], "seq": 2048,
-            "chat_template": "llama3", "out": "saves/lora", "micro_batch": 1, "accumulate": 8, "lr": 1e-4, "epochs": 3.0,
-            "schedule": "cosine", "final": 0.0, "warmup": 0.1, "precision": "bf16", "weight_decay": 0.0, "clip": 1.0,
-            "betas": [0.9, 0.999], "validation": 0, "pack": "none",
-        },
-        ["dataset", "max_samples"],
-    ),
-    "torchtune": (
-        {
-            "out": "/tmp/lora", "model": "models/llama", "seq": 4096, "data": "yahma/alpaca-cleaned", "format": "alpaca",
-            "lora": {"rank": 64, "alpha": 128, "targets": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]},
-            "pack": "examples", "micro_batch": 4, "optimizer": "adamw", "lr": "3e-4", "weight_decay": 0.01, "epochs": 1,
-            "schedule": "cosine", "final": 0.0, "warmup": 100, "clip": None, "betas": [0.9, 0.999], "precision": "bf16",
-            "log": "wandb", "validation": 0,
-        },
-        ["max_steps_per_epoch", "model_dir"],
-    ),
-}  # fmt: skip
+RECIPES = yaml.safe_load((FOLDER / "recipes.yaml").read_text())
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_config_of_another_tool(name):
-    (ours, missing), found = CASES[name], translate(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), OPTIONS)
-    assert found.values == ours
-    assert [line.partition(":")[0] for line in found.missing] == missing
+    found = translate(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), OPTIONS)
+    assert found.values == RECIPES[name]["values"]
+    assert [line.partition(":")[0] for line in found.missing] == RECIPES[name]["missing"]
 
 
 @pytest.mark.parametrize(
@@ -113,9 +66,9 @@ def test_evaluations_of_trl_have_data():
         assert found.values["final"] == pytest.approx(0.2) and not found.missing
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_what_is_printed_is_a_config(name, tmp_path, capsys):
-    ours, missing = CASES[name]
+    ours, missing = RECIPES[name].values()
     assert main(["train", "--from", str(FOLDER / f"{name}.yaml"), "--print"]) == 0
     printed = capsys.readouterr().out
     assert all(f"# not translated: {key}" in printed for key in missing)
