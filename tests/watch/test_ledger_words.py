@@ -11,37 +11,6 @@ from tests.messages import message, refusal
 
 QUIET = ("gc", "compiles", "fallbacks", "triton", "calls", "dispatch", "kernels", "allocator", "gputrace")
 
-TABLE = """\
-ledger: 2 steps
-COUNTED
-zero: d2h_copies, d2h_bytes, dead_clones
-not counted: cpu_ops, allocations, frees, alloc_retries, pinned_allocations, recompiles, gc_pauses, gc_ms, fallbacks
-
-kind    what                                 times  amount  WHERE  code
-sync    copy to device                       2              ONE  x = batch.to(sim)
-sync    item                                 2              TWO  return x.sum().item()
-h2d     copy to device [pageable, blocking]  2      4.1 kB  ONE  x = batch.to(sim)
-repeat  copy to device                       1      2.0 kB  ONE  x = batch.to(sim)
-launch  sum                                  2              TWO  return x.sum().item()
-
-sensors
-  simgpu     every op, copy and sync on the pretend device, in any thread
-did not run
-  kernels    left out
-  allocator  left out
-  gc         left out
-  compiles   left out
-  fallbacks  left out
-  triton     left out
-  calls      left out
-  dispatch   left out
-  gputrace   left out"""
-
-COUNTED = (
-    "counted: syncs 4 (2 a step), h2d_copies 2 (1 a step), h2d_bytes 4096 (2.05e+03 a step), pageable_copies 2 (1 a step), "
-    "repeated_uploads 1 (0.5 a step), launches 2 (1 a step)"
-)
-
 
 def make(batch, sim):
     x = batch.to(sim)
@@ -61,8 +30,8 @@ def small_ledger(sim, monkeypatch, request):
 def test_the_table(sim, monkeypatch, request):
     first = make.__code__.co_firstlineno
     one, two = (f"test_ledger_words.py:{first + n} in make" for n in (1, 2))
-    want = TABLE.replace("WHERE", "where".ljust(len(one))).replace("ONE", one).replace("TWO", two).replace("COUNTED", COUNTED)
-    assert str(small_ledger(sim, monkeypatch, request)) == want
+    where = "where".ljust(len(one))
+    assert str(small_ledger(sim, monkeypatch, request)) == message("watch/ledger_words:the_table", where, one, two)
 
 
 def test_as_dict_goes_into_json(sim, monkeypatch, request):
