@@ -207,6 +207,7 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
         ("graph", "--shape=2b", "got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
         ("families", "--only=llama", f"got 'llama', wanted some of {', '.join(FAMILIES)}."),
         ("families", "--parts=end", "got 'end', wanted some of decode, train."),
+        ("families", "--peer=liger", "got 'liger', wanted graph or none."),
         ("lora", "--parts=row", "got 'row', wanted some of train, linear, rows, peft, start."),
         ("lora", "--profile=x", "got 'x', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
         (
