@@ -68,7 +68,7 @@ def loss(kind: str, swaps) -> str:
 def row(kind: str) -> list[str]:
     family = family_of(kind)
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
-    swaps = module.SWAPS
+    swaps = {role: swap for role, swap in module.SWAPS.items() if (kind, role) != ("mamba2", "MLP")}  # its table is Bamba's
     own = family in registry.RUNNERS
     some = kind == "lfm2_moe" or (family in SPARSE and kind not in ("minicpm3", "youtu"))
     adapters = "none" if own or kind in PLAIN else "attention's" if some else "all"
