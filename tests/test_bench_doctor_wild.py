@@ -225,6 +225,9 @@ def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
     answering(monkeypatch, verdict, ANSWER, code=3)
     runner.main(runner.Options(folder, dry_run=True))
     assert "exit code 3: why" in capsys.readouterr().out
+    answering(monkeypatch, verdict, ANSWER | {"patched": [{}]})
+    runner.main(runner.Options(folder, dry_run=True))
+    assert "KeyError: 'patch'" in capsys.readouterr().out, "what one script's programs leave out ends no survey"
     runner.main(runner.Options(folder, dry_run=True, budget=0.0))
     assert "not begun" in capsys.readouterr().out
 

@@ -72,6 +72,8 @@ class Measurement:
                 outcome = Outcome(script.name, failed=f"no verdict in {self.seconds:.0f} s")
             except _Failed as failed:
                 outcome = Outcome(script.name, failed=str(failed))
+            except (OSError, ValueError, KeyError) as broken:  # one script's files, which cost the others nothing
+                outcome = Outcome(script.name, failed=f"{type(broken).__name__}: {broken}")
         tell(outcome)
         return outcome
 
@@ -84,7 +86,7 @@ class Measurement:
     @contextmanager
     def _copied(self, script: Script) -> Iterator[_Run]:
         """A copy of the script's folder, since scripts write next to themselves. "../data" is the same from it."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as there:
+        with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as there:
             shutil.copytree(self.folder / script.place, there, dirs_exist_ok=True)
             yield _Run(self, script, Path(there))
 
@@ -193,7 +195,7 @@ class _Run:
         rounds = str(self.how.rounds)
         try:
             answer = json.loads(self.alone("fix", "doctor.json", "--json", "--try", "--rounds", rounds, allowed=3, tick=timed))
-        except (subprocess.TimeoutExpired, _Failed) as why:
+        except (subprocess.TimeoutExpired, _Failed, ValueError) as why:
             tell(replace(timed(), unproven="ended" if isinstance(why, subprocess.TimeoutExpired) else str(why)))
             return
         self.keep("fix.json", json.dumps(answer, indent=1))
