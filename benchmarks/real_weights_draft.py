@@ -31,7 +31,7 @@ def prompts(quick: bool) -> dict[str, list[str]]:
 
     shuffled, pairs = random.Random(0), functions()
     shuffled.shuffle(pairs)
-    chat = [f"What is {name} of Python's module {module} for? Give an example." for module, name in table]
+    chat = [f"What is {name} of Python's module {module} for? Give an example." for module, name in pairs]
     code = []
     for file in sorted(Path(ast.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
