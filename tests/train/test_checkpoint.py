@@ -1,5 +1,6 @@
 """Checkpoints: whole or absent, whatever happens while one is written."""
 
+import json
 import subprocess
 import textwrap
 
@@ -9,6 +10,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
+from gpubound.train.checkpoint.files import read_state, write_state
 from gpubound.train.checkpoint.staging import Staging
 from tests.messages import message, refusal
 
@@ -246,3 +248,18 @@ def test_the_benchmark_runs(capsys):
     assert main(["--dry", "--rounds", "1"]) == 0
     said = capsys.readouterr().out
     assert message("train/checkpoint:the_benchmark_runs").within(said) and "nothing kept (dry)" in said
+
+
+def test_a_checkpoint_of_an_earlier_state_file_is_read(tmp_path):
+    """One process named the size and checksum of its only file as keys of their own."""
+    path = tmp_path / "step-00000003"
+    Checkpoints(tmp_path).save(3, tensors(3), {"loss": 2.5}, wait=True)
+    state = read_state(path)
+    (state["bytes"], state["crc32"]), _ = state.pop("files")["tensors.safetensors"], state.pop("sharded")
+    write_state(path, state)
+    assert "files" not in json.loads((path / "state.json").read_text())
+    found = open_checkpoint(path)
+    assert (found.step, found.facts) == (3, {"loss": 2.5})
+    (path / "tensors.safetensors").write_bytes(b"0")
+    with pytest.raises(DataError, match="tensors"):
+        open_checkpoint(path)

@@ -10,7 +10,6 @@ from ..device import CONTEXT
 from ..kernels.nf4 import CHUNK as QUANTISED
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
-from ..train.adamw8 import AdamW8bit
 from ..train.objectives.chunked_head import CHUNK
 from ..train.offload import PART
 from .gpus import GIB
@@ -26,9 +25,6 @@ SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator re
 # Of frozen weights: each is packed or quantised by itself, and leaves gaps between those that stay. Adapters of 8b on an H200
 # reserved 0.9 GiB more than they allocated, and on an nf4 base 0.8.
 FRAGMENTS, FRAGMENTS_QUANTISED = 0.03, 0.15
-# Of updates with 8-bit moments within backward: they reserved 0.69 GiB more than they allocated at 350m, 0.67 at 1b and 0.66 at
-# 3b; after backward 0.19, and with moments in fp32 or in host memory no more.
-FRAGMENTS_IN_BACKWARD = int(0.45 * GIB)
 OUTSIDE = ("CUDA context", "NCCL buffers")  # not in torch.cuda.memory_reserved()
 
 
@@ -60,8 +56,6 @@ def _state(step: StepConfig) -> dict[str, int]:
         parts |= {"masters": 0, "moments": 0, "buffers of offloaded state": 2 * passing}
     if step.in_backward and step.adapters is None:
         parts["gradient"] = FP32 * (step.block_parameters + step.config.vocabulary * step.config.hidden)
-        fragmented = isinstance(step.optimizer, AdamW8bit) and not step.offload
-        parts["fragmentation of 8-bit updates"] = FRAGMENTS_IN_BACKWARD if fragmented else 0
     parts["average of the weights"] = 4 * layout.size if step.average else 0
     if step.adapters is None:
         parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0

@@ -26,7 +26,8 @@ from .precision import Precision
 from .schedule import Schedule, is_rate
 
 VERSION = attrgetter("_version")
-PART = 1 << 24  # elements that are joined or averaged at a time
+PART = 1 << 24  # elements that are split or averaged at a time
+JOINED = 1 << 22  # elements that a certificate joins at a time: the intermediates, 17 bytes each, are reserved beside a graph
 START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
 
@@ -169,7 +170,7 @@ class Weights:
 
 def _joined_parts(flat: Tensor, raw: Tensor, device: torch.device) -> Iterator[Tensor]:
     """Yield the masters of these remainders, perhaps a copy in host memory, in parts, for the comparison of two of them."""
-    for weights, remainders in zip(flat.split(PART), raw.view(torch.int16).split(PART)):
+    for weights, remainders in zip(flat.split(JOINED), raw.view(torch.int16).split(JOINED)):
         yield join_fp32(weights.to(device), remainders.to(device))
 
 

@@ -18,7 +18,7 @@ from ..layers.linear_product import full_tensor
 from .adamw import AdamW, FlatAdamW
 from .flat_layout import FlatLayout, Group
 
-PART = BLOCK << 14  # elements that are dequantised at a time: 16 MiB of fp32
+PART = BLOCK << 13  # elements that are dequantised at a time: 8 MiB of fp32, and ten times as many of intermediates
 PLACES = "places"  # name of the recorded layout in a state
 
 

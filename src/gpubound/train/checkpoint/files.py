@@ -49,6 +49,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise ValueError(f"its {STATE} is not one that this version of gpubound writes")
     if state.pop(STATE_CRC) != _state_crc(state):
         raise damaged(folder, STATE)
+    if "sharded" not in state:  # written before 30 November 2026
+        state |= {"sharded": "files" in state}
+        state.setdefault("files", {TENSORS: [state.get("bytes"), state.get("crc32")]})
     return state
 
 
