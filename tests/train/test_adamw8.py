@@ -4,21 +4,17 @@ from functools import partial
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from gpubound.errors import GraphError
 from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
-from gpubound.kernels.tensor_state import made_record
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
-from gpubound.train.adamw import _joined_parts
-from gpubound.train.adamw8 import QuantisedMoment, _numbers, quantised_bytes
+from gpubound.train.adamw8 import QuantisedMoment, quantised_bytes
 from gpubound.train.flat_layout import matrices
 from tests.messages import message, refusal
 
 from .conftest import check_captured_skipped_and_resumed, cut, draw, run_spoiled, small, spoiled, summed
-from .test_build_model import peak
 
 BETAS = (0.9, 0.95)
 
@@ -78,23 +74,6 @@ def test_a_certificate_compares_numbers_not_codes():
     again = StorageCopy(kept.tensor, "m", CopyBudget(torch.device("cpu")))
     moment.codes[0] = 0
     assert again.difference().relative == pytest.approx(1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["masters", "moments"])
-def test_a_comparison_joins_and_dequantises_in_little_memory(kind):
-    """Beside a graph it stays reserved: 0.45 GiB of updates in backward with parts of 16 million masters."""
-    count, cpu = 20 << 20, torch.device("cpu")
-    storage = torch.zeros(quantised_bytes(count) if kind == "moments" else 2 * count, dtype=torch.uint8)
-    flat = torch.zeros(count if kind == "masters" else 0, dtype=torch.bfloat16)
-    record = partial(_joined_parts, flat) if kind == "masters" else partial(_numbers, size=count, dtype=torch.uint8)
-    made_record(storage).numbers = record
-    copy = StorageCopy(storage, "", CopyBudget(cpu))
-    copy.saved = storage.clone()
-    storage[::5] = 1
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
-        assert not copy.difference().bitwise
-    assert 16 << 20 < peak(profiled) < 160 << 20
 
 
 def test_a_graph_that_forgets_the_moments_is_refused(monkeypatch):
