@@ -1,11 +1,13 @@
 """Fingerprints in place of copies: other bytes have others, and a certificate by them says what one by copies says."""
 
 import random
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from gpubound.errors import GraphError
 from gpubound.graph import capture, certify, memory, recording
 from gpubound.graph.memory import fingerprint as of
 
@@ -132,6 +134,25 @@ def test_fingerprints_that_differ_ask_for_copies_of_these_alone(monkeypatch):
     assert counts.attempts == [set(), {"total"}] and captured.certificate.worst_name == "total"
     assert captured.certificate.worst.relative == pytest.approx(0.01, rel=1e-4)
     assert captured.certificate.snapshot_bytes == 12 + 12 + 12 and total.eq(1).all() and weights.equal(drawn(3))
+
+
+def test_sums_from_zero_are_copied_into_lent_memory(monkeypatch):
+    """In the first attempt, for their bits differ at each call on a GPU. What fn uses is not taken, though it is lent."""
+    elsewhere(monkeypatch)
+    counts, total, used, spare = Counts(monkeypatch), torch.zeros(3), drawn(99), torch.zeros(64)
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: Noisy(total))
+
+    @contextmanager
+    def lend():
+        yield used, spare
+        assert spare.any() and used.equal(drawn(99))
+        spare.zero_()
+
+    captured = capture(lambda x: total.add_(x * used[:3]).sum() * 0, drawn(3), state=[total], tolerance=0.1, lend=lend)
+    assert counts.attempts == [{"total"}] and captured.certificate.worst.relative == pytest.approx(0.01, rel=1e-4)
+    with pytest.raises(GraphError, match="off by"):
+        capture(lambda x: total.add_(x * used[:3]).sum() * 0, drawn(3), state=[total], tolerance=0.001, lend=lend)
+    assert not total.any()
 
 
 def test_next_to_a_copy_a_state_that_changes_is_copied_too(monkeypatch):

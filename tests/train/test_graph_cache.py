@@ -94,6 +94,23 @@ def test_captured_is_eager_bit_for_bit_on_the_gpu(precision, dropout):
     assert_same("require", precision, dropout, "cuda", captures=2)
 
 
+@pytest.mark.parametrize("optimizer, graph, names", [
+    ("adamw", "auto", ["micro_batch"]),
+    ("adamw8bit", "auto", ["micro_batch"]),
+    ("adamw", "require", ["micro_batch", "update"]),
+    ("muon", "auto", ["micro_batch", "update"]),
+])  # fmt: skip
+def test_a_long_update_of_few_launches_is_no_graph(optimizer, graph, names, monkeypatch):
+    monkeypatch.setattr(graph_cache, "LONG", 0)
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
+    steps = [TrainStep(small(), summed, optimizer, clip=0.3, precision="fp32", graph=g) for g in (graph, "off")]
+    for i in range(3):
+        got, want = (step(draw(2, seed=i)).read() for step in steps)
+        assert got == want
+    assert [captured.name for captured in steps[0].captured] == names
+    assert all(a.equal(b) for a, b in zip(*(step.model.parameters() for step in steps)))
+
+
 class TestShapes:
     def test_each_is_captured_once(self):
         step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")

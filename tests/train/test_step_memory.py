@@ -23,18 +23,21 @@ RESERVED = 1.2  # of what lasts: blocks between those of a warm-up; 1.16 and 1.1
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors, made inside, that were alive at once; those of `copies` are counted apart."""
+    """The most bytes of tensors, made inside, that were alive at once. Copies are counted apart, in lent memory or not."""
 
     def __init__(self, monkeypatch):
         super().__init__()
-        self.most = self.copied = 0
+        self.most = self.copied = self.lent = 0
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         own = memory.CopyBudget.allocate
 
         def allocate(budget, live):
             copy = own(budget, live)
             self._live.pop(copy.untyped_storage()._cdata, None)
-            self.copied += copy.numel()
+            if memory.storage_key(copy) in budget.lenders:
+                self.lent += copy.numel()
+            else:
+                self.copied += copy.numel()
             return copy
 
         monkeypatch.setattr(memory.CopyBudget, "allocate", allocate)
@@ -51,8 +54,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
-def peaks(monkeypatch, make: Callable[[str], TrainStep], batch) -> tuple[int, int, int]:
-    """Return (bytes of a step that is not captured, of the first captured step, of the copies in it)."""
+def peaks(monkeypatch, make: Callable[[str], TrainStep], batch) -> tuple[int, int, int, int]:
+    """Return the bytes of a step that is not captured, of the first captured step, of the copies in it, and of those in lent
+    memory."""
     monkeypatch.setattr(memory, "CHUNK", 1 << 14)  # of the buffers that copies pass through
     monkeypatch.setattr(memory, "PART", 1 << 14)
     monkeypatch.setattr(memory, "COMPARED", 1 << 12)
@@ -62,7 +66,7 @@ def peaks(monkeypatch, make: Callable[[str], TrainStep], batch) -> tuple[int, in
         with LiveBytes(monkeypatch) as live:
             assert step(batch).read().updates == 1
         found.append(live.most + sum(step.memory.values()))
-    return (*found, live.copied)
+    return (*found, live.copied, live.lent)
 
 
 @pytest.mark.slow
@@ -73,13 +77,14 @@ def test_the_first_step_needs_no_more_than_a_step(optimizer, monkeypatch):
     def make(graph: str) -> TrainStep:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        return TrainStep(model, summed, optimizer, precision="bf16", graph=graph)
+        return TrainStep(model.bfloat16(), summed, optimizer, precision="bf16", graph=graph)
 
-    a_step, first, copied = peaks(monkeypatch, make, draw(256))
+    a_step, first, copied, lent = peaks(monkeypatch, make, draw(256))
     assert first <= ALLOWED * a_step
     weights = sum(p.numel() for p in make("off").model.parameters())
-    # of the micro-batch the 16-bit weights; of the update these, their masters and the gradient. Nothing for the comparison
-    assert copied <= 1.02 * (2 + 2 + 4 + 4) * weights
+    # Of the micro-batch the 16-bit weights; of the update these, their masters and the gradient. For the comparison the
+    # gradient, in the memory of the moments, or, as these take 2 bytes in 8 bits, of the masters.
+    assert copied <= 1.02 * (2 + 2 + 4 + 4) * weights and 4 * weights <= lent <= 1.02 * 4 * weights
 
 
 @pytest.mark.slow
@@ -94,9 +99,24 @@ def test_frozen_weights_that_are_stacked_are_not_copied(monkeypatch):
         return TrainStep(model, "causal_lm", AdamW(lr=1e-3), precision="fp32", graph=graph)
 
     ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    _, _, copied = peaks(monkeypatch, make, {"input_ids": ids, "labels": ids})
+    _, _, copied, _ = peaks(monkeypatch, make, {"input_ids": ids, "labels": ids})
     trained = sum(p.numel() for p in make("off").model.parameters() if p.requires_grad)
     assert copied <= 1.1 * (4 + 4 + 4) * trained
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=1e-3), AdamW8bit(lr=1e-3)], ids=["adamw", "adamw8bit"])
+def test_lent_state_is_made_again(optimizer):
+    """Moments after an update are not lent, nor are masters that are no copies of their weights."""
+    step = TrainStep(small().bfloat16(), summed, optimizer, precision="bf16", graph="off")
+    lend, before = step._graphs._lend_state, {name: tensor.clone() for name, tensor in step.state_dict().items()}
+    with torch.no_grad(), lend() as lent:
+        assert len(lent) == 3, "two moments and the masters"
+        for tensor in lent:
+            memory.bytes_of(tensor).fill_(77)
+    assert all(tensor.equal(before[name]) for name, tensor in step.state_dict().items())
+    step(draw(2))
+    with lend() as lent:
+        assert not lent
 
 
 def test_the_former_memory_of_stacked_weights_goes_before_moments_are_made(monkeypatch):

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import GraphError
 from ..trace import count, notice
-from .certify import Certificate, certify
+from .certify import Certificate, Lend, certify, lend_nothing
 from .guards import StaticInputs
 from .recording import Recording
 from .runner import open_gate
@@ -29,6 +29,7 @@ class CaptureOptions:
     clone: bool
     gate: Callable[[], None]
     warm_in_pool: bool = False
+    lend: Lend = lend_nothing
 
 
 class Captured:
@@ -107,7 +108,7 @@ class Captured:
         others = [inputs.tensors(arguments) for arguments in options.other_inputs] if options.other_inputs else None
         recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.gate, options.warm_in_pool)
         try:
-            certificate = certify(recording, others, options.tolerance) if options.verify else None
+            certificate = certify(recording, others, options.tolerance, options.lend) if options.verify else None
         except BaseException:
             recording.undo()
             raise
@@ -135,6 +136,7 @@ def capture(
     clone: bool = False,
     gate: Callable[[], None] = open_gate,
     warm_in_pool: bool = False,
+    lend: Lend = lend_nothing,
 ) -> Captured:
     """Capture `fn(*example_inputs)` in a CUDA graph that checks itself. On a CPU the same checks surround eager calls.
 
@@ -156,6 +158,8 @@ def capture(
                   fn that waits for other processes, each of which must capture it at the same time
     warm_in_pool  warm up in the pool's memory, too. Only for the first graph of a pool: replays of one before would overwrite
                   what the warm-up makes and fn keeps
+    lend          returns a context that lends tensors, whose memory the certificate's copies take instead of the host's. Those
+                  that fn uses are left alone
 
     >>> import torch
     >>> double = capture(lambda x: x * 2, torch.ones(3))
@@ -177,7 +181,8 @@ def capture(
         and all(isinstance(arguments, tuple) for arguments in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    return Captured(fn, example_inputs, CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate, warm_in_pool))
+    options = CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate, warm_in_pool, lend)
+    return Captured(fn, example_inputs, options)
 
 
 def name_of(fn: Callable) -> str:

@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,17 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..formatting import readable
-from .memory import EQUAL, CopyBudget, Difference, StorageCopy, StorageFingerprint, difference, elements_of
+from .memory import EQUAL, CopyBudget, Difference, StorageCopy, StorageFingerprint, bytes_of, difference, elements_of
 from .reachable import storage_key
 from .recording import Recording
+
+Lend = Callable[[], AbstractContextManager[Sequence[Tensor]]]
+"""Returns a context that lends tensors, whose memory the rounds' copies take, and makes their contents again at its end."""
+
+
+def lend_nothing() -> AbstractContextManager[Sequence[Tensor]]:
+    return nullcontext(())
+
 
 MAX_INPUTS = 16  # tried for a diagnosis: each takes two calls
 ATOMIC = 1e-2  # sums in another order differ by less than this, a counter on the host by more
@@ -87,16 +95,22 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" + ("s" if number != 1 else "")
 
 
-def certify(recording: Recording, others: list[list[Tensor]] | None, tolerance: float) -> Certificate:
+def certify(
+    recording: Recording, others: list[list[Tensor]] | None, tolerance: float, lend: Lend = lend_nothing
+) -> Certificate:
     """Run the rounds. GraphError names the first tensor that disagrees."""
     started = time.perf_counter()
     examples = [buffer.detach().clone() for buffer in recording.inputs.buffers]
     rounds = [(inputs, []) for inputs in others] if others else [perturb(examples, index) for index in range(2)]
     all_inputs = [inputs for inputs, _ in rounds]
-    copied = set[int]()  # keys of large storages that are copied
-    while isinstance(result := _run_rounds(recording, all_inputs, examples, others is None, tolerance, copied), set):
-        copied |= result
     snapshot, names = list(recording.snapshot.copies.values()), recording.inputs.names
+    with lend() as memory:
+        lent = [bytes_of(tensor) for tensor in memory if storage_key(tensor) not in recording.external]
+        # Keys of large storages that are copied: sums that begin at zero, whose last bits are others at each call.
+        room = max(map(len, lent), default=0)
+        copied = {key for key, copy in recording.snapshot.copies.items() if copy.saved is None and len(copy.live) <= room}
+        while isinstance(result := _run_rounds(recording, all_inputs, examples, others is None, tolerance, lent, copied), set):
+            copied |= result
     copies = [copy.saved for copy in [*snapshot, *result.workspace] if copy.saved is not None]
     devices = {"host memory" if copy.device.type == "cpu" else str(copy.device) for copy in copies}
     snapshot_bytes = sum(copy.numel() for copy in copies)
@@ -139,14 +153,16 @@ def _run_rounds(
     examples: list[Tensor],
     invented: bool,
     tolerance: float,
+    lent: list[Tensor],
     copied: set[int],
 ) -> RoundsResult | set[int]:
     """Run all rounds from the state before the first call.
 
-    copied  keys of storages that are copied, on the host. Return the keys of others whose fingerprints differ
+    copied  keys of storages that are copied, into `lent` memory or on the host. Return the keys of others whose fingerprints
+            differ
     """
     recording.reset()
-    budget, workspace, pending = CopyBudget(recording.device), dict[int, StorageCopy | StorageFingerprint](), 0
+    budget, workspace, pending = CopyBudget(recording.device, lent=lent), dict[int, StorageCopy | StorageFingerprint](), 0
     for key, copy in recording.snapshot.copies.items():
         if fits := budget.fits(copy.live, pending):
             pending += copy.live.numel()

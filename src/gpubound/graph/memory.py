@@ -22,6 +22,7 @@ from .reachable import storage_key
 CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time
 PART = 3 << 22  # bytes fingerprinted at a time: the intermediates are four times as many
 COMPARED = 1 << 22  # bytes compared in fp64 at a time: the intermediates are five to sixteen times as many
+ALIGNED = 256  # bytes: where a copy in lent memory begins
 ON_DEVICE = 1 << 24  # bytes of a state's copies on its device; a constant, so that all ranks make the same calls
 
 
@@ -41,10 +42,13 @@ class CopyBudget:
     """Device memory for copies. Further copies are made in host memory.
 
     passing  True: for copies that are freed after one operation, half of what is free
+    lent     memory of others, as bytes, for copies that do not fit
     """
 
-    def __init__(self, device: torch.device, passing: bool = False) -> None:
+    def __init__(self, device: torch.device, passing: bool = False, lent: Iterable[Tensor] = ()) -> None:
         self.left: float = float("inf")
+        self.lent = list(lent)
+        self.lenders = {storage_key(memory) for memory in self.lent}
         if device.type == "cuda":
             self.left = usable_bytes(device) // 2 if passing else ON_DEVICE
 
@@ -54,13 +58,22 @@ class CopyBudget:
 
     def allocate(self, live: Tensor) -> Tensor:
         if not self.fits(live):
-            return torch.empty(live.numel(), dtype=torch.uint8, device="cpu")
+            large_enough = [index for index, memory in enumerate(self.lent) if len(memory) >= live.numel()]
+            if not large_enough:
+                return torch.empty(live.numel(), dtype=torch.uint8, device="cpu")
+            memory = self.lent.pop(min(large_enough, key=lambda index: len(self.lent[index])))
+            self.lent.append(memory[-(-live.numel() // ALIGNED) * ALIGNED :])
+            return memory[: live.numel()]
         if live.is_cuda:
             self.left -= live.numel()
         return torch.empty_like(live)
 
     def release(self, copy: Tensor | None) -> None:
-        if copy is not None and copy.is_cuda:
+        if copy is None:
+            return
+        if storage_key(copy) in self.lenders:
+            self.lent.append(copy)
+        elif copy.is_cuda:
             self.left += copy.numel()
 
 

@@ -179,6 +179,7 @@ class FlatAdamW:
 
     loads: tuple[str, ...] = ()  # prefixes of names of a state that `load` loads; the others are copied in place
     kernel: Callable[..., None] = staticmethod(adamw)
+    few_launches = True  # in an update, whatever the model
 
     def __init__(
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int

@@ -11,10 +11,13 @@ weights, masters and moments, makes the same bits and is compared by fingerprint
 copied, 7.7 instead of 1.7 GB at 350m. A step that updates inside backward is such a graph, for want of another place to cut.
 
 The update of offloaded state is never a graph: its certificate would copy all of the state in host memory, twice, and it takes
-as long as its bytes take over the link, of which the launches are a hundredth.
+as long as its bytes take over the link, of which the launches are a hundredth. Nor is AdamW's of more than LONG bytes of state,
+unless graph="require": it has a dozen launches, which the host makes while the micro-batch still runs, and its certificate copies
+weights, masters and gradient to host memory. Capturing it took 1.5 s of a first step at 350m, and grows with the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,7 +30,9 @@ from ..distributed.ranks import capture_on_all_ranks, first_refusal
 from ..errors import GraphError
 from ..formatting import readable
 from ..graph import Captured, capture
+from ..graph.certify import Lend, lend_nothing
 from ..graph.lent_memory import LentMemory
+from ..graph.memory import bytes_of
 from ..graph.runner import open_gate
 from ..trace import fallback
 from .device_step import DeviceStep
@@ -37,6 +42,7 @@ from .step_inputs import MicroBatch
 MODES = ("auto", "require", "off")
 STEP, PART = "a step of one micro-batch and its sums over ranks", "a micro-batch"
 UPDATE, APPLY = "the update", "the update after the sums over ranks"
+READ = 1 << 24  # elements read at a time
 MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memory besides the pool
 # A replay may differ from eager by this fraction of the largest value: attention's backward adds in another order at every run,
 # so that eager differs from itself. At 350m in bf16 the squares of gradients (AdamW's v) were 1.3e-2 apart. What a certificate
@@ -44,6 +50,7 @@ MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memor
 NOISE = 5e-2
 # In 8 bits a value that flips moves by an eighth or a quarter of itself: two eager steps of 350m were 1.2e-1 apart.
 NOISE_FP8 = 3e-1
+LONG = 4 << 30  # bytes of state: 1.5 ms of an update on an H200, whose launches take the host 0.2
 HOST_SHARE = 0.8  # of the free host memory that a certificate's copies may take
 MOST_NOISE = 5e-1  # at any rate: a limit of the value's size would let through what is baked in
 
@@ -65,6 +72,12 @@ class GraphCache:
         self.captured: list[Captured] = []
         self.off = mode == "off" or (mode == "auto" and not has_graphs(step.device))
         self._required = mode == "require"
+        self._launches_update = (
+            not self._required
+            and step.optimizer.few_launches
+            and step.ranks.alone
+            and (sum(tensor.nbytes for tensor in step.state()) > LONG)
+        )
         self.memory: LentMemory | None = None  # in whose pool the graphs are captured
         self._sharing = [self]  # the caches of one memory pool
         self._known: dict[Any, Captured] = {}  # by kind, and a micro-batch's key
@@ -129,7 +142,7 @@ class GraphCache:
                     step.finish()
 
             self._check_adding()
-            self._try(key, partial(self._graph, micro_batch, batch, state=step.sums()))
+            self._try(key, partial(self._graph, micro_batch, batch, state=step.sums(), lend=self._lend_state))
         return self._all_captured(keys, first)
 
     def _update(self, model: int, first: bool) -> Tensor:
@@ -137,7 +150,7 @@ class GraphCache:
         move. It calls no module, but its references lead to the model, so another mode of the model needs another graph.
         """
         step, update_key, apply_key = self.step, (UPDATE, model), (APPLY, model)
-        if step.optimizer.host is not None:
+        if step.optimizer.host is not None or self._launches_update:
             return step.update()
 
         def update() -> Tensor:
@@ -226,6 +239,7 @@ class GraphCache:
         batch: MicroBatch | None = None,
         gate: Callable[[], None] = open_gate,
         state: list[Tensor] | None = None,
+        lend: Lend = lend_nothing,
     ) -> Captured:
         """Capture a part of the step, which writes `state`: by default all that a step writes."""
         step = self.step
@@ -248,8 +262,29 @@ class GraphCache:
         written = [step.model, *(step.state() if state is None else state)]
         warm = self.memory is not None and not self.captured
         return capture(
-            part, *tensors, pool=self.pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate, warm_in_pool=warm
-        )
+            part, *tensors,
+            pool=self.pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate, warm_in_pool=warm, lend=lend,
+        )  # fmt: skip
+
+    @contextmanager
+    def _lend_state(self) -> Iterator[list[Tensor]]:
+        """Lend state that only the update uses, where it is made again from nothing: moments that are zero, as before the first
+        update, and masters that are their weights in fp32. Copies of a gradient in host memory took 0.9 s at 350m, and grow with the model.
+        """
+        optimizer = self.step.optimizer
+        if optimizer.host is not None:
+            yield []
+            return
+        moments = [raw for raw in map(bytes_of, optimizer.moments) if not any(part.any() for part in raw.split(READ))]
+        pairs = [] if optimizer.weights.split else [(flat, master) for _, flat, master in optimizer.weights.rounded]
+        masters = [pair for pair in pairs if all(a.float().equal(b) for a, b in zip(*(t.split(READ) for t in pair)))]
+        try:
+            yield [*moments, *(master for _, master in masters)]
+        finally:
+            for raw in moments:
+                raw.zero_()
+            for flat, master in masters:
+                master.copy_(flat)
 
     def _tolerance(self) -> float:
         """Adam's first updates are ± the rate whatever the gradient, so an element that is all noise may go either way."""

@@ -89,6 +89,8 @@ def count_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
 class FlatMuon(FlatAdamW):
     """FlatAdamW with Muon's rule for its groups: `m` is their momentum, and they have no `v`."""
 
+    few_launches = False
+
     def __init__(self, config: Muon, *arguments):
         super().__init__(config.rest, *arguments)
         self.muon, self._ratio = config, config.lr / config.rest.lr
