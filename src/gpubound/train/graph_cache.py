@@ -12,8 +12,8 @@ copied, 7.7 instead of 1.7 GB at 350m. A step that updates inside backward is su
 
 The update of offloaded state is never a graph: its certificate would copy all of the state in host memory, twice, and it takes
 as long as its bytes take over the link, of which the launches are a hundredth. Nor is AdamW's of more than LONG bytes of state,
-unless graph="require": it has a dozen launches, which the host makes while the micro-batch still runs, and its certificate copies
-weights, masters and gradient to host memory. Capturing it took 1.5 s of a first step at 350m, and grows with the model.
+unless graph="require": it has a dozen launches, which the host makes while the micro-batch still runs, and its certificate
+copies weights, masters and gradient to host memory. Capturing it took 1.5 s of a first step at 350m, and grows with the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -269,7 +269,7 @@ class GraphCache:
     @contextmanager
     def _lend_state(self) -> Iterator[list[Tensor]]:
         """Lend state that only the update uses, where it is made again from nothing: moments that are zero, as before the first
-        update, and masters that are their weights in fp32. Copies of a gradient in host memory took 0.9 s at 350m, and grow with the model.
+        update, and masters that are their weights in fp32. Copies of a gradient in host memory took 0.9 s at 350m.
         """
         optimizer = self.step.optimizer
         if optimizer.host is not None:
