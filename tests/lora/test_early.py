@@ -5,6 +5,8 @@ import torch
 
 import gpubound as gb
 from gpubound.kernels import dispatch, lora, norms
+from gpubound.kernels.registry import OPS
+from gpubound.kernels.triton._lora_product import _within
 from gpubound.lora import early
 
 from .cases import placed
@@ -50,6 +52,24 @@ def named_and_asked(model, more, monkeypatch):
     step([{"input_ids": ids, "labels": ids, **more}])
     step.close()
     return named, asked
+
+
+def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):
+    model, order = placed(**SIZES), list[str]()
+    gb.lora.add(model, 4)
+    step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
+    model.register_forward_pre_hook(lambda *_: order.append("model"))
+    monkeypatch.setattr("gpubound.train.device_step.hasten", lambda calls, *_: order.extend({op for op, _ in calls}))
+    ids = torch.randint(64, (2, 16))
+    step([{"input_ids": ids, "labels": ids}])
+    assert order[:2] == ["lora_product", "model"]
+
+
+def test_the_example_of_a_large_product_has_the_tiles_of_a_models():
+    """Self-tests had 64 columns to a block, for a kernel that no call launched: q, k and v of 8b were compiled afterwards."""
+    for size in (1, 2):
+        *_, blocks, _ = OPS["lora_product"].example(torch.Generator(), size, 16, False, True, 3)
+        assert _within(256, blocks) == _within(256, [4096, 1024, 1024]) == 256
 
 
 def test_a_product_is_named_by_the_tokens_of_the_batch_and_of_its_first_row():

@@ -146,7 +146,8 @@ def _draw_product(
     if rows is not None:
         adapter = torch.arange(rank * blocks, device="cpu") // ranks % count
         h = (h.detach() * (rows.ids.repeat_interleave(tokens // 2)[:, None] == adapter)).requires_grad_()
-    return draw(g, tokens, 48), weight, bias, h, b, _drop(dropping), _blocks(blocks, outputs, 64), rows
+    # of large products the blocks are as wide as the widest tile: narrower ones would test a kernel that no call launches
+    return draw(g, tokens, 48), weight, bias, h, b, _drop(dropping), _blocks(blocks, outputs, 256 if size else 64), rows
 
 
 @definition(_draw_product)

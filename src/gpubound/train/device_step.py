@@ -131,13 +131,15 @@ class DeviceStep:
         self.sum()
         return None if self.summed[2].item() == self.ranks.world else self.apply()
 
+    def hasten(self, batch: Any) -> None:
+        """Start the self-tests of the products with adapters, which depend on the number of tokens."""
+        hasten(early.products(self.model, batch), self.device, self.precision.dtype)
+
     def prepare(self, batch: Any) -> None:
         """Prepare the first step with one batch; the state of a step is unchanged afterwards.
 
-        This finds the kernels that adapters will call, fp8's first scales, and, with several ranks, the order in which backward
-        finishes parameters.
+        This finds fp8's first scales and, with several ranks, the order in which backward finishes parameters.
         """
-        hasten(early.products(self.model, batch), self.device, self.precision.dtype)
         if self.fp8 is not None and not self.fp8.calibrated:
             with self._trying(), self.fp8.calibrating():
                 self.add(batch)

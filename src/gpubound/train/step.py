@@ -324,6 +324,8 @@ class TrainStep(NotCopyable):
     def _prepare(self, batches: list[MicroBatch]) -> bool:
         """Check micro-batches whose signature is new, and prepare the first step. Return whether this is the first."""
         step, first = self._graphs.step, self._first
+        if first:
+            step.hasten(batches[0].whole())  # before the checks, which run the model
         if isinstance(step.loss, Objective):
             for number, batch in enumerate(batches):
                 if batch.signature not in self._checked:
