@@ -437,6 +437,17 @@ def products(mode: str | None) -> Iterator[None]:
             owner.fp32_precision = old
 
 
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Leave cuDNN's attention out: it compiles each shape, for 0.5 to 1 s, and what is run once has shapes of its own."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def label(device: torch.device) -> str:
     """Return a description of the device: 'NVIDIA H200 (cuda:0)' or 'CPU (2 threads)'."""
     if device.type == "cuda":

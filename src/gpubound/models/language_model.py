@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device import without_cudnn_attention
 from ..errors import FallbackError, host_bytes_wanted
 from ..kernels.dispatch import Call
 from ..layers.attention import Mask
@@ -191,7 +192,7 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
         width = row["input_ids"].shape[1]
         row = {name: value[:, :TOKENS] if _by_token(value, width) else value for name, value in row.items()}
         row |= {name: row[name].clamp_max(TOKENS) for name in row.keys() & {"cu_seqlens"}}
-    with mode(model, training=False):  # dropout would make the two differ
+    with mode(model, training=False), without_cudnn_attention():  # dropout would make the two differ
         return head_mismatch(head, lambda: logits_of(model, row), lambda: hidden_of(model, row))
 
 

@@ -210,7 +210,7 @@ def for_comparison(module: nn.Module, train_all: bool) -> Iterator[None]:
 
     Results that a large batch recomputes in backward are recomputed here too: that path is the longer one. Products with
     quantised weights do not round x: in 8 bits, a scale for one product or for several as one gives different values. Layers
-    drop nothing: kernels of attention draw in other orders. cuDNN's are left out: each shape compiles for 0.6 to 1 s.
+    drop nothing: kernels of attention draw in other orders.
     """
     before = [(p, p.requires_grad, p.__dict__.pop("main_grad", None)) for p in module.parameters()]
     options = {"recompute_bytes": 0, "rounds_inputs": False, "attention_dropout": 0.0, "residual_dropout": 0.0}
@@ -219,15 +219,14 @@ def for_comparison(module: nn.Module, train_all: bool) -> Iterator[None]:
     for m in module.modules():
         own = ((name, vars(m).get(name, getattr(type(m), name, None))) for name in options)
         switched.append((m, {name: options[name] for name, value in own if isinstance(value, int | float)}))
-    undo, cudnn = switch(switched), torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    undo = switch(switched)
     try:
         for p, _, _ in before if train_all else ():
             p.requires_grad_(p.is_floating_point())
-        yield
+        with facts.without_cudnn_attention():
+            yield
     finally:
         undo()
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         for p, requires_grad, main in before:
             p.requires_grad_(requires_grad)
             if main is not None:

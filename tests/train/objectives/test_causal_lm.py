@@ -51,6 +51,14 @@ def usual_step(model, batches, optimizer, clip):
     return total, norm.item(), items.item(), gradients
 
 
+def test_cudnn_compiles_nothing_for_the_first_check():
+    """Its shapes are those of one row, and another forward's; in training it is what the user chose."""
+    model, enabled = llama(), list[bool]()
+    model.model.layers[0].register_forward_hook(lambda *_: enabled.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    TrainStep(model, "causal_lm", precision="fp32", graph="off")([batch(0)])
+    assert enabled == [False, False, True]
+
+
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_hugging_face_training(tied):
     theirs = llama(tied)
