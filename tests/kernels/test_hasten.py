@@ -3,6 +3,7 @@
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.machinery import PathFinder
 
 import pytest
@@ -36,6 +37,14 @@ def test_a_verdict_waits_for_the_test_that_was_begun(tested):
     assert dispatch.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
     assert sorted(op for op, _ in tested) == ["add_rows", "quantize"]
     assert all(thread.startswith("gpubound-selftest") for _, thread in tested)
+
+
+def test_triton_is_hashed_beside_the_first_self_tests(tested, monkeypatch):
+    hashed = threading.Event()
+    monkeypatch.setattr("triton.runtime.cache.triton_key", hashed.set)
+    monkeypatch.setattr(dispatch, "_threads", cache(dispatch._threads.__wrapped__))
+    dispatch.hasten([("quantize", ())], torch.device("cuda", 0), torch.bfloat16)
+    assert hashed.wait(60)
 
 
 def test_what_was_not_begun_is_tested_when_asked_for(tested):
