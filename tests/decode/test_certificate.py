@@ -51,6 +51,28 @@ def test_a_kernel_that_is_off_by_a_thousandth(door, monkeypatch):
     assert re.fullmatch(WRONG, uncertified())
 
 
+@pytest.mark.parametrize("kind", ["Mistral", "Gemma2", "Mixtral"])
+def test_a_step_is_compiled_before_it_is_compared(kind, monkeypatch):
+    """A model whose experts are chosen by kernels is not: garbage is no index."""
+    want = gb.decoder(cases.build(kind), 2, cases.ROOM).generate([[1, 2, 3]], max_new_tokens=4).tokens
+    order, steps = [], certificate._all_logits
+
+    def ahead(call, device):
+        call()
+        return lambda: order.append("ready")
+
+    def all_logits(body, ids, rows):
+        order.append("steps")
+        return steps(body, ids, rows)
+
+    monkeypatch.setattr(certificate, "compile_ahead", ahead)
+    monkeypatch.setattr(certificate, "_all_logits", all_logits)
+    decoder = gb.decoder(cases.build(kind), 2, cases.ROOM)
+    assert decoder.generate([[1, 2, 3]], max_new_tokens=4).tokens == want
+    dense = kind != "Mixtral"
+    assert order[:3] == (["steps", "ready", "steps"] if dense else ["steps"]) and order.count("ready") == 2 * dense
+
+
 def test_a_decoder_of_ours_with_hooks_is_not_sent_to_what_refuses_it_too():
     """ "pass fused=False" was the advice, and that computes by the weights alone."""
     model = cases.build("own")

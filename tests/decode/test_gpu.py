@@ -1,5 +1,8 @@
 """What only a GPU shows: graphs against single launches bit for bit, live weights under a graph, memory of a bucket."""
 
+import threading
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -43,6 +46,22 @@ def decoders() -> dict[int, gb.FastDecoder]:
 def eagerly(fast: gb.FastDecoder, monkeypatch) -> None:
     """The same kernels, launched one by one."""
     monkeypatch.setattr(fast.graphs, "launch", Stepper(fast.body, fast.slots).run)
+
+
+def test_a_steps_kernels_are_not_compiled_one_after_the_other(monkeypatch):
+    """In sizes that no other test has: only what chooses tokens is left to the thread that waits."""
+    threads, jit = [], import_module("triton.runtime.jit").JITFunction
+    compiled = jit._do_compile
+
+    def note(kernel, *arguments, **options):
+        threads.append((threading.current_thread() is threading.main_thread(), kernel.fn.__name__))
+        return compiled(kernel, *arguments, **options)
+
+    monkeypatch.setattr(jit, "_do_compile", note)
+    model = cases.build("Llama", torch.bfloat16, DEVICE, **SERVED | {"intermediate_size": 1792, "vocab_size": 7168})
+    gb.decoder(model, 1, 512)
+    late = {name for main, name in threads if main}
+    assert len(threads) > 5 and not any("product" in name or "attention" in name or "gate_up" in name for name in late), late
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_verdict_waits_for_the_test_that_was_begun(tested):
 def test_triton_is_hashed_beside_the_first_self_tests(tested, monkeypatch):
     hashed = threading.Event()
     monkeypatch.setattr("triton.runtime.cache.triton_key", hashed.set)
-    monkeypatch.setattr(dispatch, "_threads", cache(dispatch._threads.__wrapped__))
+    monkeypatch.setattr(dispatch, "threads", cache(dispatch.threads.__wrapped__))
     dispatch.hasten([("quantize", ())], torch.device("cuda", 0), torch.bfloat16)
     assert hashed.wait(60)
 
@@ -108,7 +108,7 @@ def test_a_self_test_that_asks_for_a_verdict_which_waits_for_a_thread(tested, mo
 
     begun, threads = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest")
     monkeypatch.setattr(selftest, "check", check)
-    monkeypatch.setattr(dispatch, "_threads", lambda: threads)
+    monkeypatch.setattr(dispatch, "threads", lambda: threads)
     dispatch.hasten([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
     outer = dispatch._early["quantize", there, torch.bfloat16, ()]
     begun.set()

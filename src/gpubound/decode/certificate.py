@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerateError
+from ..kernels.compile_ahead import compile_ahead
 from ..kernels.decode_product import capped_
 from ..layers.quantized_base import Base
 from ..models import Decoder
@@ -282,8 +283,10 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     window = config_value(text, "sliding_window") or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     errors: tuple[float | None, ...] = (None, None, None)
+    ready = _compile_step(body)
     if not quick and body.exact() is not None:
-        errors = _compare_logits(decoder, body, length)
+        errors = _compare_logits(decoder, body, length, ready)
+    ready()
     body.poison()
     count = _compare_tokens(decoder, random_ids(body.vocab, length, body.device)[:TOKENS].tolist())
     if body.device.type == "cuda":
@@ -292,7 +295,20 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int = 0) -> tuple[float, float, float | None]:
+def _compile_step(body: Any) -> Callable[[], Any]:
+    """Begin to compile the kernels of a row's step and prompt while others run. Return a function that waits for them.
+
+    Only where no result of a kernel is an index for torch, as experts and pages are.
+    """
+    if not body.launches_alike:
+        return lambda: None
+    ids = torch.zeros(3, device=body.device, dtype=torch.int64)
+    return compile_ahead(lambda: _all_logits(body, ids, 1), body.device)
+
+
+def _compare_logits(
+    decoder: "FastDecoder", body: Any, length: int, ready: Callable[[], Any], number: int = 0
+) -> tuple[float, float, float | None]:
     """Return the distances from fp32 of our logits, of the model's, and of fp32 with a cache in 8 bits."""
     ids = random_ids(body.vocab, length, body.device, number)
     exactly = switch((base, {"rounds_inputs": False}) for base in decoder.model.modules() if isinstance(base, Base))
@@ -313,6 +329,7 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
             "training run?) and the dtype."
         )
     model_error = _distance(own, model_truth)
+    ready()
     dtype, runs = body.live.dtype, [_all_logits(body, ids, rows) for rows in body.row_counts()]
     our_error = max(_distance(logits, _truth_of(body, ids, truth, chosen)) for logits, chosen in runs)
     missed = max(choice.missed for _, chosen in runs for choice in chosen)
@@ -329,7 +346,7 @@ def _compare_logits(decoder: "FastDecoder", body: Any, length: int, number: int 
     cached = None if body.cache.kind is None else _distance(truth, unrounded)
     if not our_error <= max(MARGIN * model_error, FLOOR[dtype]) + AGAIN[dtype] * (cached or 0.0):
         if cached is not None and number + 1 < SEQUENCES:
-            return _compare_logits(decoder, body, length, number + 1)
+            return _compare_logits(decoder, body, length, ready, number + 1)
         rounding = "" if cached is None else f" (and a cache in {body.cache.layout.kind} makes {cached:.1e})"
         raise GenerateError(
             f"decoder: the kernels' logits are {our_error:.1e} from fp32, the model's own only {model_error:.1e}{rounding}: "

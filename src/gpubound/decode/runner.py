@@ -83,6 +83,7 @@ class ModelRunner(ABC):
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
     refills = False  # whether `refill` and `move` work
     splits_keys = False  # whether steps may split a row's keys finer: see SamplingVariant.uneven
+    launches_alike = False  # whether a step launches the same kernels, and torch reads no index, whatever its kernels compute
 
     @abstractmethod
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:

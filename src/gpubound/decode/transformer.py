@@ -357,6 +357,7 @@ class FusedRunner(ViewRunner):
         plain = config.tokens == 1 and config.cache == PLAIN and (stages is None or len(stages) == 1)
         latent = any(isinstance(layer.attention, LatentAttentionWeights) for layer in live.layers)
         on_host = cpu_step.fits(self.device) and plain and self.dense and not latent
+        self.launches_alike = plain and self.dense and not on_host and not live.adapted
         rings = not on_host and not live.sliced  # slices do not get the lengths of prompts
         if stages is None:
             needed = Cache(config, cached_layers(live.layers), live.dtype, META, rings).nbytes

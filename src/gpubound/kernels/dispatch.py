@@ -13,9 +13,10 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextvars import copy_context
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from functools import cache
 from importlib import import_module
 
@@ -98,6 +99,7 @@ Key = tuple[str, torch.device, torch.dtype, tuple]
 
 _early: dict[Key, Future] = {}
 _verdicts: dict[Key, str | None] = {}
+_untested: ContextVar[bool] = ContextVar("gpubound_untested", default=False)
 
 
 def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
@@ -110,15 +112,15 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
     for op, shape in dict.fromkeys(calls):
         key = (op, device, dtype, shape)
         if key not in _verdicts and key not in _early:
-            _early[key] = _threads().submit(selftest.check, op, device, dtype, shape)
+            _early[key] = threads().submit(selftest.check, op, device, dtype, shape)
 
 
 @cache
-def _threads() -> ThreadPoolExecutor:
+def threads() -> ThreadPoolExecutor:
     """Return the threads that compile ahead, shared by all callers: compiling takes as many cores as there are threads."""
-    threads = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
-    threads.submit(_hash_triton)
-    return threads
+    pool = ThreadPoolExecutor(8, thread_name_prefix="gpubound-selftest")
+    pool.submit(_hash_triton)
+    return pool
 
 
 def _hash_triton() -> None:
@@ -131,6 +133,8 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
     """Return None when the kernel of `op` may run on `device` in `dtype`, else the reason. Tested once a process and shape."""
     key = (op, device, dtype, shape)
     if key not in _verdicts:
+        if _untested.get():
+            return None
         early = _early.pop(key, None)
         # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.
         if early is None or early.cancel():
@@ -138,6 +142,16 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
         else:
             _verdicts[key] = early.result()
     return _verdicts[key]
+
+
+@contextmanager
+def untested() -> Iterator[None]:
+    """Choose kernels without waiting for their self-tests, in a block that launches none."""
+    before = _untested.set(True)
+    try:
+        yield
+    finally:
+        _untested.reset(before)
 
 
 def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:

@@ -1,0 +1,86 @@
+"""Kernels that are compiled ahead: each kind once, in threads, not launched, before any self-test."""
+
+import threading
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from gpubound.kernels import compile_ahead as ahead, dispatch
+from gpubound.kernels.compile_ahead import compile_ahead
+
+THERE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Pretend that there is a GPU and a kernel (x, length, BLOCK), which records what happens to it."""
+    monkeypatch.setattr(ahead, "entered", lambda device: nullcontext())
+    monkeypatch.setattr(ahead, "interpreted", lambda: False)
+    monkeypatch.setattr(ahead, "has_triton", lambda: True)
+
+    class Kernel:
+        params: ClassVar = [SimpleNamespace(name=name, is_constexpr=name == "BLOCK") for name in ("x", "length", "BLOCK")]
+        happened: ClassVar[list[tuple]] = []
+
+        def run(self, *arguments, grid, warmup, **options):
+            thread = threading.current_thread().name.partition("_")[0]
+            self.happened.append(("compile" if warmup else "launch", thread, *arguments[1:], *options.values()))
+            loaded = property(lambda _: self.happened.append(("load", thread)))
+            return type("Compiled", (), {"run": loaded})()
+
+    monkeypatch.setattr(ahead, "import_module", lambda name: SimpleNamespace(JITFunction=Kernel))
+    Kernel.happened = []
+    return Kernel()
+
+
+def test_each_kind_is_compiled_and_loaded_once_and_none_launched(kernel):
+    x, other = torch.zeros(4), torch.zeros(4, dtype=torch.float16)
+
+    def call():
+        for tensor, length in ((x, 33), (torch.zeros(8), 35), (x, 48), (other, 33)):
+            kernel.run(tensor, length, grid=(1,), warmup=False, BLOCK=16)
+        kernel.run(x, 33, grid=(1,), warmup=False, BLOCK=32)
+
+    compile_ahead(call, THERE)()
+    pool = "gpubound-selftest"
+    assert [entry for entry in kernel.happened if entry[0] == "load"] == [("load", pool)] * 4
+    compiled = [entry for entry in kernel.happened if entry[0] == "compile"]
+    assert sorted(entry[2:] for entry in compiled) == [(33, 16), (33, 16), (33, 32), (48, 16)]
+    assert len(kernel.happened) == 8 and {entry[1] for entry in compiled} == {pool}
+    kernel.run(x, 33, grid=(1,), warmup=False, BLOCK=16)
+    assert kernel.happened[-1] == ("launch", "MainThread", 33, 16)
+
+
+def test_other_threads_launch_meanwhile(kernel):
+    def call():
+        other = threading.Thread(target=kernel.run, args=(None, 1), kwargs={"grid": (1,), "warmup": False}, name="other")
+        other.start()
+        other.join()
+
+    compile_ahead(call, THERE)()
+    assert kernel.happened == [("launch", "other", 1)]
+
+
+def test_no_self_test_is_waited_for(kernel, monkeypatch):
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_test", lambda *key: "tested")
+    ask = partial(dispatch.verdict, "rms_norm", THERE, torch.bfloat16)
+    answers = []
+    compile_ahead(lambda: answers.append(ask()), THERE)()
+    assert [*answers, ask()] == [None, "tested"]
+
+
+def test_what_does_not_compile_is_left_to_the_launch(kernel):
+    def fail(*arguments, **options):
+        raise ValueError("out of shared memory")
+
+    type(kernel).run = fail
+    compile_ahead(lambda: kernel.run(None, 1, grid=(1,), warmup=False), THERE)()
+
+
+def test_a_cpu_has_nothing_to_compile():
+    assert compile_ahead(lambda: pytest.fail("called"), torch.device("cpu"))() is None
