@@ -439,7 +439,7 @@ def products(mode: str | None) -> Iterator[None]:
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Leave cuDNN's attention out: it compiles each shape, for 0.5 to 1 s, and what is run once has shapes of its own."""
+    """Leave cuDNN's attention out: it compiles each shape, for 0.5 to 1 s, also one that is run a single time."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
