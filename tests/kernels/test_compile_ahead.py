@@ -65,13 +65,16 @@ def test_other_threads_launch_meanwhile(kernel):
     assert kernel.happened == [("launch", "other", 1)]
 
 
-def test_no_self_test_is_waited_for(kernel, monkeypatch):
+def test_self_tests_begin_and_are_not_waited_for(kernel, monkeypatch):
     monkeypatch.setattr(dispatch, "_verdicts", {})
-    monkeypatch.setattr(dispatch, "_test", lambda *key: "tested")
+    monkeypatch.setattr(dispatch, "_early", {})
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dispatch.selftest, "check", lambda *key: threading.current_thread().name.partition("_")[0])
     ask = partial(dispatch.verdict, "rms_norm", THERE, torch.bfloat16)
     answers = []
     compile_ahead(lambda: answers.append(ask()), THERE)()
-    assert [*answers, ask()] == [None, "tested"]
+    assert answers == [None] and [key[0] for key in dispatch._early] == ["rms_norm"] and ask() == "gpubound-selftest"
 
 
 def test_what_does_not_compile_is_left_to_the_launch(kernel):

@@ -283,7 +283,7 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     window = config_value(text, "sliding_window") or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     errors: tuple[float | None, ...] = (None, None, None)
-    ready = _compile_step(body)
+    ready = _compile_step(decoder, body)
     if not quick and body.exact() is not None:
         errors = _compare_logits(decoder, body, length, ready)
     ready()
@@ -295,15 +295,21 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _compile_step(body: Any) -> Callable[[], Any]:
-    """Begin to compile the kernels of a row's step and prompt while others run. Return a function that waits for them.
+def _compile_step(decoder: "FastDecoder", body: Any) -> Callable[[], Any]:
+    """Begin to compile the kernels of a row's step, token and prompt while others run. Return a function that waits for them.
 
     Only where no result of a kernel is an index for torch, as experts and pages are.
     """
     if not body.launches_alike:
         return lambda: None
-    ids = torch.zeros(3, device=body.device, dtype=torch.int64)
-    return compile_ahead(lambda: _all_logits(body, ids, 1), body.device)
+    prompt, single = [0, 0, 0], Stepper(body, decoder.slots)
+    ids = torch.zeros(len(prompt), device=body.device, dtype=torch.int64)
+
+    def step() -> None:
+        _all_logits(body, ids, 1)
+        _play(decoder, [prompt], 1, partial(single.run, 1, 1), single.tokens, 1, 1)
+
+    return compile_ahead(step, body.device)
 
 
 def _compare_logits(

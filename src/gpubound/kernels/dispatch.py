@@ -99,7 +99,7 @@ Key = tuple[str, torch.device, torch.dtype, tuple]
 
 _early: dict[Key, Future] = {}
 _verdicts: dict[Key, str | None] = {}
-_untested: ContextVar[bool] = ContextVar("gpubound_untested", default=False)
+_untested: ContextVar[list[Key] | None] = ContextVar("gpubound_untested", default=None)
 
 
 def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
@@ -133,7 +133,8 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
     """Return None when the kernel of `op` may run on `device` in `dtype`, else the reason. Tested once a process and shape."""
     key = (op, device, dtype, shape)
     if key not in _verdicts:
-        if _untested.get():
+        if (asked := _untested.get()) is not None:
+            asked.append(key)
             return None
         early = _early.pop(key, None)
         # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.
@@ -146,12 +147,15 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
 
 @contextmanager
 def untested() -> Iterator[None]:
-    """Choose kernels without waiting for their self-tests, in a block that launches none."""
-    before = _untested.set(True)
+    """Choose kernels without waiting for their self-tests, in a block that launches none. They begin in parallel at its end."""
+    asked = list[Key]()
+    before = _untested.set(asked)
     try:
         yield
     finally:
         _untested.reset(before)
+    for op, device, dtype, shape in asked:
+        hasten([(op, shape)], device, dtype)
 
 
 def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
