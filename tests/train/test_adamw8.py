@@ -1,5 +1,6 @@
 """The trainer with 8-bit moments: a quarter of the bytes, AdamW's curve, skipped, certified, and resumed bit for bit."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from gpubound.errors import GraphError
 from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
+from gpubound.trace import hooked
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
 from gpubound.train.adamw8 import QuantisedMoment, quantised_bytes
 from gpubound.train.flat_layout import matrices
@@ -151,3 +153,22 @@ def test_a_state_goes_on_where_parameters_lie_otherwise():
     del state["places"]
     with pytest.raises(ValueError, check=message("train/adamw8:a_state_goes_on_where_pa")):
         there.load_state_dict(state)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw", "muon"])
+def test_an_updates_kernels_are_compiled_before_the_first_step(optimizer, monkeypatch):
+    """By an update without its kernels, which changes nothing. Products of torch's in Muon's would."""
+    asked = set()
+
+    def without_kernel(_, op, *rest):
+        asked.add(op)
+        return lambda *tensors: (torch.ones(6), torch.ones(7))
+
+    def ahead(call, device):
+        with hooked(sys.modules[decode.__module__], "implementation", without_kernel):
+            call()
+
+    monkeypatch.setattr("gpubound.train.device_step.compile_ahead", ahead)
+    step = TrainStep(small(), summed, optimizer, precision="bf16", graph="off")
+    assert asked == {"adamw8bit": {"adamw8", "plan_update"}, "adamw": {"adamw", "plan_update"}, "muon": set()}[optimizer]
+    assert step(draw(2)).read().updates == 1

@@ -75,7 +75,7 @@ class FlatAdamW8bit(FlatAdamW):
     kernel = staticmethod(adamw8)
 
     def hasten(self) -> None:
-        """Do nothing: its kernels are the same for every shape, and are tested at their first use."""
+        """Do nothing: `DeviceStep.compile_update` begins the self-tests of what an update calls."""
 
     def _begin_moments(self, layout: FlatLayout) -> None:
         self.m8, self.v8 = (

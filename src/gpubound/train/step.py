@@ -200,6 +200,7 @@ class TrainStep(NotCopyable):
         device_step = DeviceStep(
             model, loss_fn, accumulators, self._optimizer, dtypes, accumulate == 1, sharding, self._fp8, exact
         )
+        device_step.compile_update()
         self._graphs = GraphCache(device_step, graph)
         self._skips = SkippedSteps(precision, loss_fn, model)
         self._counts = MicroBatchCounts(sharding.ranks, accumulate, why_together)
