@@ -22,6 +22,7 @@ from .reachable import storage_key
 CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time
 PART = 3 << 22  # bytes fingerprinted at a time: the intermediates are four times as many
 COMPARED = 1 << 22  # bytes compared in fp64 at a time: the intermediates are five to sixteen times as many
+PARTS = 1 << 9  # or a storage in this many parts: in those of COMPARED bytes, 14.7 GB took 0.9 s to launch
 ALIGNED = 256  # bytes: where a copy in lent memory begins
 ON_DEVICE = 1 << 24  # bytes of a state's copies on its device; a constant, so that all ranks make the same calls
 
@@ -149,7 +150,8 @@ class StorageCopy:
             parts = (zip(*(t.split(COMPARED // t.element_size()) for t in pair)) for pair in both)
             return _largest_difference(chain.from_iterable(parts))
         dtype, size = self.tensor.dtype, self.tensor.element_size()
-        parts = (zip(*(t.split(COMPARED) for t in pair)) for pair in self._pairs(CHUNK))
+        compared = max(COMPARED, -(-len(self.live) // PARTS // ALIGNED) * ALIGNED)
+        parts = (zip(*(t.split(compared) for t in pair)) for pair in self._pairs(max(CHUNK, compared)))
         pairs = ([t[: t.numel() // size * size].view(dtype) for t in pair] for pair in chain.from_iterable(parts))
         return _largest_difference((live, copy) for live, copy in pairs if live.numel())
 
