@@ -54,6 +54,14 @@ def named_and_asked(model, more, monkeypatch):
     return named, asked
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_adding_adapters_to_train_begins_what_a_step_will_ask_for(training, monkeypatch):
+    model, begun = placed(**SIZES).bfloat16().train(training), []
+    monkeypatch.setattr("gpubound.lora.model.hasten", lambda calls, device, dtype: begun.append(({*calls}, dtype)))
+    gb.lora.add(model, 4)
+    assert begun == ([({*early.calls(model)}, torch.bfloat16)] if training else []) and any(early.calls(model))
+
+
 def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):
     model, order = placed(**SIZES), list[str]()
     gb.lora.add(model, 4)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..device import without_autocast
+from ..kernels.dispatch import SIXTEEN_BITS, hasten
 from ..layers.fused_weights import own_storages
 from ..layers.linear_product import format_of, is_sharded, multiply_by_records, shape_of
+from . import early
 from .adapter import pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
 from .layers import TOKENS, active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, unusual, wrappers
@@ -74,6 +76,9 @@ def add(
         attach(model, layers, {"r": rank, "lora_alpha": alpha, **options}, name, "lora.add")
     if base is not None:
         quantize_base(model, base)
+    weight = next((p for p in model.parameters() if p.dtype in SIXTEEN_BITS), None)
+    if model.training and weight is not None:  # in fp32 a step may compute in another dtype
+        hasten(early.calls(model), weight.device, weight.dtype)
     return list(layers)
 
 
