@@ -48,7 +48,7 @@ def redo(func, args, kwargs, out, fresh: list[int]) -> None:
 class TapeRunner:
     mode = "tape"
     binds_gradients = True
-    pool = None
+    pool = stream = None
     memory_bytes = 0
 
     def run(self, call):

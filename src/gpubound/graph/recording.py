@@ -17,6 +17,7 @@ from ..errors import GraphError
 from ..watch.events import WAIT
 from ..watch.ops import on_host
 from ..watch.source_line import Place
+from .attention_ahead import attention_ahead
 from .discover import Discovery
 from .guards import CaptureGuards, StaticInputs, check_open
 from .memory import Generators, Snapshot, allocating_in, elements_of
@@ -106,9 +107,10 @@ class Recording:
     def _warm_up(self) -> None:
         """Make the watched calls."""
         with self._restored_on_error():
-            for _ in range(3):  # state that only the first call makes is made, used, and seen to have settled
+            for first in (True, False, False):  # state that only the first call makes is made, used, and seen to have settled
                 self.runner.release_cached()
-                self.runner.run(lambda: self.discovery.run(self._warm_call))
+                with attention_ahead(self.runner.stream if first else None):
+                    self.runner.run(lambda: self.discovery.run(self._warm_call))
             if self.discovery.hazards:
                 raise refuse(self.name, self.discovery.hazards)
             self._refuse_changed_inputs()

@@ -37,6 +37,7 @@ class EagerRunner:
 
     mode = "eager (no CUDA)"
     binds_gradients = False  # every call may bind new ones, as eager calls do
+    stream = None
     pool = None
     memory_bytes = 0
 
