@@ -1,4 +1,4 @@
-"""Attention's backward, compiled by cuDNN in a thread while the forward goes on: for grouped heads each shape takes about 1 s.
+"""Attention's backward, compiled by cuDNN in a thread while the forward goes on: a shape's first forward takes 0.7 s at 350m.
 
 cuDNN has a plan for each thread, and keeps what it compiled for all: the certificate's backward runs in another thread than the
 first one, and took 0.14 s. So a thread that runs each shape on empty tensors leaves little to the thread of the first backward.
