@@ -169,7 +169,7 @@ def decode_attention(job: Job) -> AttentionPlan:
     """
     if job.shape[1] > 128:
         return AttentionPlan(16, 3, 8)
-    if job.shape[1] > 64 and job.way == "":
+    if job.shape[1] > 64:
         return AttentionPlan(32, 3, 8)
     many = job.way == "many" and job.bytes == 2 and job.shape[1] <= 64
     return AttentionPlan(16, 3, 1) if many else AttentionPlan(64, 3, 4)

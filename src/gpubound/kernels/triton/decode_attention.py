@@ -547,7 +547,8 @@ def decode_attention(
         )  # fmt: skip
 
     way = "many" if position.numel() * KV >= MANY else ""
-    ahead = dependent == EARLY or (way == "many" and not dependent)  # a plain launch waits for nothing; see `beside`
+    plain = not dependent and way == "many" and cache.k.element_size() == 2 and D <= 128  # what was measured
+    ahead = dependent == EARLY or plain
 
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
