@@ -28,7 +28,7 @@ from .registry import definition, draw, frozen, ints, zeros
 from .rope import apart, draw_angles, rotate
 
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-MANY = 512  # rows times heads of keys that fill a GPU with one program each
+MANY = 1024  # rows times heads of keys that fill a GPU with one program each
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TINY = 2.0**-100  # the smallest scale: of zeros, and of numbers that fp32 would soon lose
 LEAST = 2.0**-10  # of e4m3 the largest that becomes 0; put there by hand, or a small negative number would become -0

@@ -161,15 +161,14 @@ def decode_attention(job: Job) -> AttentionPlan:
 
     Where rows fill the GPU without a split ("many"), a program's wait for its first keys is a fixed cost, and many programs
     of one warp hide it. 256 rows of a 0.6b model, a layer at 20, 300 and 600 keys on an H200: 32, 112 and 187 us by 64 keys
-    and 4 warps; 20, 92 and 168 by 32 keys and 2 warps; 15, 84 and 153, which is 4.1 TB/s, by 16 keys and one warp. Of 64 rows
-    of a 1b model at 160 keys 8.7 us, 14.6 by the plan of few rows and in parts.
+    and 4 warps; 20, 92 and 168 by 32 keys and 2 warps; 15, 84 and 153, which is 4.1 TB/s, by 16 keys and one warp.
 
     Compiled for 9.0: heads wider than 256 spill 900 bytes a thread by 64 keys and 4 warps, none by 16 and 8. Heads of 256 spill
     48 where keys are asked for early, and else take 2,544 instructions a thread and 141 kB; by 32 keys and 8 warps 1,544, 75.
     """
     if job.shape[1] > 128:
         return AttentionPlan(16, 3, 8)
-    if job.shape[1] > 64:
+    if job.shape[1] > 64 and job.way == "":
         return AttentionPlan(32, 3, 8)
     many = job.way == "many" and job.bytes == 2 and job.shape[1] <= 64
     return AttentionPlan(16, 3, 1) if many else AttentionPlan(64, 3, 4)
