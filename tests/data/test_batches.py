@@ -135,6 +135,12 @@ def test_a_loop_over_an_epoch_is_as_long_on_every_rank(corpus):
     assert rounds == [[length - length // 2, length // 2]] * 2
 
 
+def test_a_position_of_ranks_that_shared_rows_in_another_way_is_refused(corpus):
+    feed = corpus.batches(16, 2, "cpu")
+    with pytest.raises(ValueError, check=message("data/batches:a_position_of_ranks_that")):
+        feed.load_state_dict(feed.state_dict() | {"world": 2})
+
+
 def test_fetch_draws_the_same_batches_by_the_devices_count(corpus):
     drawn, fetched = corpus.batches(16, 2, "cpu"), corpus.batches(16, 2, "cpu")
     for i in range(2 * len(drawn) + 3):
@@ -257,8 +263,25 @@ def test_a_position_in_another_corpus_is_refused(corpus, tmp_path):
 
 
 def test_a_position_in_a_corpus_of_other_tokens_in_documents_of_the_same_lengths_is_refused(corpus, tmp_path):
+    saved = corpus.batches(16, 2, "cpu").state_dict()
     other = Corpus.build([text.upper() for text in TEXTS], Bytes(), tmp_path / "o", shard_tokens=300, progress=False)
     for part in (other, other.split(0.1)[0]):
         state = (corpus if part is other else corpus.split(0.1)[0]).batches(16, 2, "cpu").state_dict()
         with pytest.raises(ValueError, check=message("data/batches:a_position_in_a_corpus_o")):
             part.batches(16, 2, "cpu").load_state_dict(state)
+    again = Corpus.build(TEXTS, Bytes(), tmp_path / "a", shard_tokens=700, progress=False)
+    again.batches(16, 2, "cpu").load_state_dict(saved)  # the same tokens in larger shards
+    del saved["contents"]
+    other.batches(16, 2, "cpu").load_state_dict(saved)  # as earlier versions saved it
+
+
+def test_masks_are_of_the_contents_where_a_shard_has_none_too(tmp_path):
+    tokenizer = train_tokenizer(["what is new?"], 280)
+    texts = ["plain", CHAT, "plain", CHAT]
+
+    def build(name, texts, shard_tokens):
+        return Corpus.build(texts, tokenizer, tmp_path / name, shard_tokens=shard_tokens, progress=False)
+
+    whole, pieces = build("whole", texts, 1000), build("pieces", texts, 1)
+    assert {part.mask is None for part in pieces.parts} == {True, False} and len(whole.parts) == 1
+    assert whole.contents == pieces.contents != build("other", texts[:3], 1000).contents

@@ -318,13 +318,18 @@ class CorpusFeed(Feed):
         self._stats.resident += batches * len(store.cutter.fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        here = self._identity
-        if isinstance(state, Mapping) and state.get("corpus") == here["corpus"] and state.get("contents") != here["contents"]:
+        if isinstance(state, Mapping) and (world := state.get("world", 1)) != 1:
+            raise ValueError(
+                f"feed: state: it is of {world} ranks, for which an earlier version drew other batches; go on with that "
+                f"version, or begin where you choose with seek(epoch, batch)."
+            )
+        saved, contents = state.get("contents"), self._identity["contents"]  # earlier versions did not save it
+        if state.get("corpus") == self._identity["corpus"] and None not in (saved, contents) and saved != contents:
             raise ValueError(
                 "feed: state: the corpus has documents as long as those of the one it was saved with, and they hold other "
                 "tokens or masks; give that corpus back, or begin anew."
             )
-        super().load_state_dict(state)
+        super().load_state_dict({**state, "contents": contents})
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         super().seek(epoch, batch)

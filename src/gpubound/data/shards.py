@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import numpy as np
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, replacing, sibling
+from .source import mix
 
 MAGIC = b"GBTOKENS"
 VERSION = 1
@@ -90,7 +91,10 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, mask: np.
         sections[name] = [at, array.nbytes, zlib.crc32(np.ascontiguousarray(array).data)]
         at = -(-(at + array.nbytes) // 64) * 64
     header = Header(tokens.dtype.name, len(tokens), len(documents) - 1, sections=sections, **about)
-    text = json.dumps(asdict(header)).encode()
+    fields = asdict(header)
+    if header.source == 0:  # earlier versions do not know it
+        del fields["source"]
+    text = json.dumps(fields).encode()
     assert _FIXED.size + len(text) <= _PAGE
     with replacing(path) as file:
         file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)
@@ -212,7 +216,44 @@ def tokenizer_is_unchanged(folder: Path) -> bool:
     return bool(recorded) and recorded == tokenizer_checksums(folder)
 
 
+_POLYNOMIAL = 0xEDB88320  # of CRC-32. Bit 31 is the coefficient of x^0, bit 0 that of x^31
+_ONE, _BYTE = 1 << 31, 1 << 23  # 1 and x^8
+
+
 def contents(shards: Sequence[Shard]) -> int:
-    """Return a hash of all tokens and masks, from the shards' checksums."""
-    sections = [[shard.header.sections.get(name, [0, 0, 0])[1:] for name in ("tokens", "mask")] for shard in shards]
-    return zlib.crc32(json.dumps(sections).encode())
+    """Return a hash of all tokens and masks, from the shards' checksums and independent of the shards' sizes."""
+    tokens = combined_crc((shard.header.sections["tokens"][2], shard.tokens.nbytes) for shard in shards)
+    if all(shard.mask is None for shard in shards):
+        return mix(tokens, 0)
+    masks = []
+    for shard in shards:  # without a mask every token counts
+        crc = zlib.crc32(b"\1" * len(shard.tokens)) if shard.mask is None else shard.header.sections["mask"][2]
+        masks.append((crc, len(shard.tokens)))
+    return mix(tokens, combined_crc(masks))
+
+
+def combined_crc(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of concatenated bytes from the (CRC-32, length) of each part.
+
+    >>> combined_crc([(zlib.crc32(b"one "), 4), (zlib.crc32(b"corpus"), 6)]) == zlib.crc32(b"one corpus")
+    True
+    """
+    crc = 0
+    for part_crc, length in parts:
+        power, square = _ONE, _BYTE  # power becomes x^(8 · length): appending that many bytes multiplies by it
+        while length:
+            if length & 1:
+                power = _multiply(power, square)
+            square, length = _multiply(square, square), length >> 1
+        crc = _multiply(power, crc) ^ part_crc
+    return crc
+
+
+def _multiply(a: int, b: int) -> int:
+    """Return the product of two polynomials modulo the CRC's."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product

@@ -306,8 +306,9 @@ class Run:
                 f"{checkpoint.step}; put that one back, or its texts, or give another --out to begin anew."
             )
         tensors = convert_tensors(checkpoint, self._state())
-        self.id, self.done, self.began, self.over = facts["id"], checkpoint.step, facts["began"], facts["over"]
+        self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
         self.changes = facts.get("changes", [])
+        self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
         self._load(tensors)
         if not new_rows:
             self.feed.load_state_dict(facts["feed"])

@@ -107,6 +107,8 @@ def config_of(about: dict[str, Any], path: Path) -> RichardsConfig:
     if about.get("model_type") != MODEL_TYPE:
         raise Beyond(f"{path}: model_type is {about.get('model_type')!r}, wanted {MODEL_TYPE!r}.")
     values = {name: value for name, value in about.items() if name not in NO_FIELDS}
+    if values.get("max_pos") == 0:  # of earlier folders, whose attention could have a table of distances
+        del values["max_pos"]
     for name, value in values.items():
         if name not in known:
             raise DataError(f"{file}: {name} is unknown; {hint(name, known, 'the fields are')}")
