@@ -63,5 +63,5 @@ class RankError(GpuboundError):
 
 def host_bytes_wanted(error: BaseException) -> int | None:
     """Return the bytes of host memory that torch could not allocate, None for another error: torch has no class for it."""
-    found = re.search(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"DefaultCPUAllocator: .*tried to allocate (\d+) bytes", str(error))
+    return int(match[1]) if match else None

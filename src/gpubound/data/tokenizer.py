@@ -313,8 +313,8 @@ def ends_of_turn(tokenizer: Tokenizer) -> list[int]:
     if tokenizer.chat_template is None:
         return []
     ends = [tokenizer.inner.token_to_id(name) for name in ENDS_OF_CHANNELS if CHANNEL in tokenizer.chat_template]
-    if found := [end for end in ends if end is not None and end in tokenizer.specials]:
-        return found
+    if named := [end for end in ends if end is not None and end in tokenizer.specials]:
+        return named
     question = [{"role": "user", "content": "a"}]
     try:
         prompt = tokenizer.render(question, prompt=True)

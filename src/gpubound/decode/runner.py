@@ -418,7 +418,7 @@ class BatchState:
 
     @property
     def arrived(self) -> bool:
-        """Return whether the results of the oldest launch have, while others run. On a CPU none runs beside the host."""
+        """Return whether the results of the oldest launch have, while others run. On a CPU none runs while the host does."""
         return bool(self._events and self._waiting) and self._events[self._waiting[0][0]].query()
 
     def receive(self, logprobs: bool = False) -> Tokens:

@@ -25,15 +25,15 @@ def attention_ahead(stream: torch.cuda.Stream | None) -> Iterator[None]:
     if stream is None or not (torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()):
         yield
         return
-    seen, threads, caller = set[Any](), list[threading.Thread](), threading.get_ident()
+    started, threads, caller = set[Any](), list[threading.Thread](), threading.get_ident()
 
     def attend(own: Callable, *arguments: Any, **options: Any) -> Any:
         out = own(*arguments, **options)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors)
         drops = options.get("dropout_p") or len(arguments) > 4  # it would draw from the generator
-        if threading.get_ident() == caller and out.requires_grad and len(tensors) == 3 and not drops and key not in seen:
-            seen.add(key)
+        if threading.get_ident() == caller and out.requires_grad and len(tensors) == 3 and not drops and key not in started:
+            started.add(key)
             threads.append(threading.Thread(target=_run, args=(stream, own, key, tensors[0].device, options), daemon=True))
             threads[-1].start()
         return out
@@ -45,8 +45,8 @@ def attention_ahead(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def _run(stream: torch.cuda.Stream, own: Callable, key: Any, device: torch.device, options: dict[str, Any]) -> None:
-    # What fails here, as for want of memory, fails again in the call itself, which says so.
+    # What fails here, as for want of memory, fails again in the call itself, which raises.
     with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False), suppress(RuntimeError):
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in key]
-        out = own(*(tensor.requires_grad_() for tensor in made), **options)
-        torch.autograd.grad(out, made, torch.empty_like(out))
+        leaves = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in key]
+        out = own(*(tensor.requires_grad_() for tensor in leaves), **options)
+        torch.autograd.grad(out, leaves, torch.empty_like(out))

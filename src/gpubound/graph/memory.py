@@ -342,7 +342,7 @@ def _largest_difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> Difference:
         same = (a == b) | (a.isnan() & b.isnan())
         gap = a.sub_(b).abs_().masked_fill_(same, 0.0).nan_to_num_(nan=torch.inf, posinf=torch.inf)
         furthest = gap.max()
-        del a, gap, same  # what two parts take at a time is reserved beside a step's graph
+        del a, gap, same  # what two parts take at a time is reserved in addition to a step's graph
         maxima.append(torch.stack([furthest, b.nan_to_num(0.0, 0.0, 0.0).abs_().max()]))
         del b
     absolute, largest = torch.stack(maxima).amax(0).tolist() if maxima else (0.0, 0.0)

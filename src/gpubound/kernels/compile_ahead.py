@@ -27,7 +27,7 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
     """
     if device.type != "cuda" or not has_triton() or interpreted():
         return lambda: None
-    found: dict[Any, Callable[[], Any]] = {}
+    launches: dict[Any, Callable[[], Any]] = {}
     caller = threading.get_ident()
 
     def note(run: Callable, kernel: Any, *arguments: Any, **options: Any) -> Any:
@@ -35,14 +35,14 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
             return run(kernel, *arguments, **options)
         named = dict(zip((parameter.name for parameter in kernel.params), arguments)) | options
         constant = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
-        kinds = ((name, _kind(value, constant.get(name, True))) for name, value in named.items() if name != "grid")
-        key = kernel, *sorted(kinds, key=lambda kind: kind[0])
-        found.setdefault(key, partial(run, kernel, *arguments, **options | {"warmup": True}))
+        signature = ((name, _kind(value, constant.get(name, True))) for name, value in named.items() if name != "grid")
+        key = kernel, *sorted(signature, key=lambda kind: kind[0])
+        launches.setdefault(key, partial(run, kernel, *arguments, **options | {"warmup": True}))
         return None
 
     with hooked(import_module("triton.runtime.jit").JITFunction, "run", note), dispatch.untested():
         call()
-    return partial(wait, [dispatch.threads().submit(_load, device, compiled) for compiled in found.values()])
+    return partial(wait, [dispatch.threads().submit(_load, device, compiled) for compiled in launches.values()])
 
 
 def _load(device: torch.device, compiled: Callable[[], Any]) -> None:

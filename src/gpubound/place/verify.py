@@ -389,15 +389,15 @@ def _tied_edges(total: Tensor, leaves: Named) -> dict[Any, dict[int, str]]:
     Weights with hooks are left out: a hook that writes into its gradient wants all of it.
     """
     names = {id(t): name for name, t in leaves.items() if t.is_leaf and not t._backward_hooks}
-    edges, found, seen = list[tuple[Any, int, str]](), list[Any]([total.grad_fn]), {total.grad_fn}
-    for node in found:  # grows
+    edges, nodes, visited = list[tuple[Any, int, str]](), list[Any]([total.grad_fn]), {total.grad_fn}
+    for node in nodes:  # grows
         for position, (below, _) in enumerate(node.next_functions):
             name = names.get(id(getattr(below, "variable", None)))
             if name is not None:
                 edges.append((node, position, name))
-            elif below is not None and below not in seen:
-                seen.add(below)
-                found.append(below)
+            elif below is not None and below not in visited:
+                visited.add(below)
+                nodes.append(below)
     counts = Counter(name for _, _, name in edges)
     tied = dict[Any, dict[int, str]]()
     for node, position, name in edges:

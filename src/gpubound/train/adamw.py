@@ -27,7 +27,7 @@ from .schedule import Schedule, is_rate
 
 VERSION = attrgetter("_version")
 PART = 1 << 24  # elements that are split or averaged at a time
-JOINED = 1 << 22  # elements that a certificate joins at a time: the intermediates, 17 bytes each, are reserved beside a graph
+JOINED = 1 << 22  # elements that a certificate joins at a time: the intermediates, 17 bytes each, add to those of a graph
 START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
 
@@ -179,7 +179,7 @@ class FlatAdamW:
 
     loads: tuple[str, ...] = ()  # prefixes of names of a state that `load` loads; the others are copied in place
     kernel: Callable[..., None] = staticmethod(adamw)
-    few_launches = True  # in an update, whatever the model
+    fused_update = True  # few launches, whatever the model
 
     def __init__(
         self, config: AdamW, weights: Weights, precision: Precision, clip: float | None, schedule: Schedule, seed: int

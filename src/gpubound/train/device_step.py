@@ -136,7 +136,7 @@ class DeviceStep:
         """Begin to compile the kernels of the update, and their self-tests, whose examples are smaller than models of more than
         2^31 elements: these count in 64 bits, and theirs were compiled after the first backward, for 2.9 s."""
         gradient, optimizer = self.accumulators.gradient, self.optimizer
-        if optimizer.few_launches and optimizer.host is None and self.early is None and self.sharded is None:
+        if optimizer.fused_update and optimizer.host is None and self.early is None and self.sharded is None:
             compile_ahead(lambda: optimizer.update(gradient, self.totals, gradient), self.device)
 
     def hasten(self, batch: Any) -> None:

@@ -74,7 +74,7 @@ class GraphCache:
         self._required = mode == "require"
         self._launches_update = (
             not self._required
-            and step.optimizer.few_launches
+            and step.optimizer.fused_update
             and step.ranks.alone
             and (sum(tensor.nbytes for tensor in step.state()) > LONG)
         )

@@ -89,7 +89,7 @@ def count_by_rule(model: Any, optimizer: Any) -> tuple[int, int]:
 class FlatMuon(FlatAdamW):
     """FlatAdamW with Muon's rule for its groups: `m` is their momentum, and they have no `v`."""
 
-    few_launches = False
+    fused_update = False
 
     def __init__(self, config: Muon, *arguments):
         super().__init__(config.rest, *arguments)

@@ -90,7 +90,7 @@ class FlatTorchOptimizer(FlatAdamW):
 
     config: TorchOptimizer  # type: ignore[assignment]
     loads = (PREFIX,)
-    few_launches = False
+    fused_update = False
 
     def __init__(self, config: TorchOptimizer, weights: Weights, *rest: Any):
         super().__init__(config, weights, *rest)  # type: ignore[arg-type]

@@ -22,12 +22,12 @@ from ._math import add_both
 from ._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
 
 
-@triton.jit(do_not_specialize=["rows", "beside"])
-def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps, beside, gap,
+@triton.jit(do_not_specialize=["rows", "adjacent"])
+def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rstd_ptr, rows, eps, adjacent, gap,
                          COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, HINT: tl.constexpr,
                          ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
                          OFFSET: tl.constexpr = 0.0):  # fmt: skip
-    """gap: elements of x after each `beside` of its rows, as between two tokens' heads in a product of several weights."""
+    """gap: elements of x after each `adjacent` of its rows, as between two tokens' heads in a product of several weights."""
     if WEIGHT:
         w = _columns(w_ptr, COLS, BLOCK)
         if OFFSET != 0.0:
@@ -36,7 +36,7 @@ def _norm_forward_kernel(x_ptr, r_ptr, w_ptr, b_ptr, s_ptr, y_ptr, mean_ptr, rst
         b = _columns(b_ptr, COLS, BLOCK)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row, at, mask = _tile(first, rows, COLS, BLOCK, ROWS)
-        x = _tile_of(x_ptr, at if gap is None else at + (row // beside).to(tl.int64)[:, None] * gap, mask, HINT)
+        x = _tile_of(x_ptr, at if gap is None else at + (row // adjacent).to(tl.int64)[:, None] * gap, mask, HINT)
         if ADD:
             x += _tile_of(r_ptr, at, mask, HINT)
             s = x.to(s_ptr.dtype.element_ty)
@@ -116,7 +116,7 @@ class _Norm(torch.autograd.Function):
         if not torch.compiler.is_compiling():  # dynamo knows no such call, and gives zeros
             ctx.set_materialize_grads(False)
         r = None if residual is None else residual.contiguous()
-        beside, gap = _gap(x) if strided else (1, 0)
+        adjacent, gap = _gap(x) if strided else (1, 0)
         x = x if gap else x.contiguous()
         s, y = x if r is None else torch.empty_like(x), x.new_empty(x.shape) if r is None else torch.empty_like(r)
         w, b = (x if t is None else t.contiguous() for t in (weight, bias))
@@ -124,7 +124,7 @@ class _Norm(torch.autograd.Function):
         mean = torch.empty_like(rstd) if centre else None
         walk(
             _norm_forward_kernel, _op(centre, r), "forward", x, 0,
-            (x, x if r is None else r, w, b, s, y, rstd if mean is None else mean, rstd), eps=eps, beside=beside,
+            (x, x if r is None else r, w, b, s, y, rstd if mean is None else mean, rstd), eps=eps, adjacent=adjacent,
             gap=gap or None, ADD=r is not None, CENTRE=centre, WEIGHT=weight is not None, BIAS=bias is not None, OFFSET=offset,
         )  # fmt: skip
         ctx.save_for_backward(s, weight, mean, rstd)
@@ -156,7 +156,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _gap(x: Tensor) -> tuple[int, int]:
-    """Return how many rows of x (..., H, C) lie side by side, and how many elements lie between them and the next ones; 1 and 0
+    """Return how many rows of x (..., H, C) are adjacent, and how many elements lie between them and the next ones; 1 and 0
     of a tensor that is contiguous, or must be made so."""
     if x.is_contiguous() or x.dim() < 3 or x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:
         return 1, 0
@@ -166,9 +166,9 @@ def _gap(x: Tensor) -> tuple[int, int]:
     return x.shape[-2], outer[-1][1] - x.shape[-2] * x.shape[-1]
 
 
-def _op(centre: bool, beside: Tensor | None) -> str:
-    """Return the op whose plan is used. `beside`: the residual, or the gradient of the sum with it."""
-    return "layer_norm" if centre else "rms_norm" if beside is None else "add_rms_norm"
+def _op(centre: bool, residual: Tensor | None) -> str:
+    """Return the op whose plan is used. `residual`: the residual, or the gradient of the sum with it."""
+    return "layer_norm" if centre else "rms_norm" if residual is None else "add_rms_norm"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:

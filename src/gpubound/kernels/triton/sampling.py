@@ -45,19 +45,19 @@ def _leader(best, arg):
 
 
 @triton.jit
-def _penalised(z, seen_ptr, penalty, i, V):
+def _penalised(z, past_ptr, penalty, i, V):
     """The logits z of tokens `i` with the penalty."""
-    if seen_ptr is not None:  # noqa: SIM102  this is a constant of the compiler, the penalty a number on the device
+    if past_ptr is not None:  # noqa: SIM102  this is a constant of the compiler, the penalty a number on the device
         if penalty != 1.0:
-            seen = tl.load(seen_ptr + i, mask=i < V, other=0)
+            seen = tl.load(past_ptr + i, mask=i < V, other=0)
             z = tl.where(seen != 0, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
     return z
 
 
 @triton.jit
-def _logits(logits_ptr, seen_ptr, penalty, i, V):
+def _logits(logits_ptr, past_ptr, penalty, i, V):
     """Logits `i` with the penalty; -inf beyond the vocabulary."""
-    return _penalised(tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32), seen_ptr, penalty, i, V)
+    return _penalised(tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32), past_ptr, penalty, i, V)
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _quads(BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _set_aside(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V, low, BLOCK: tl.constexpr):
+def _set_aside(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, low, BLOCK: tl.constexpr):
     """Write the quads with a value from `low` up in columns, one for each lane of quads: (how many in each, in the longest).
 
     A lane asks no other where to write, so this costs a pass and no more; a scan over the tile for dense lists costs several.
@@ -75,7 +75,7 @@ def _set_aside(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, invers
     lane = tl.arange(0, BLOCK // 4)
     count = tl.zeros([BLOCK // 4], tl.int32)
     for start in range(0, V, BLOCK):
-        z = (_logits(logits_ptr, seen_ptr, penalty, start + _quads(BLOCK), V) - top) * inverse
+        z = (_logits(logits_ptr, past_ptr, penalty, start + _quads(BLOCK), V) - top) * inverse
         keep = tl.max(z, 1) >= low
         tl.store(values_ptr + (count * BLOCK)[:, None] + _quads(BLOCK), z, mask=keep[:, None])
         tl.store(quads_ptr + count * (BLOCK // 4) + lane, start // 4 + lane, mask=keep)
@@ -135,7 +135,7 @@ def _search(values_ptr, count, depth, low, target, by_mass, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _keep(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V, leads, top_k, top_p, min_p,
+def _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, leads, top_k, top_p, min_p,
           BLOCK: tl.constexpr):  # fmt: skip
     """Set aside what top-k, top-p and min-p may keep: (count, depth, the smallest value kept or something just below it).
 
@@ -153,11 +153,11 @@ def _keep(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V,
         if few == 0:
             mass = tl.zeros([BLOCK], tl.float32)
             for start in range(0, V, BLOCK):
-                mass += tl.exp((_logits(logits_ptr, seen_ptr, penalty, start + lane, V) - top) * inverse)
+                mass += tl.exp((_logits(logits_ptr, past_ptr, penalty, start + lane, V) - top) * inverse)
             target = top_p * tl.sum(mass, 0)
         one = tl.full([BLOCK // 4], 1, tl.int32)
         low = _search(values_ptr, one, 1, tl.full([], FLOOR, tl.float32), target, few == 0, BLOCK)
-    count, depth = _set_aside(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V, low, BLOCK)
+    count, depth = _set_aside(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, low, BLOCK)
     if few:
         low = _search(values_ptr, count, depth, low, target, False, BLOCK)
         held = tl.zeros([BLOCK // 4, 4], tl.float32)
@@ -247,7 +247,7 @@ def _finite(x):
 
 @triton.jit
 def _filtered(top_k, top_p, min_p, V):
-    """Return whether some tokens may not be drawn."""
+    """Return whether some tokens cannot be drawn."""
     return ((top_k > 0) & (top_k < V)) | (top_p < 1.0) | (min_p > 0.0)
 
 
@@ -269,7 +269,7 @@ def _shrunk(before, after, inverse):
 
 
 @triton.jit
-def _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
+def _greedy(logits_ptr, past_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
     """Return of a chunk (a logit, Σ exp(logit - it), the largest penalised logit, the same, its token)."""
     high, mass = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -283,14 +283,14 @@ def _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
             mass *= _shrunk(high, higher, 1.0)
             high, part = higher, _power(z - higher)
         mass += part
-        z = _penalised(z, seen_ptr, penalty, i, V)
+        z = _penalised(z, past_ptr, penalty, i, V)
         best, arg = tl.where(z > best, z, best), tl.where(z > best, i, arg)
     top, token = _leader(best, arg)
     return high, tl.sum(mass, 0), top, top, token
 
 
 @triton.jit
-def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position, row, PLAIN: tl.constexpr,
+def _race(logits_ptr, past_ptr, penalty, inverse, begin, end, V, seed, position, row, PLAIN: tl.constexpr,
           BLOCK: tl.constexpr):  # fmt: skip
     """Return of a chunk (a logit, Σ exp(logit - it), a penalised logit, 1 / the time of the first token where that logit's p is
     1, that token).
@@ -307,7 +307,7 @@ def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
         part = _share(z - high)
         share = part
         if not PLAIN:
-            share = _share(tl.minimum(_penalised(z, seen_ptr, penalty, i, V) - top, 1e8) * inverse)
+            share = _share(tl.minimum(_penalised(z, past_ptr, penalty, i, V) - top, 1e8) * inverse)
         bits = _noise(seed, position, row, start // 4 + tl.arange(0, BLOCK // 4))
         ahead = bits.to(tl.float32) * (2.0**-32 * 0.9999) < share * soonest
         if tl.max(tl.max((ahead | (part > MOST) | (share > MOST)).to(tl.int32), 1), 0) != 0:
@@ -316,7 +316,7 @@ def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
             high, part = higher, _power(z - higher)
             share = part
             if not PLAIN:
-                z = _penalised(z, seen_ptr, penalty, i, V)
+                z = _penalised(z, past_ptr, penalty, i, V)
                 higher = tl.minimum(tl.maximum(top, tl.max(z)), HIGHEST)
                 share = _power((z - higher) * inverse)
             times = -_exponential(bits) / tl.maximum(share, 1 / LATEST)
@@ -330,13 +330,13 @@ def _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _chunks_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, position_ptr,
-                   alive_ptr, seen_ptr, found_ptr, arg_ptr, stride, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+                   alive_ptr, past_ptr, chunk_ptr, arg_ptr, stride, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
                    DEPENDENT: tl.constexpr):  # fmt: skip
-    """Leave in found_ptr (rows, chunks, 4) and arg_ptr what `_race` or `_greedy` return of a chunk."""
+    """Leave in chunk_ptr (rows, chunks, 4) and arg_ptr what `_race` or `_greedy` return of a chunk."""
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += b * stride
-    if seen_ptr is not None:
-        seen_ptr += b * V
+    if past_ptr is not None:
+        past_ptr += b * V
     _start(DEPENDENT)
     temperature = tl.load(temperature_ptr + b)
     filtered = _filtered(tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b), V) & (temperature > 0.0)
@@ -347,26 +347,26 @@ def _chunks_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
             inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
             seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
             if (inverse == 1.0) & (penalty == 1.0):
-                high, mass, top, share, token = _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
+                high, mass, top, share, token = _race(logits_ptr, past_ptr, penalty, inverse, begin, end, V, seed, position,
                                                       row, True, BLOCK)  # fmt: skip
             else:
-                high, mass, top, share, token = _race(logits_ptr, seen_ptr, penalty, inverse, begin, end, V, seed, position,
+                high, mass, top, share, token = _race(logits_ptr, past_ptr, penalty, inverse, begin, end, V, seed, position,
                                                       row, False, BLOCK)  # fmt: skip
         else:
-            high, mass, top, share, token = _greedy(logits_ptr, seen_ptr, penalty, begin, end, V, BLOCK)
+            high, mass, top, share, token = _greedy(logits_ptr, past_ptr, penalty, begin, end, V, BLOCK)
         at = b * tl.num_programs(1) + chunk
-        tl.store(found_ptr + 4 * at, high)
-        tl.store(found_ptr + 4 * at + 1, mass)
-        tl.store(found_ptr + 4 * at + 2, top)
-        tl.store(found_ptr + 4 * at + 3, share)
+        tl.store(chunk_ptr + 4 * at, high)
+        tl.store(chunk_ptr + 4 * at + 1, mass)
+        tl.store(chunk_ptr + 4 * at + 2, top)
+        tl.store(chunk_ptr + 4 * at + 3, share)
         tl.store(arg_ptr + at, token)
 
 
 @triton.jit
-def _first(found_ptr, arg_ptr, begin, chunks, temperature, inverse, CHUNKS: tl.constexpr):
+def _first(chunk_ptr, arg_ptr, begin, chunks, temperature, inverse, CHUNKS: tl.constexpr):
     """Compare the chunks of a row: (its token, whether the logits are finite, the largest of them, Σ exp(logit - largest))."""
     i = tl.arange(0, CHUNKS)
-    at, mask = found_ptr + 4 * (begin + i), i < chunks
+    at, mask = chunk_ptr + 4 * (begin + i), i < chunks
     largest = tl.load(at, mask=mask, other=LOWEST)
     masses = tl.load(at + 1, mask=mask, other=0.0)
     best = tl.load(at + 2, mask=mask, other=LOWEST)
@@ -395,7 +395,7 @@ def _logprob(logits_ptr, token, V, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, V,
+def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr, V,
              stops, STOPS: tl.constexpr):  # fmt: skip
     """Advance an active row, as the reference's _advance does."""
     position = tl.load(position_ptr + b)
@@ -406,8 +406,8 @@ def _advance(b, token, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_
         goes_on = ((stop == 0) & (position + 2 < tl.load(limit_ptr + b))).to(tl.int32)
         tl.store(token_ptr + b, token)
         tl.store(position_ptr + b, position + goes_on)
-        if seen_ptr is not None:
-            tl.store(seen_ptr + token, 1, mask=(token >= 0) & (token < V))
+        if past_ptr is not None:
+            tl.store(past_ptr + token, 1, mask=(token >= 0) & (token < V))
     else:
         if tl.load(bad_ptr + b) == 0:
             tl.store(bad_ptr + b, position + 1)
@@ -427,12 +427,12 @@ def _embedding(embed_ptr, x_ptr, token, words, H, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
-def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
+def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
                  embed_ptr, x_ptr, P, V, words, H, stops, STOPS: tl.constexpr, BLOCK: tl.constexpr,
                  DEPENDENT: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    if seen_ptr is not None:
-        seen_ptr += b * V
+    if past_ptr is not None:
+        past_ptr += b * V
     _start(DEPENDENT)
     token = tl.load(token_ptr + b)
     if tl.load(alive_ptr + b) != 0:
@@ -444,7 +444,7 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
             best, arg = _lead(value, tl.load(arg_ptr + b * P + i, mask=i < P, other=NOBODY), best, arg)
         top, first = _leader(best, arg)
         good = _finite(top)
-        _advance(b, first, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
+        _advance(b, first, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
                  V, stops, STOPS)  # fmt: skip
         token = tl.where(good, first, token)
     else:
@@ -455,15 +455,15 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
 
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, token_ptr,
-                   position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr, logprob_ptr, embed_ptr, x_ptr,
-                   found_ptr, arg_ptr, values_ptr, quads_ptr, stride, V, chunks, words, H, stops,
+                   position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr, logprob_ptr, embed_ptr, x_ptr,
+                   chunk_ptr, arg_ptr, values_ptr, quads_ptr, stride, V, chunks, words, H, stops,
                    CHUNKS: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     logits_ptr += b * stride
     values_ptr += b * tl.cdiv(V, BLOCK) * BLOCK
     quads_ptr += b * tl.cdiv(V, BLOCK) * (BLOCK // 4)
-    if seen_ptr is not None:
-        seen_ptr += b * V
+    if past_ptr is not None:
+        past_ptr += b * V
     _start(DEPENDENT)
     token = tl.load(token_ptr + b)
     logprob = tl.full([], float("nan"), tl.float32)
@@ -477,21 +477,21 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
             arg = tl.full([BLOCK], NOBODY, tl.int32)
             for start in range(0, V, BLOCK):
                 i = start + tl.arange(0, BLOCK)
-                best, arg = _lead(_logits(logits_ptr, seen_ptr, penalty, i, V), i, best, arg)
+                best, arg = _lead(_logits(logits_ptr, past_ptr, penalty, i, V), i, best, arg)
             top, drawn = _leader(best, arg)
             good = _finite(top)
             if good:
                 seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
-                count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, seen_ptr, penalty, top, inverse, V, best,
+                count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, best,
                                             top_k, top_p, min_p, BLOCK)  # fmt: skip
                 drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
                 if logprob_ptr is not None:
                     logprob = _logprob(logits_ptr, drawn, V, BLOCK)
         else:
-            drawn, good, highest, mass = _first(found_ptr, arg_ptr, b * chunks, chunks, temperature, inverse, CHUNKS)
+            drawn, good, highest, mass = _first(chunk_ptr, arg_ptr, b * chunks, chunks, temperature, inverse, CHUNKS)
             if (logprob_ptr is not None) & good:
                 logprob = tl.load(logits_ptr + drawn).to(tl.float32) - highest - tl.log(mass)
-        _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, seen_ptr,
+        _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
                  V, stops, STOPS)  # fmt: skip
         token = tl.where(good, drawn, token)
     else:
@@ -533,17 +533,17 @@ def sample(
     tile = min(CHUNK_TILE, shape[2])
     chunk = min(CHUNK, cdiv(words, tile) * tile)
     chunks = cdiv(words, chunk)
-    found = torch.empty(batch * chunks, 4, device=device, dtype=torch.float32)
+    firsts = torch.empty(batch * chunks, 4, device=device, dtype=torch.float32)
     arg = torch.empty(batch * chunks, device=device, dtype=torch.int32)
     _chunks_kernel[(batch, chunks)](
-        logits, *scalars, rows.position, rows.alive, seen, found, arg, logits.stride(0), words, chunk, tile,
+        logits, *scalars, rows.position, rows.alive, seen, firsts, arg, logits.stride(0), words, chunk, tile,
         **options(CHUNK_WARPS, dependent),
     )  # fmt: skip
     room = batch * cdiv(words, shape[2]) * shape[2]  # for what is set aside; at worst everything
     values = torch.empty(room, device=device, dtype=torch.float32)
     quads = torch.empty(room // 4, device=device, dtype=torch.int32)
     _sample_kernel[(batch,)](
-        logits, *scalars, *rows, emitted, seen, logprob, embed, x, found, arg, values, quads, logits.stride(0), words, chunks,
+        logits, *scalars, *rows, emitted, seen, logprob, embed, x, firsts, arg, values, quads, logits.stride(0), words, chunks,
         *_shape(embed), shape[0], power_of_two(chunks), *shape[1:], **launch,
     )  # fmt: skip
     written = changed(rows, emitted, seen, logprob, x)

@@ -208,8 +208,8 @@ def deliver_curves(
     parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """Call `accumulate.deliver` for each needed gradient of `frees`. parts (P, curves, SUMS) are the sums of P programs."""
-    given = zip(frees, gradients(parts, frees, curves), needed)
-    return tuple(None if free is None or sums is None or not need else deliver(free, sums) for free, sums, need in given)
+    terms = zip(frees, gradients(parts, frees, curves), needed)
+    return tuple(None if free is None or sums is None or not need else deliver(free, sums) for free, sums, need in terms)
 
 
 def gradients(parts: Tensor, frees: Sequence[Tensor | None], curves: Sequence[Curve]) -> list[Tensor | None]:
