@@ -1,13 +1,14 @@
 """Attention's backward is compiled ahead: each shape once, in a thread, on other tensors, and only where it will be needed."""
 
 import threading
+import time
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from gpubound.graph import capture
+from gpubound.graph import attention_ahead as ahead, capture
 from gpubound.graph.attention_ahead import attention_ahead
 
 
@@ -48,6 +49,15 @@ def test_without_a_stream_or_cudnn_nothing_is_hooked(ran, monkeypatch):
         with attention_ahead(stream):
             F.scaled_dot_product_attention(*(heads(4, 6) for _ in range(3)))
     assert all(call[0] for call in ran)
+
+
+def test_no_thread_is_left_after_an_error(ran, monkeypatch):
+    ended = []
+    monkeypatch.setattr(ahead, "_run", lambda *arguments: (time.sleep(0.05), ended.append(True)))
+    with pytest.raises(ZeroDivisionError), attention_ahead("stream"):
+        F.scaled_dot_product_attention(*(heads(4, 6) for _ in range(3)))
+        _ = 1 / 0
+    assert ended
 
 
 @pytest.mark.gpu

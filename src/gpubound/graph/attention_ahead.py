@@ -38,10 +38,12 @@ def attention_ahead(stream: torch.cuda.Stream | None) -> Iterator[None]:
             threads[-1].start()
         return out
 
-    with hooked(F, "scaled_dot_product_attention", attend):
-        yield
-    for thread in threads:
-        thread.join()
+    try:
+        with hooked(F, "scaled_dot_product_attention", attend):
+            yield
+    finally:  # after an error, too: what follows may capture on this stream
+        for thread in threads:
+            thread.join()
 
 
 def _run(stream: torch.cuda.Stream, own: Callable, key: Any, device: torch.device, options: dict[str, Any]) -> None:
