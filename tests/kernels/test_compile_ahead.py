@@ -77,6 +77,23 @@ def test_self_tests_begin_and_are_not_waited_for(kernel, monkeypatch):
     assert answers == [None] and [key[0] for key in dispatch._early] == ["rms_norm"] and ask() == "gpubound-selftest"
 
 
+def test_no_reference_computes_in_place_of_a_kernel(kernel, monkeypatch):
+    """An update's would write by numbers of kernels that were not launched."""
+    monkeypatch.setattr(dispatch, "_verdicts", {("adamw", THERE, torch.bfloat16, ()): "it is wrong here"})
+    monkeypatch.setattr(dispatch, "fallback", lambda *row: pytest.fail("counted"))
+    computed = []
+
+    def call():
+        kernel.run(None, 1, grid=(1,), warmup=False)
+        dispatch._source("adamw", THERE, torch.bfloat16, None)
+        computed.append(True)
+
+    compile_ahead(call, THERE)()
+    assert not computed and [entry[0] for entry in kernel.happened] == ["compile", "load"]
+    monkeypatch.setattr(dispatch, "fallback", lambda *row: None)
+    assert dispatch._source("adamw", THERE, torch.bfloat16, None) == "reference"
+
+
 def test_what_does_not_compile_is_left_to_the_launch(kernel):
     def fail(*arguments, **options):
         raise ValueError("out of shared memory")

@@ -22,8 +22,8 @@ from . import dispatch
 def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     """Compile and load the kernels of `call` in the background. Return a function that waits until they are there.
 
-    call  runs at once, without launching a kernel, and begins the self-tests that it needs instead of waiting for them: no
-          decision may depend on its results, nor may they be an index
+    call  runs at once, up to an op that has no kernel, without launching any, and begins the self-tests that it needs instead
+          of waiting for them: no decision may depend on its results, nor may they be an index
     """
     if device.type != "cuda" or not has_triton() or interpreted():
         return lambda: None

@@ -15,7 +15,7 @@ while it traces and takes as a constant: compiled code counts its fallback then,
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache
 from importlib import import_module
@@ -90,6 +90,8 @@ def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | Non
         why = unable or verdict(op, device, dtype, shape)
         if why is None:
             return "triton"
+        if _untested.get() is not None:
+            raise NoKernel(op)
         fallback(op, why)
     return "reference"
 
@@ -145,13 +147,21 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
     return _verdicts[key]
 
 
+class NoKernel(Exception):
+    """An op in a block of `untested` takes its reference, which would compute."""
+
+
 @contextmanager
 def untested() -> Iterator[None]:
-    """Choose kernels without waiting for their self-tests, in a block that launches none. They begin in parallel at its end."""
+    """Choose kernels without waiting for their self-tests, in a block that launches none. They begin in parallel at its end.
+
+    The block ends at an op that has no kernel: its reference would write, by numbers that no kernel has computed.
+    """
     asked = list[Key]()
     before = _untested.set(asked)
     try:
-        yield
+        with suppress(NoKernel):
+            yield
     finally:
         _untested.reset(before)
     for op, device, dtype, shape in asked:
