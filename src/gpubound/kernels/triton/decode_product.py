@@ -28,13 +28,7 @@ from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 
 @triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    elif ACTIVATION == "gelu_tanh":  # as in gated.py: (1 + tanh u) / 2 = sigmoid(2u)
-        y = gate / (1.0 + tl.exp(-gate * (1.5957691216057308 + 0.07135481282636 * gate * gate))) * up
-    else:
-        y = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
-    return y
+    return activated(gate, ACTIVATION) * up
 
 
 @triton.jit
