@@ -11,6 +11,7 @@ from gpubound import kernels
 from gpubound.kernels.decode_attention import KINDS, LayerCache, decode, encode
 from gpubound.kernels.decode_product import EARLY
 from gpubound.kernels.invariant import MEMBERS, SharedKeys
+from gpubound.kernels.registry import load
 from gpubound.kernels.write_tokens import as_integers
 from tests.messages import refusals
 
@@ -153,6 +154,35 @@ def test_keys_that_rows_share_are_read_from_the_furthest_of_them(device, kind, d
     case.shared = SharedKeys(rows, torch.tensor(counts, dtype=torch.int32, device=device))
     for splits in (1, 2):
         same("out", case("triton", splits=splits)[0], want[0], max(2 * TOLERANCE[dtype], CODED[dtype] if kind else 1e-5))
+
+
+@pytest.mark.gpu
+def test_own_keys_are_read_beside_another_launch_that_reads_shared_ones(device):
+    """Six steps in one graph, over the same buffers: each gives what rows that share nothing give."""
+    case = Case(device, torch.bfloat16, [100 + 5 * (row % 8) for row in range(128)], kv=8, width=128, normed=True)
+    for cache in case.caches:
+        cache[:, :, :80] = cache[::8, :, :80].repeat_interleave(8, 0)
+    rows = torch.full((16, MEMBERS), -1, device=device, dtype=torch.int32)
+    rows[:, :8] = torch.arange(128, device=device).view(16, 8)
+    shared = SharedKeys(rows, torch.full((128,), 80, device=device, dtype=torch.int32))
+    products, scratch = draw(device, torch.float32, 6, *case.qkv.shape, seed=9), case.scratch(128, 16, 64)
+
+    def steps(shared: SharedKeys | None) -> torch.Tensor:
+        out = torch.zeros(6, 128, 2 * 8 * 128, device=device, dtype=torch.bfloat16)
+        for product, result in zip(products, out):
+            case.qkv.copy_(product)
+            cache = LayerCache(*case.caches, shared=shared)
+            load("triton", "decode_attention")(case.qkv, case.position, cache, case.heads, scratch, result)
+        return out
+
+    want, _ = steps(None), steps(shared)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = steps(shared)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        same("out", got, want, 2 * TOLERANCE[torch.bfloat16])
 
 
 def test_wrong_arguments_are_named(device):

@@ -143,6 +143,21 @@ def test_samples_of_many_prompts_have_the_bits_of_single_ones(device, heads, kv_
     assert want.isfinite().all() and torch.equal(kernels.invariant_cached_attention(*arguments, shared), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads, width", [(16, 8, 128), (32, 8, 128), (14, 2, 64), (8, 8, 256), (20, 4, 96)])
+def test_a_tile_of_few_rows_has_the_bits_of_a_large_one(device, heads, kv_heads, width, monkeypatch):
+    """In every place of a block, of one block and of several, and as many rows as it takes. Only Hopper has such tiles."""
+    rows, dtype = 300, torch.bfloat16
+    q = draw(device, dtype, rows, 1, heads, width)
+    k, v = (draw(device, dtype, 5 * rows, kv_heads, BLOCK, width, seed=seed) for seed in (1, 2))
+    blocks = torch.randperm(5 * rows, generator=torch.Generator().manual_seed(0)).int().to(device).view(rows, 5)
+    arguments = q, k, v, blocks, torch.arange(rows, device=device, dtype=torch.int32), width**-0.5
+    few = kernels.invariant_cached_attention(*arguments)
+    assert few.isfinite().all() and all(fast._few.values()), "the trial of a tile of few rows found other bits"
+    monkeypatch.setattr(fast, "_step_rows", lambda q, k: None)
+    assert torch.equal(kernels.invariant_cached_attention(*arguments), few)
+
+
 def test_blocks_and_positions_that_the_cache_does_not_have(device):
     q, k = draw(device, torch.float32, 4, 1, 4, 32), draw(device, torch.float32, 3, 2, BLOCK, 32, seed=1)
     blocks = torch.tensor([[0, 1], [0, 3], [-1, 1], [1, 2]], device=device, dtype=torch.int32)

@@ -7,8 +7,8 @@ size of the cache. The program whose part ends with the new token reads its k an
 Each of several tokens of a row has separate programs, which compute the same bits as if it came alone. They cannot wait for
 each other's writes to the cache, so they recompute the keys of the new tokens before theirs.
 
-The keys that rows share are read by another launch before this one, for the queries of all of them in one tile; it leaves what
-they come to in fp32, and a row's first part goes on from there.
+The keys that rows share are read by another launch, for the queries of all of them in one tile; it leaves what they come to in
+fp32. This launch runs beside it, waits for it once a row's own keys are read, and a row's first part adds the two.
 
 A cache may hold 8-bit values: tiles are multiplied as integers or e4m3, which bf16 holds exactly. The scales of keys are
 applied to the scores, those of values to the weights. It may have pages, of which a table names those of each row: a position
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, new_heads, written
-from ..decode_product import EARLY, Norm
+from ..decode_product import EARLY, LATE, Norm, can_chain
 from ..invariant import MEMBERS
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
 from ._launch import bump_versions, launch, options
@@ -90,12 +90,14 @@ def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, PAIRS
     """The halves of each head, whose first dimensions lie `head` (heads, 1) behind row_ptr, normed if the model does so, and
     turned. NORM: 0, 1 for one norm of every head, or the width of a row that is normed as a whole.
 
+    The product is read past the L1, for the launch may begin before what a wait does to it (_pdl.py).
+
     Where two products are added it says which one the fused multiply-add takes: left to the compiler, a new token's key had
     other bits in its own program than in those of later tokens.
     """
     first, second = _pairs(row_ptr + head + i[None], i[None], HALF, PAIRS, INTERLEAVED)
-    a = tl.load(first, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(second, mask=mask, other=0.0).to(tl.float32)
+    a = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    b = tl.load(second, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     if NORM == 1:
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(a, a, b * b), 1) / (2 * HALF) + eps)[:, None]
         first, second = _pairs(norm_ptr + i, i, HALF, PAIRS, INTERLEAVED)
@@ -145,8 +147,8 @@ def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.const
     keys = row + GROUP * KV * (Q * D)
     new_v = keys + kv * D + i[None] + (NEW - 1) * KV * D
     ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
-    va = tl.load(new_v, mask=one, other=0.0)
-    vb = tl.load(new_v + HALF, mask=one, other=0.0)
+    va = tl.load(new_v, mask=one, other=0.0, cache_modifier=".cg")
+    vb = tl.load(new_v + HALF, mask=one, other=0.0, cache_modifier=".cg")
     if V_EPS > 0.0:
         va, vb = va.to(tl.float32), vb.to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(va, va, vb * vb), 1) / D + V_EPS)[:, None]
@@ -301,9 +303,12 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
                         G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
                         NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
                         NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-                        MEMBERS: tl.constexpr):  # fmt: skip
+                        MEMBERS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
     """Leave in state_ptr (rows, KV, GROUP, D + 2) what the keys that a group of rows shares come to: the queries of up to
-    MEMBERS rows, G at once, over the keys of the one of them that is at the largest position."""
+    MEMBERS rows, G at once, over the keys of the one of them that is at the largest position. BESIDE: the next launch may run
+    at the same time. This one is plain: all launches before it have ended, which both read from."""
+    if BESIDE:
+        tl.extra.cuda.gdc_launch_dependents()
     EACH: tl.constexpr = G // GROUP
     D: tl.constexpr = 2 * HALF
     tiles = tl.cdiv(MEMBERS, EACH)
@@ -359,14 +364,15 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     """FEW: a power of two for GROUP, and G: for tensor cores. PAGE: places a page, or None. MOST: the largest code, and KIND:
     what codes are multiplied as; or None. TILES: of N keys, that a part has at least. Q: heads that a query head takes in the
     product, 2 with a gate. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
-    there (_pdl.py). With counts_ptr, the first part goes on from what `_shared_keys_kernel` has left in state_ptr.
+    there (_pdl.py). With counts_ptr, what `_shared_keys_kernel` leaves in state_ptr is added to the first part, and nothing
+    else of a launch that may still run is read.
     """
     _begin(DEPENDENT)
     b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
     D: tl.constexpr = 2 * HALF
     g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
     inside = i < HALF
-    if not AHEAD:
+    if not AHEAD and counts_ptr is None:
         _wait(DEPENDENT)
     # .cg here and below, and in `_old`: past an L1 that may hold what was there before
     position = tl.load(position_ptr + b, cache_modifier=".cg")
@@ -400,7 +406,8 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         live = lo + n < old
         ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, lo + n, live, i, inside, length_max,
                                       total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
-        _wait(DEPENDENT)
+        if counts_ptr is None:
+            _wait(DEPENDENT)
     to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
@@ -418,13 +425,6 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             sink = tl.load(sinks + kv * GROUP + g, mask=g < GROUP, other=0.0).to(tl.float32)
             m, weight = tl.where(split == 0, sink, m), tl.where(split == 0, 1.0, weight)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
-        if counts_ptr is not None:
-            line = state_ptr + ((b * KV + kv) * GROUP + g) * (D + 2)
-            begun = g < tl.where((split == 0) & (begin > 0), GROUP, 0)
-            m = tl.load(line + D, mask=begun, other=NOTHING)
-            weight = tl.load(line + D + 1, mask=begun, other=0.0)
-            acc_a = tl.load(line[:, None] + i[None], mask=begun[:, None] & inside[None], other=0.0)
-            acc_b = tl.load(line[:, None] + i[None] + HALF, mask=begun[:, None] & inside[None], other=0.0)
         if AHEAD:
             # An empty tile leaves weights of 1, which the first key that is live multiplies by 0: each part has one.
             m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
@@ -446,6 +446,21 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                                                        HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS, NEW, TOKENS,
                                                        MOST, KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+        if counts_ptr is not None:
+            _wait(DEPENDENT)
+            line = state_ptr + ((b * KV + kv) * GROUP + g) * (D + 2)
+            begun = g < tl.where((split == 0) & (begin > 0), GROUP, 0)
+            their_m = tl.load(line + D, mask=begun, other=NOTHING, cache_modifier=".cg")
+            their_weight = tl.load(line + D + 1, mask=begun, other=0.0, cache_modifier=".cg")
+            there = begun[:, None] & inside[None]
+            their_a = tl.load(line[:, None] + i[None], mask=there, other=0.0, cache_modifier=".cg")
+            their_b = tl.load(line[:, None] + i[None] + HALF, mask=there, other=0.0, cache_modifier=".cg")
+            new = tl.maximum(m, their_m)
+            fix, factor = tl.exp(m - new), tl.exp(their_m - new)
+            weight = weight * fix + their_weight * factor
+            acc_a = acc_a * fix[:, None] + their_a * factor[:, None]
+            acc_b = acc_b * fix[:, None] + their_b * factor[:, None]
+            m = new
         if NEW > 0:  # noqa: SIM102  # without it, nothing below is compiled
             if split == parts - 1:
                 if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
@@ -478,7 +493,8 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 acc_b = acc_b * fix[:, None] + p[:, None] * ub.to(tl.float32)
                 m = new
         if parts == 1:
-            _store(to, gate, acc_a / weight[:, None], acc_b / weight[:, None], heads, HALF, Q)
+            share = 1.0 / weight[:, None]  # a division takes eight instructions, and a thread has 64
+            _store(to, gate, acc_a * share, acc_b * share, heads, HALF, Q)
         else:
             mine = part_ptr + (b * KV + kv) * SPLITS * GROUP * (D + 2)
             line = mine + (split * GROUP + g) * (D + 2)
@@ -518,16 +534,21 @@ def decode_attention(
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
         kind, itemsize = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
-    pages, shared, state = page if cache.pages is not None else None, cache.shared, None
+    pages, shared, state, beside = page if cache.pages is not None else None, cache.shared, None, False
     if shared is not None:
         lines = max(16 if itemsize == 4 else 32, power_of_two(group))
         keys, warps = (64, 4) if D <= 128 else (16, 8)
+        beside = can_chain(out.device) and not interpreted()
         state = torch.empty(len(position), KV, group, D + 2, device=out.device, dtype=torch.float32)
         _shared_keys_kernel[(len(shared.rows) * cdiv(MEMBERS, lines // group) * KV,)](
             qkv, position, *cache[:5], *shared, cos, sin, q_weight, eps, scale, state, len(cos), len(cache.k), len(position),
             KV, group, lines, D // 2, HP, keys, cos.shape[1], norms[0], offset, interleaved, heads.q_width, new, cap,
-            interpreted(), pages, kind, MEMBERS, num_warps=warps, num_stages=2,
+            interpreted(), pages, kind, MEMBERS, beside, num_warps=warps, num_stages=2,
         )  # fmt: skip
+
+    way = "many" if position.numel() * KV >= MANY else ""
+    plain = not dependent and way == "many" and cache.k.element_size() == 2 and D <= 128  # what was measured
+    ahead = dependent == EARLY or plain
 
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(len(cos), plan.keys * tiles))
@@ -535,11 +556,10 @@ def decode_attention(
             qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
             scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, least, G, D // 2, HP, plan.keys, splits,
             window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages,
-            most, kind, tiles, TOGETHER if tokens == 1 else 1, dependent == EARLY and new > 0, num_stages=plan.stages,
-            **options(plan.warps, EARLY if dependent else 0),
+            most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0, num_stages=plan.stages,
+            **options(plan.warps, EARLY if dependent else LATE if beside else 0),
         )  # fmt: skip
 
-    way = "many" if position.numel() * KV >= MANY else ""
     launch(job_of("decode_attention", way, (group, D // 2, KV, itemsize), cache.k), run)
     results = written(cache, out)
     bump_versions(*results)

@@ -78,11 +78,11 @@ def _invariant_linear_kernel(x, weight, bias_ptr, y, N, O, K, ROWS: tl.constexpr
 
 @triton.jit(do_not_specialize=["tokens", "stored", "length"])
 def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_ptr, first_ptr, bounds_ptr, position_ptr,
-                                blocks_ptr, rows_ptr, shared_ptr, state_ptr, scale, k_block, k_head, k_token, v_block, v_head,
-                                v_token, tokens, stored, length,
-                                H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-                                BLOCKS: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                                WIDE: tl.constexpr, PART: tl.constexpr, MEMBERS: tl.constexpr):  # fmt: skip
+                                blocks_ptr, rows_ptr, shared_ptr, state_ptr, scale, k_block, k_head, v_block, v_head, tokens,
+                                stored, length, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, H: tl.constexpr,
+                                D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+                                PAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+                                PART: tl.constexpr, MEMBERS: tl.constexpr):  # fmt: skip
     """Without BLOCKS, sequences follow each other, and program i has the tokens of sequence_ptr[i] from first_ptr[i] on. With
     BLOCKS, a sequence has `tokens` tokens, and its keys are in that many blocks of a cache, which are PAGES or one row of
     `length` positions. The cache has `stored` blocks; a sequence with others, or with positions that are in none, gets NaN.
@@ -139,26 +139,32 @@ def _invariant_attention_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, sequence_
             total = tl.load(state_at + D + 1, mask=begun, other=0.0)
             y = tl.load(state_at[:, None] + d[None], mask=begun[:, None] & (d < D)[None], other=0.0)
         missing = tl.where(end == 0, 1, 0)
+        if BLOCKS > 0:  # a block's number is asked for a block ahead: keys are asked for when it is there
+            blocks_ptr += sequence * BLOCKS
+            upcoming = tl.load(blocks_ptr + tl.minimum(begin_key // BLOCK, BLOCKS - 1) if PAGES else blocks_ptr)
         for start in range(begin_key, end, BLOCK):
             key = start + tl.arange(0, BLOCK)
             valid = key < limit
             if BLOCKS == 0:
                 at = (begin + key).to(tl.int64)
-                k_at, v_at = at * k_token, at * v_token
+                k_page, v_page, k_at, v_at = k_ptr, v_ptr, at * K_TOKEN, at * V_TOKEN
             else:
-                block = tl.load(blocks_ptr + sequence * BLOCKS + (start // BLOCK if PAGES else 0)).to(tl.int64)
-                at = (key - start if PAGES else key).to(tl.int64)
-                k_at, v_at = block * k_block + at * k_token, block * v_block + at * v_token
+                block = upcoming.to(tl.int64)
+                if PAGES:
+                    upcoming = tl.load(blocks_ptr + tl.minimum(start // BLOCK + 1, BLOCKS - 1))
+                at = key - start if PAGES else key
+                k_page, v_page = k_ptr + block * k_block, v_ptr + block * v_block
+                k_at, v_at = at * K_TOKEN, at * V_TOKEN
                 known = tl.where((block >= 0) & (block < stored), limit, 0)
                 valid = key < known
                 missing = tl.where(known == 0, 1, missing)
-            k = tl.load(k_ptr + kv * k_head + k_at[None] + d[:, None], mask=valid[None] & (d < D)[:, None], other=0.0)
+            k = tl.load(k_page + kv * k_head + k_at[None] + d[:, None], mask=valid[None] & (d < D)[:, None], other=0.0)
             scores = _dot(q, k, tl.zeros([ROWS, BLOCK], tl.float32), WIDE) * scale
             scores = tl.where(key[None] <= position[:, None], scores, -float("inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             keep, weights = tl.exp2(top - higher), tl.exp2(scores - higher[:, None])
             total = total * keep + tl.sum(weights, 1)
-            v = tl.load(v_ptr + kv * v_head + v_at[:, None] + d[None], mask=valid[:, None] & (d < D)[None], other=0.0)
+            v = tl.load(v_page + kv * v_head + v_at[:, None] + d[None], mask=valid[:, None] & (d < D)[None], other=0.0)
             y = _dot(weights.to(v.dtype), v, y * keep[:, None], WIDE)
             top = higher
         if PART == 1:
@@ -277,31 +283,33 @@ def invariant_cached_attention(
     (batch, tokens, heads, width), out = q.shape, torch.empty_like(q)
     strides, each = [t.stride()[:3] for t in (k, v)], _each(q, k)
     operands = q, k, v, out, None, (None, None, None, position, blocks), scale, strides
+    rows = _step_rows(q, k) if tokens == 1 else None
     if shared is None:
-        _attend(batch * cdiv(tokens, each), *operands, tokens)
+        _attend(batch * cdiv(tokens, each), *operands, tokens, rows=rows)
         return out
     state = torch.empty(batch, heads, width + 2, device=q.device, dtype=torch.float32)  # sums, maximum, sum of the weights
     _attend(len(shared.rows) * cdiv(MEMBERS, each), *operands, batch, (*shared, state), 1)
-    _attend(batch, *operands, 1, (*shared, state), 2)
+    _attend(batch, *operands, 1, (*shared, state), 2, rows)
     return out
 
 
 def _attend(
     programs: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, indices: tuple[Tensor | None, ...],
     scale: float, strides: Sequence[tuple[int, ...]], tokens: int, shared: tuple[Tensor | None, ...] = (None, None, None),
-    part: int = 0,
+    part: int = 0, rows: int | None = None,
 ) -> None:  # fmt: skip
-    """indices: of a program's queries and keys. strides: of k and v, from one block, head and token to the next."""
+    """indices: of a program's queries and keys. strides: of k and v, by block, head and token. rows: of a tile."""
     (heads, width), kv_heads, blocks = q.shape[-2:], k.shape[1], 0 if indices[-1] is None else indices[-1].shape[1]
+    rows = rows or _rows(q, k)
     padded = max(16, power_of_two(width))
     bytes_shared, size = _chip(q).shared_bytes - SPARE, padded * q.element_size()  # and bytes of a key
     # A step over pages, 256 rows of 200 keys on an H200: 80 us by 2 stages, 82 by 3, 90 by one.
     most = 2 if blocks > 1 and q.shape[1] == 1 else 3
-    stages = max(1, min(most, (bytes_shared - _rows(q, k) * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
+    stages = max(1, min(most, (bytes_shared - rows * size) // (2 * BLOCK * size))) if q.element_size() == 2 else 1
     _invariant_attention_kernel[(programs, kv_heads)](
-        q, k, v, out, lse, *indices, *shared, scale * LOG2_E, *strides[0], *strides[1], tokens, len(k), k.shape[-2], heads,
-        width, padded, heads // kv_heads, blocks, blocks > 1, _rows(q, k), BLOCK, interpreted(), part, MEMBERS,
-        num_warps=4, num_stages=stages,
+        q, k, v, out, lse, *indices, *shared, scale * LOG2_E, *strides[0][:2], *strides[1][:2], tokens, len(k), k.shape[-2],
+        strides[0][2], strides[1][2], heads, width, padded, heads // kv_heads, blocks, blocks > 1, rows, BLOCK, interpreted(),
+        part, MEMBERS, num_warps=4 if rows > 16 or q.element_size() > 2 else 1, num_stages=stages,
     )  # fmt: skip
 
 
@@ -313,6 +321,39 @@ def _each(q: Tensor, k: Tensor) -> int:
 def _rows(q: Tensor, k: Tensor) -> int:
     """Return the rows of a tile, which has one token at least."""
     return max(ROWS[q.element_size()], power_of_two(q.shape[-2] // k.shape[1]))
+
+
+_few: dict[tuple[Any, ...], bool] = {}  # whether tiles of few rows have the bits of the others, by sizes, dtype and device
+
+
+def _step_rows(q: Tensor, k: Tensor) -> int | None:
+    """Return the rows of the tile of one token: as few as a warp multiplies, where they are known to get a larger tile's bits.
+
+    A program of 64 rows takes 82 kB of shared memory and one of 16 rows 37 (heads of 128), so that three times as many wait
+    for their keys at the same time. H200, 256 rows of a 0.6b model with shared blocks, us at 140, 260, 600 keys: 44, 75, 165 by
+    64 rows, 28, 61, 143 by 16; with the blocks of each apart 64, 89, 178 and 48, 75, 155. Where two waves of large ones hold
+    all programs, four warps of each are faster than one. The first call tries it on random numbers, and waits for the device;
+    inside a capture sizes that were not tried take the large tile.
+    """
+    (heads, width), kv_heads, rows = q.shape[-2:], k.shape[1], max(16, power_of_two(q.shape[-2] // k.shape[1]))
+    many = len(q) * kv_heads > 4 * _chip(q).sms
+    if not many or q.element_size() > 2 or width > 128 or rows > 16 or _chip(q).capability != 90 or interpreted():
+        return None
+    key = heads, kv_heads, width, q.dtype, q.device
+    if q.is_cuda and key not in _few:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        draws = torch.Generator(q.device).manual_seed(0)
+        shapes = (8, 1, heads, width), *[(41, kv_heads, BLOCK, width)] * 2
+        query, keys, values = (torch.randn(s, generator=draws, device=q.device, dtype=q.dtype) for s in shapes)
+        table = torch.arange(1, 41, device=q.device, dtype=torch.int32).view(8, 5)
+        position = torch.arange(3, 320, 42, device=q.device, dtype=torch.int32)
+        indices, strides, found = (None, None, None, position, table), [t.stride()[:3] for t in (keys, values)], []
+        for tile in (None, rows):
+            found.append(torch.empty_like(query))
+            _attend(8, query, keys, values, found[-1], None, indices, width**-0.5, strides, 1, rows=tile)
+        _few[key] = torch.equal(*found)
+    return rows if _few.get(key, True) else None
 
 
 def _tiles(bounds: Tensor, tokens: int, each: int) -> tuple[Tensor, Tensor]:
