@@ -296,16 +296,18 @@ def called(
 ) -> tuple[Tensor, Tensor | None]:
     """Call a block that carries hooks, which see its inputs and outputs, with the keywords of `step`, such as a time."""
     keywords = step.keywords if isinstance(step, partial) else {}
-    if only_ours(block):
-        x, pending = x if pending is None else x + pending.to(x.dtype), None
     return block(added(x, pending), rope, mask, **keywords), None
 
 
-def only_ours(block: Any) -> bool:
-    """Return whether all hooks of a block are of this package, which reads hidden states by them."""
-    tables = block._forward_hooks, block._forward_pre_hooks, block._backward_hooks, block._backward_pre_hooks
-    hooks = [getattr(hook, "func", hook) for table in tables for hook in table.values()]
-    return bool(hooks) and all((getattr(hook, "__module__", "") or "").startswith("gpubound.") for hook in hooks)
+class StreamBefore:
+    """A forward pre-hook that keeps the stream before a block. `run_blocks` gives it the stream, and does not call the block
+    for it."""
+
+    in_loop = True  # no hook to layers/fused_weights.py
+    x: Tensor
+
+    def __call__(self, block: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
+        self.x = arguments[0] if arguments else keywords["hidden_states"]
 
 
 def rounds(part: Any, x: Tensor, pending: Tensor) -> bool:
@@ -330,6 +332,10 @@ def run_blocks(
     for block in blocks:
         if getattr(block, "apart", False):
             x, pending, rope, mask = to_device_of(block, (x, pending, rope, mask))
+        for hook in block._forward_pre_hooks.values():
+            if isinstance(hook, StreamBefore):
+                x, pending = x if pending is None else x + pending.to(x.dtype), None
+                hook.x = x
         gathered = getattr(block, "gathered", None)
         one: Callable = step if gathered is None else partial(gathered, step)
         if gathered is None and must_be_called(block):

@@ -14,7 +14,6 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ..files import check_replaceable, make_folder, write_atomic, writing
 from ..formatting import shown, unexpected
 from ..kernels import rope
 from ..layers.attention import Rope, RopeTable, attend
-from ..layers.block import MLP, RMSNorm
+from ..layers.block import MLP, RMSNorm, StreamBefore
 from .folder import WEIGHTS, opened, read_config, weight_files
 from .language_model import hidden_of
 from .llama.checkpoint import config_of, hf_config
@@ -290,17 +289,12 @@ def layer_config(model: nn.Module) -> DecoderConfig:
 
 def hidden_states_of(model: nn.Module, inputs: dict[str, Any], layers: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the hidden states before `layers`, concatenated (B, T, layers · hidden), and the input of the model's head."""
-    captured: dict[int, Tensor] = {}
-
-    def keep(number: int, block: Any, arguments: tuple, keywords: dict[str, Any]) -> None:
-        captured[number] = arguments[0] if arguments else keywords["hidden_states"]
-
-    blocks = reader(model).blocks
+    blocks, kept = reader(model).blocks, {number: StreamBefore() for number in layers}
     with ExitStack() as hooks:
-        for number in sorted({*layers}):
-            hooks.enter_context(blocks[number].register_forward_pre_hook(partial(keep, number), with_kwargs=True))
+        for number, hook in kept.items():
+            hooks.enter_context(blocks[number].register_forward_pre_hook(hook, with_kwargs=True))
         last = hidden_of(model, inputs)
-    return torch.cat([captured[number] for number in layers], -1), last
+    return torch.cat([kept[number].x for number in layers], -1), last
 
 
 def _like(model: nn.Module) -> dict[str, Any]:

@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpubound as gb
 from gpubound.models.draft_head import DraftHead, hidden_states_of
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives import chunked_head
 from gpubound.train.objectives.draft_head import DraftLoss
+from gpubound.watch import watch
+from gpubound.watch.pretend import simgpu
 
 from ...messages import refusal
 
@@ -117,6 +120,57 @@ def test_training_is_captured():
         step([rows])
         losses.append(learn([rows]).loss)
     assert len(learn.captured) == 2 and losses[-1] < losses[0] / 2
+
+
+def placed_llama(**sizes: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "vocab_size": WORDS, "bos_token_id": 1, "eos_token_id": 2} | sizes
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    gb.place(model, device="cpu")
+    return model
+
+
+def test_the_loop_of_a_placed_model_gives_its_hidden_states():
+    """They are those of transformers, whose forward is not called: it asks the device for a mask."""
+    model, ids = placed_llama(), ids_of()
+    with torch.no_grad():
+        states, last = hidden_states_of(model, {"input_ids": ids}, (2, 3, 3))
+        assert not model.model.delegated
+        want = model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    torch.testing.assert_close(states, torch.cat([want[2], want[3], want[3]], -1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(last, want[-1], rtol=1e-5, atol=1e-5)
+    assert not any(block._forward_pre_hooks for block in model.model.layers)
+
+
+def test_a_step_below_a_placed_model_never_waits():
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one")
+    model = placed_llama().to(simgpu())
+    before = [p.clone() for p in model.parameters()]
+    step = TrainStep(DraftHead.for_model(model, SOME), DraftLoss(model, 2), AdamW(lr=1e-2), precision="fp32", graph="off")
+    batch = {"input_ids": ids_of().to(simgpu())}
+    with gb.strict():
+        step([batch])  # the first one checks the batch, and the model
+        with watch() as ledger:
+            step([batch])
+    ledger.assert_within(syncs=0, h2d_bytes=0)
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before))
+
+
+@pytest.mark.gpu
+def test_training_below_a_placed_model_is_captured():
+    """Its losses are those of uncaptured steps, and nothing falls back. In bf16, whose sums come in another order each time."""
+    model = placed_llama(hidden_size=128, intermediate_size=256, vocab_size=512).to("cuda", torch.bfloat16)
+    batches = [{"input_ids": ids_of(8, 128, seed).cuda()} for seed in range(6)]
+    losses: dict[str, list[float]] = {}
+    for graph in ("require", "off"):
+        torch.manual_seed(1)
+        step = TrainStep(DraftHead.for_model(model, range(256)), DraftLoss(model, 3), AdamW(lr=1e-3), graph=graph)
+        with gb.strict():
+            losses[graph] = [float(step([batch]).loss) for batch in batches]
+        assert len(step.captured) == 2 * (graph == "require")
+    assert not model.model.delegated and losses["off"] == pytest.approx(losses["require"], rel=2e-2)
 
 
 class TestRefusals:
