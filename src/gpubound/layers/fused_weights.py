@@ -51,15 +51,15 @@ def bare(layer: Any) -> bool:
 def hooked(module: Any, but: Container = ()) -> bool:
     """Return whether calling it runs hooks, other than those in `but`, or a forward that was patched onto the instance.
 
-    transformers leaves hooks on a model's layers when it was once asked for hidden states; they do nothing in other calls. Those
-    with `in_loop` are run by the loop over a model's blocks, too (layers/block.py).
+    transformers leaves hooks on a model's layers when it was once asked for hidden states; they do nothing in other calls.
+    Those with `in_loop` are served by the loop over a model's blocks (layers/block.py).
     """
     patched = module.__dict__.get("forward")
     if patched is not None and getattr(patched, "func", None) not in FORWARDS:
         return True
     tables = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(tables) and any(
-        hook not in but and not hasattr(hook, "in_loop") and not getattr(hook, "__module__", "").startswith("transformers.utils.")
+        not (hook in but or hasattr(hook, "in_loop") or getattr(hook, "__module__", "").startswith("transformers.utils."))
         for hooks in tables
         for hook in hooks.values()
     )
