@@ -51,10 +51,11 @@ def outputs(batch: int, device, words: int | None = None) -> Into:
     return Into(emitted, draw(device, torch.bfloat16, words, 70, seed=9), torch.full((batch, 70), 5.0, device=device))
 
 
-def small_tiles(monkeypatch, tile: int) -> None:
-    """Rows of several tiles, and of several chunks of two tiles."""
-    for name, value in (("TILE", tile), ("CHUNK", tile), ("CHUNK_TILE", tile // 2)):
-        monkeypatch.setattr(fast, name, value)
+def small_tiles(monkeypatch, tile: int, chunk: int = 64) -> None:
+    """Rows of several tiles, and of several chunks, which both mirrors draw."""
+    monkeypatch.setattr(fast, "TILE", tile)
+    for mirror in (fast, module("sampling")):
+        monkeypatch.setattr(mirror, "CHUNK", chunk)
 
 
 def partials(batch: int, parts: int, device) -> tuple[Tensor, Tensor]:

@@ -34,21 +34,22 @@ def test_philox_gives_the_known_answers(counter, key, result):
 
 
 @triton.jit
-def noise_kernel(out_ptr, seed_ptr, position_ptr, row_ptr, QUADS: tl.constexpr):
+def noise_kernel(out_ptr, seed_ptr, position_ptr, row_ptr, QUADS: tl.constexpr, STREAM: tl.constexpr):
     b = tl.program_id(0)
     quad = tl.arange(0, QUADS)
-    bits = _noise(tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b), quad)
+    bits = _noise(tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b), quad, STREAM)
     at = out_ptr + b * QUADS * 4 + 4 * quad[:, None] + tl.arange(0, 4)[None]
     tl.store(at, bits.to(tl.int64))
 
 
-def test_the_noise_is_the_same_in_both_mirrors(device):
+@pytest.mark.parametrize("stream", [0, 1], ids=["tokens", "chunks"])
+def test_the_noise_is_the_same_in_both_mirrors(stream, device):
     settings = settings_of(5, device, seed=[0, -1, 5, 1 << 40, -(1 << 63)], row=[0, 1, 2, 2**31 - 1, 7])
     position, got = rows_of(5, device, position=[0, 3, 2**31 - 2, 5, 6]).position, torch.zeros(5, 64, dtype=torch.int64)
     got = got.to(device)
-    noise_kernel[(5,)](got, settings.seed, position, settings.row, 16)
-    assert got.equal(reference._noise(settings.seed, position, settings.row, 64))
-    assert reference._noise(settings.seed, position, settings.row, 61).equal(got[:, :61])
+    noise_kernel[(5,)](got, settings.seed, position, settings.row, 16, stream)
+    assert got.equal(reference._noise(settings.seed, position, settings.row, 64, stream))
+    assert reference._noise(settings.seed, position, settings.row, 61, stream).equal(got[:, :61])
 
 
 @triton.jit
@@ -235,15 +236,17 @@ FREQUENCIES = {
 
 @pytest.mark.parametrize("vary", ["seed", "row", "position"])
 @pytest.mark.parametrize("name", FREQUENCIES)
-def test_frequencies_of_the_reference(name, vary):
+def test_frequencies_of_the_reference(name, vary, monkeypatch):
+    small_tiles(monkeypatch, 16, 4)
     logits = 1.2 * draw("cpu", torch.float32, 12)
     exact = chances(logits, **FREQUENCIES[name])
     assert p_value(drawn_by(reference, logits, 8_000, "cpu", vary, **FREQUENCIES[name]), exact) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["plain", "min-p", "all"])
-def test_frequencies_of_the_kernel(name, device):
+def test_frequencies_of_the_kernel(name, device, monkeypatch):
     """Few draws where each takes the interpreter 20 to 100 ms; beside the reference's, they are the very same tokens."""
+    small_tiles(monkeypatch, 16, 4)
     draws = 200_000 if device.type == "cuda" else {"plain": 60, "min-p": 40, "all": 20}[name]
     logits = 1.2 * draw("cpu", torch.float32, 12)
     drawn = drawn_by(fast, logits, draws, device, "position", **FREQUENCIES[name])

@@ -5,8 +5,12 @@ tokens, the length limit, the position, and the embedding of the new token.
 
 The draw is an exponential race: token v, with probability p_v before normalisation, finishes at E_v / p_v with E_v exponential,
 and the first to finish wins, v with probability p_v / Σ p. (Adding Gumbel noise to logits and taking the maximum is the same
-race: −log of these times.) E_v comes from a generator without state, Philox 4x32-10 of Salmon et al. 2011, by the counter
-(v // 4, position, row, 0), the seed as key, and word v % 4. So a row gets the same tokens in any slot and at any time.
+race: −log of these times.) Under top-k, top-p or min-p the tokens that are left race. Without them chunks of CHUNK tokens do,
+each with the sum of its tokens' p, and then the tokens of the first one, so a GPU needs noise for one chunk alone.
+
+E_v comes from a generator without state, Philox 4x32-10 of Salmon et al. 2011, by the counter (v // 4, position, row, 0), the
+seed as key, and word v % 4; that of chunk c by (c // 4, position, row, 1). So a row gets the same tokens in any slot and at any
+time.
 
 Top-k, top-p and min-p are thresholds on the value: tokens that are equal are kept or dropped together.
 """
@@ -14,10 +18,13 @@ Top-k, top-p and min-p are thresholds on the value: tokens that are equal are ke
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import SIXTEEN_BITS, implementation, require
 from .registry import definition, doubles, draw, frozen, ints
+
+CHUNK = 4096  # tokens: a GPU's program reads them at once, and a vocabulary of 151,936 has 38
 
 
 class Rows(NamedTuple):
@@ -163,19 +170,28 @@ def _floor(scaled: Tensor, settings: Settings) -> Tensor:
 
 
 def _race(scaled: Tensor, position: Tensor, settings: Settings) -> Tensor:
-    """The token that finishes first among those that are kept."""
-    bits = _noise(settings.seed, position, settings.row, scaled.shape[1])
-    exponential = -torch.log1p(-(bits.double() + 0.5) / 2**32)
-    candidates = scaled >= _floor(scaled, settings)[:, None]
-    return torch.where(candidates, exponential / scaled.double().exp(), torch.inf).argmin(1)
+    """The token that finishes first: among those that are kept, or, where all are, in the chunk that does."""
+    words, chunks = scaled.shape[1], -(-scaled.shape[1] // CHUNK)
+    mass = torch.where(scaled >= _floor(scaled, settings)[:, None], scaled.double().exp(), 0.0)
+    sums = F.pad(mass, (0, chunks * CHUNK - words)).unflatten(1, (chunks, CHUNK)).sum(2)
+    chunk = _first(sums, position, settings, 1)
+    whole = ((settings.top_k <= 0) | (settings.top_k >= words)) & (settings.top_p >= 1) & (settings.min_p <= 0)
+    outside = torch.arange(words, device=scaled.device) // CHUNK != chunk[:, None]
+    return _first(mass.masked_fill(outside & whole[:, None], 0.0), position, settings, 0)
 
 
-def _noise(seed: Tensor, position: Tensor, row: Tensor, words: int) -> Tensor:
-    """32 random bits for each token of each row, as int64 (B, words)."""
+def _first(mass: Tensor, position: Tensor, settings: Settings, stream: int) -> Tensor:
+    """The column of `mass` that finishes first."""
+    bits = _noise(settings.seed, position, settings.row, mass.shape[1], stream)
+    return (-torch.log1p(-(bits.double() + 0.5) / 2**32) / mass).argmin(1)
+
+
+def _noise(seed: Tensor, position: Tensor, row: Tensor, words: int, stream: int = 0) -> Tensor:
+    """32 random bits for each token or chunk of each row, as int64 (B, words)."""
     counter = torch.arange(-(-words // 4), device=seed.device)[None]
     key = seed[:, None] & 0xFFFFFFFF, (seed[:, None] >> 32) & 0xFFFFFFFF
-    sampled = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.zeros_like(counter), *key)
-    return torch.stack(sampled, 2).flatten(1)[:, :words]
+    drawn = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.full_like(counter, stream), *key)
+    return torch.stack(drawn, 2).flatten(1)[:, :words]
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:

@@ -1,13 +1,14 @@
 """Choice of the next token and the step of a row.
 
-`sample` has two launches. The programs of the first take a chunk of a row each. They read its logits once, for the largest, the
-sum of exponentials of a log-probability, and the race of kernels/sampling.py. The second has a program a row, which compares
-the chunks. Under top-k, top-p or min-p it reads the row itself: one pass finds the largest, another sets candidates aside, the
-thresholds are searched and the race is run among them. Disabled settings are skipped at run time, by their values on the
-device. Chunks are of one size, so that a row's bits do not depend on how many others there are.
+`sample` has two launches. The programs of the first take a chunk of a row each. They read its logits once, for the largest and
+the sum of exponentials, before and after penalty and temperature. The second has a program a row: by those it draws a chunk, or
+takes the one with the largest logit, and then a token of it. Under top-k, top-p or min-p it reads the row itself: one pass is
+for the largest, another sets candidates aside, the thresholds are searched and the race is run among them. Disabled settings
+are skipped at run time, by their values on the device. Chunks are of one size, so that a row's bits do not depend on how many
+others there are.
 
-A row is read in tiles, and results are kept for each lane until the end: reductions over a program are rare. Values are scaled
-so that the largest is 0. With 32 bits of noise an E_v is between 1.2e-10 and 22.9, so a token below log(1.2e-10 / 22.9) = -26.0
+Of a row that it reads, results are kept for each lane until the end: reductions over a program are rare. Values are scaled so
+that the largest is 0. With 32 bits of noise an E_v is between 1.2e-10 and 22.9, so a token below log(1.2e-10 / 22.9) = -26.0
 loses to the largest whatever is drawn: no threshold needs to be searched below FLOOR.
 """
 
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import cdiv, power_of_two
-from ..sampling import Into, Rows, Settings, changed
+from ..sampling import CHUNK, Into, Rows, Settings, changed
 from ._launch import bump_versions, options
 
 FLOOR = tl.constexpr(-27.0)
@@ -171,11 +172,11 @@ def _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V,
 
 
 @triton.jit
-def _noise(seed, position, row, quad):
+def _noise(seed, position, row, quad, STREAM: tl.constexpr = 0):
     """32 bits for each token of the quads: counter `quad` has a word for each of its four. Philox 4x32-10: with products of 64
     bits, which are one instruction, where tl.philox has two for the halves."""
-    c0, c3 = quad.to(tl.uint32), (quad * 0).to(tl.uint32)
-    c1, c2 = c3 + position.to(tl.uint32), c3 + row.to(tl.uint32)
+    c0, zero = quad.to(tl.uint32), (quad * 0).to(tl.uint32)
+    c1, c2, c3 = zero + position.to(tl.uint32), zero + row.to(tl.uint32), zero + STREAM
     k0, k1 = seed.to(tl.uint64) & 0xFFFFFFFF, seed.to(tl.uint64) >> 32
     for _ in tl.static_range(10):
         a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
@@ -226,7 +227,7 @@ def _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row,
 
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
-CHUNK, CHUNK_TILE, CHUNK_WARPS = 4096, 256, 1  # elements of a program of the first launch; those that it takes at a time
+CHUNK_WARPS = 4  # of a program of the first launch
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the
 # next place of a ring of tokens, would have the kernel compiled again in the middle of a capture.
 ROWS = [f"{name}_ptr" for name in (*Rows._fields, *Settings._fields[:-1], "emitted", "logprob")]
@@ -251,132 +252,79 @@ def _filtered(top_k, top_p, min_p, V):
     return ((top_k > 0) & (top_k < V)) | (top_p < 1.0) | (min_p > 0.0)
 
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # the least finite number: differences from it are no NaN
-HIGHEST, LATEST = tl.constexpr(1e30), tl.constexpr(1e18)  # of a logit that others are relative to, and of a time
-MOST = tl.constexpr(1e4)  # of a share of a value that is larger than the one it is relative to: log-probabilities lose digits
+@triton.jit
+def _sums(x):
+    return (x > 0.0) & (x < float("inf"))
+
+
+LOWEST, HIGHEST = tl.constexpr(-3.4028234663852886e38), tl.constexpr(1e30)  # differences from them are no NaN
 
 
 @triton.jit
-def _share(x):
-    """exp(x), or more than MOST: of NaN and infinity, too."""
-    return _power(tl.minimum(x, 40.0))
+def _mass(z, inverse):
+    """(the largest logit, Σ exp((logit - it) · inverse)) of a chunk; the sum is 0 if all are -inf, no number if one is not."""
+    top = tl.minimum(tl.maximum(tl.max(z, 0), LOWEST), HIGHEST)
+    return top, tl.sum(_power((z - top) * inverse), 0)
 
 
 @triton.jit
 def _shrunk(before, after, inverse):
-    """Return the factor of a share that was relative to the value `before`, and is to `after`, which is larger or equal."""
+    """Return the factor of a sum that was relative to the value `before`, and is to `after`, which is larger or equal."""
     return _power(tl.maximum(before - after, -1e8) * inverse)  # times an inverse of 1e30 it is finite
 
 
-@triton.jit
-def _greedy(logits_ptr, past_ptr, penalty, begin, end, V, BLOCK: tl.constexpr):
-    """Return of a chunk (a logit, Σ exp(logit - it), the largest penalised logit, the same, its token)."""
-    high, mass = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK], tl.float32)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    arg = tl.full([BLOCK], NOBODY, tl.int32)
-    for start in range(begin, end, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32)
-        part = _share(z - high)
-        if tl.max((part > MOST).to(tl.int32), 0) != 0:
-            higher = tl.minimum(tl.max(z, 0), HIGHEST)
-            mass *= _shrunk(high, higher, 1.0)
-            high, part = higher, _power(z - higher)
-        mass += part
-        z = _penalised(z, past_ptr, penalty, i, V)
-        best, arg = tl.where(z > best, z, best), tl.where(z > best, i, arg)
-    top, token = _leader(best, arg)
-    return high, tl.sum(mass, 0), top, top, token
-
-
-@triton.jit
-def _race(logits_ptr, past_ptr, penalty, inverse, begin, end, V, seed, position, row, PLAIN: tl.constexpr,
-          BLOCK: tl.constexpr):  # fmt: skip
-    """Return of a chunk (a logit, Σ exp(logit - it), a penalised logit, 1 / the time of the first token where that logit's p is
-    1, that token).
-
-    What is drawn is computed to all digits where a token could be the first, in few tiles: E is above u. PLAIN: without a
-    penalty, and at temperature 1.
-    """
-    high, mass = tl.full([], LOWEST, tl.float32), tl.zeros([BLOCK // 4, 4], tl.float32)
-    top, soonest = tl.full([], LOWEST, tl.float32), tl.full([], LATEST, tl.float32)
-    token = tl.full([], NOBODY, tl.int32)
-    for start in range(begin, end, BLOCK):
-        i = start + _quads(BLOCK)
-        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32)
-        part = _share(z - high)
-        share = part
-        if not PLAIN:
-            share = _share(tl.minimum(_penalised(z, past_ptr, penalty, i, V) - top, 1e8) * inverse)
-        bits = _noise(seed, position, row, start // 4 + tl.arange(0, BLOCK // 4))
-        ahead = bits.to(tl.float32) * (2.0**-32 * 0.9999) < share * soonest
-        if tl.max(tl.max((ahead | (part > MOST) | (share > MOST)).to(tl.int32), 1), 0) != 0:
-            higher = tl.minimum(tl.maximum(high, tl.max(z)), HIGHEST)
-            mass *= _shrunk(high, higher, 1.0)
-            high, part = higher, _power(z - higher)
-            share = part
-            if not PLAIN:
-                z = _penalised(z, past_ptr, penalty, i, V)
-                higher = tl.minimum(tl.maximum(top, tl.max(z)), HIGHEST)
-                share = _power((z - higher) * inverse)
-            times = -_exponential(bits) / tl.maximum(share, 1 / LATEST)
-            soonest, top = tl.minimum(soonest / tl.maximum(_shrunk(top, higher, inverse), 1 / LATEST), LATEST), higher
-            first = tl.min(times)
-            token = tl.where(first < soonest, tl.min(tl.where(times == first, i, NOBODY)), token)
-            soonest = tl.minimum(first, soonest)
-        mass += part
-    return high, tl.sum(mass), top, 1.0 / soonest, token
-
-
 @triton.jit(do_not_specialize_on_alignment=ROWS)
-def _chunks_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, position_ptr,
-                   alive_ptr, past_ptr, chunk_ptr, arg_ptr, stride, V, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Leave in chunk_ptr (rows, chunks, 4) and arg_ptr what `_race` or `_greedy` return of a chunk."""
+def _chunks_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, alive_ptr, past_ptr, chunk_ptr,
+                   stride, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """Leave in chunk_ptr (rows, chunks, 4) the `_mass` of a chunk's logits, and that of them after penalty and temperature."""
     b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits_ptr += b * stride
     if past_ptr is not None:
         past_ptr += b * V
     _start(DEPENDENT)
-    temperature = tl.load(temperature_ptr + b)
+    temperature, penalty = tl.load(temperature_ptr + b), tl.load(penalty_ptr + b)
     filtered = _filtered(tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b), V) & (temperature > 0.0)
     if (tl.load(alive_ptr + b) != 0) & (filtered == 0):
-        penalty, begin = tl.load(penalty_ptr + b), chunk * CHUNK
-        end = tl.minimum(begin + CHUNK, V)
-        if temperature > 0.0:
-            inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
-            seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
-            if (inverse == 1.0) & (penalty == 1.0):
-                high, mass, top, share, token = _race(logits_ptr, past_ptr, penalty, inverse, begin, end, V, seed, position,
-                                                      row, True, BLOCK)  # fmt: skip
-            else:
-                high, mass, top, share, token = _race(logits_ptr, past_ptr, penalty, inverse, begin, end, V, seed, position,
-                                                      row, False, BLOCK)  # fmt: skip
-        else:
-            high, mass, top, share, token = _greedy(logits_ptr, past_ptr, penalty, begin, end, V, BLOCK)
-        at = b * tl.num_programs(1) + chunk
-        tl.store(chunk_ptr + 4 * at, high)
-        tl.store(chunk_ptr + 4 * at + 1, mass)
-        tl.store(chunk_ptr + 4 * at + 2, top)
-        tl.store(chunk_ptr + 4 * at + 3, share)
-        tl.store(arg_ptr + at, token)
+        i = chunk * CHUNK + tl.arange(0, CHUNK)
+        z = tl.load(logits_ptr + i, mask=i < V, other=float("-inf")).to(tl.float32)
+        high, mass = _mass(z, 1.0)
+        top, share = high, mass
+        if (temperature != 1.0) | (penalty != 1.0):
+            inverse = tl.where(temperature > 0.0, tl.div_rn(1.0, tl.maximum(temperature, 1e-30)), 1.0)
+            top, share = _mass(_penalised(z, past_ptr, penalty, i, V), inverse)
+        at = chunk_ptr + 4 * (b * tl.num_programs(1) + chunk)
+        tl.store(at, high)
+        tl.store(at + 1, mass)
+        tl.store(at + 2, top)
+        tl.store(at + 3, share)
 
 
 @triton.jit
-def _first(chunk_ptr, arg_ptr, begin, chunks, temperature, inverse, CHUNKS: tl.constexpr):
-    """Compare the chunks of a row: (its token, whether the logits are finite, the largest of them, Σ exp(logit - largest))."""
-    i = tl.arange(0, CHUNKS)
-    at, mask = chunk_ptr + 4 * (begin + i), i < chunks
-    largest = tl.load(at, mask=mask, other=LOWEST)
-    masses = tl.load(at + 1, mask=mask, other=0.0)
-    best = tl.load(at + 2, mask=mask, other=LOWEST)
-    share = tl.load(at + 3, mask=mask, other=LOWEST)
-    top, highest = tl.max(best, 0), tl.max(largest, 0)
-    mass = tl.sum(masses * _shrunk(largest, highest, 1.0), 0)  # 0 if all are -inf, NaN if one is NaN or infinite
-    if temperature > 0.0:
-        share *= _shrunk(best, top, inverse)
-    _, token = _leader(share, tl.load(arg_ptr + begin + i, mask=mask, other=NOBODY))
-    return token, (mass > 0.0) & _finite(mass) & _finite(top), highest, mass
+def _from_chunks(logits_ptr, past_ptr, penalty, chunk_ptr, chunks, temperature, inverse, seed, position, row, V,
+                 CHUNKS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """Draw a chunk and then a token of it, or take the largest: (the token, whether all logits are finite, the largest of them,
+    Σ exp(logit - largest))."""
+    i = _quads(CHUNKS)
+    at, mask = chunk_ptr + 4 * i, i < chunks
+    highs, tops = tl.load(at, mask=mask, other=LOWEST), tl.load(at + 2, mask=mask, other=LOWEST)
+    highest, top = tl.max(highs), tl.max(tops)
+    mass = tl.sum(tl.load(at + 1, mask=mask, other=0.0) * _shrunk(highs, highest, 1.0))
+    share = tl.load(at + 3, mask=mask, other=0.0)
+    token, good = 0, _sums(mass) & _sums(tl.sum(share))
+    if good:
+        rank = tops
+        if temperature > 0.0:
+            share *= _shrunk(tops, top, inverse)
+            bits = _noise(seed, position, row, tl.arange(0, CHUNKS // 4), 1)
+            rank = _exponential(bits) / tl.maximum(share, 1e-30)  # of a chunk without tokens later than any other
+        _, chunk = _leader(rank, i)
+        words = chunk * CHUNK + _quads(CHUNK)
+        value = _logits(logits_ptr, past_ptr, penalty, words, V)
+        if temperature > 0.0:
+            quads = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+            value = _finish(_noise(seed, position, row, quads), (value - tl.max(value)) * inverse)
+        _, token = _leader(value, words)
+    return token, good, highest, mass
 
 
 @triton.jit
@@ -456,8 +404,8 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
 @triton.jit(do_not_specialize_on_alignment=ROWS)
 def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, token_ptr,
                    position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr, logprob_ptr, embed_ptr, x_ptr,
-                   chunk_ptr, arg_ptr, values_ptr, quads_ptr, stride, V, chunks, words, H, stops,
-                   CHUNKS: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                   chunk_ptr, values_ptr, quads_ptr, stride, V, chunks, words, H, stops, CHUNKS: tl.constexpr,
+                   CHUNK: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     logits_ptr += b * stride
     values_ptr += b * tl.cdiv(V, BLOCK) * BLOCK
@@ -471,8 +419,9 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
         temperature = tl.load(temperature_ptr + b)
         inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
         top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
+        penalty = tl.load(penalty_ptr + b)
+        seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
         if _filtered(top_k, top_p, min_p, V) & (temperature > 0.0):
-            penalty = tl.load(penalty_ptr + b)
             best = tl.full([BLOCK], float("-inf"), tl.float32)
             arg = tl.full([BLOCK], NOBODY, tl.int32)
             for start in range(0, V, BLOCK):
@@ -481,14 +430,14 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
             top, drawn = _leader(best, arg)
             good = _finite(top)
             if good:
-                seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
                 count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, best,
                                             top_k, top_p, min_p, BLOCK)  # fmt: skip
                 drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
                 if logprob_ptr is not None:
                     logprob = _logprob(logits_ptr, drawn, V, BLOCK)
         else:
-            drawn, good, highest, mass = _first(chunk_ptr, arg_ptr, b * chunks, chunks, temperature, inverse, CHUNKS)
+            drawn, good, highest, mass = _from_chunks(logits_ptr, past_ptr, penalty, chunk_ptr + 4 * b * chunks, chunks,
+                                                      temperature, inverse, seed, position, row, V, CHUNKS, CHUNK)  # fmt: skip
             if (logprob_ptr is not None) & good:
                 logprob = tl.load(logits_ptr + drawn).to(tl.float32) - highest - tl.log(mass)
         _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
@@ -530,21 +479,18 @@ def sample(
     emitted, embed, x = into
     (batch, words), device = logits.shape, logits.device
     shape, launch = _plan(words, x, rows.stops, dependent)
-    tile = min(CHUNK_TILE, shape[2])
-    chunk = min(CHUNK, cdiv(words, tile) * tile)
+    chunk = min(CHUNK, max(16, power_of_two(words)))
     chunks = cdiv(words, chunk)
-    firsts = torch.empty(batch * chunks, 4, device=device, dtype=torch.float32)
-    arg = torch.empty(batch * chunks, device=device, dtype=torch.int32)
+    masses = torch.empty(batch * chunks, 4, device=device, dtype=torch.float32)
     _chunks_kernel[(batch, chunks)](
-        logits, *scalars, rows.position, rows.alive, seen, firsts, arg, logits.stride(0), words, chunk, tile,
-        **options(CHUNK_WARPS, dependent),
-    )  # fmt: skip
+        logits, *scalars[:5], rows.alive, seen, masses, logits.stride(0), words, chunk, **options(CHUNK_WARPS, dependent)
+    )
     room = batch * cdiv(words, shape[2]) * shape[2]  # for what is set aside; at worst everything
     values = torch.empty(room, device=device, dtype=torch.float32)
     quads = torch.empty(room // 4, device=device, dtype=torch.int32)
     _sample_kernel[(batch,)](
-        logits, *scalars, *rows, emitted, seen, logprob, embed, x, firsts, arg, values, quads, logits.stride(0), words, chunks,
-        *_shape(embed), shape[0], power_of_two(chunks), *shape[1:], **launch,
+        logits, *scalars, *rows, emitted, seen, logprob, embed, x, masses, values, quads, logits.stride(0), words, chunks,
+        *_shape(embed), shape[0], max(4, power_of_two(chunks)), chunk, *shape[1:], **launch,
     )  # fmt: skip
     written = changed(rows, emitted, seen, logprob, x)
     bump_versions(*written)
