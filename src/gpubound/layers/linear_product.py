@@ -18,7 +18,8 @@ Legend: N tokens, O outputs (a weight's rows), K inputs (its columns).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -154,7 +155,7 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
         check_dtypes(x, *weights, *joined.biases)
     if format is not DENSE:
         format = format.select(x, weights)
-    if any(joined.adapters) and not torch.compiler.is_compiling() and getattr(CONTEXT, "mode", None) is not None:
+    if any(joined.adapters) and not torch.compiler.is_compiling() and _adds_plain_terms():
         return _with_plain_terms(x, joined)
     groups = group_adapters(joined) if any(joined.adapters) else ()
     if torch.is_grad_enabled():
@@ -168,6 +169,20 @@ def multiply(x: Tensor, joined: Joined) -> Tensor:
     for group in groups:
         group.forward(x, y[..., group.start : group.stop])
     return y
+
+
+@contextmanager
+def plain_terms() -> Iterator[None]:
+    """Add adapters' terms in plain torch on this thread: a trial of few tokens would compile kernels that no step calls."""
+    before, CONTEXT.plain_terms = getattr(CONTEXT, "plain_terms", False), True
+    try:
+        yield
+    finally:
+        CONTEXT.plain_terms = before
+
+
+def _adds_plain_terms() -> bool:
+    return getattr(CONTEXT, "mode", None) is not None or getattr(CONTEXT, "plain_terms", False)
 
 
 def _with_plain_terms(x: Tensor, joined: Joined) -> Tensor:

@@ -26,13 +26,12 @@ def calls(model: nn.Module) -> Iterator[Call]:
 
 
 def products(model: nn.Module, batch: Any) -> Iterator[Call]:
-    """Yield the products with adapters of this batch, and those of its first row, which an objective tries, forward."""
+    """Yield the products with adapters of this batch."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    tokens, row = (ids.numel(), ids[:1].numel()) if isinstance(ids, Tensor) and ids.dim() else (UNKNOWN_TOKENS, UNKNOWN_TOKENS)
+    tokens = ids.numel() if isinstance(ids, Tensor) and ids.dim() else UNKNOWN_TOKENS
     for lows, format, biased in _sites(model):
         if format is DENSE:
             yield from _products(lows, biased, tokens)
-            yield next(_products(lows, biased, row))
 
 
 def _sites(model: nn.Module) -> Iterator[tuple[list[LowRank], Format, bool]]:

@@ -13,6 +13,7 @@ from ..errors import FallbackError, host_bytes_wanted
 from ..kernels.dispatch import Call
 from ..layers.attention import Mask
 from ..layers.embedding_and_head import LMLoss, head_mismatch, head_of, lm_loss, logits_loss, plain_head, within
+from ..layers.linear_product import plain_terms
 from ..layers.packed_attention import Segments
 from ..trace import fallback, notice
 from .packed_rows import FIELDS, UNPACKED, packed_arguments
@@ -192,7 +193,7 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
         width = row["input_ids"].shape[1]
         row = {name: value[:, :TOKENS] if _by_token(value, width) else value for name, value in row.items()}
         row |= {name: row[name].clamp_max(TOKENS) for name in row.keys() & {"cu_seqlens"}}
-    with mode(model, training=False), without_cudnn_attention():  # dropout would make the two differ
+    with mode(model, training=False), without_cudnn_attention(), plain_terms():  # dropout would make the two differ
         return head_mismatch(head, lambda: logits_of(model, row), lambda: hidden_of(model, row))
 
 
@@ -223,7 +224,7 @@ def why_not_isolated(model: Any, inputs: dict[str, Any]) -> str | None:
     turned = {name: value.roll(-third.start, 1) if _by_token(value, tokens) else value for name, value in plain.items()}
     _trunk_arguments(model, row)  # or raise ValueError for a model whose layers are known to read other examples
     compute = logits_of if whole else hidden_of
-    with mode(model, training=False):
+    with mode(model, training=False), plain_terms():
         try:
             packed, changed, alone = (compute(model, x) for x in (row, row | {"input_ids": others}, turned))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
