@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpubound.graph import capture
-from gpubound.graph.runner import GraphRunner
+from gpubound.graph.runner import GraphRunner, open_gate
 from tests.messages import message
 
 from . import one_liners
@@ -158,20 +158,40 @@ def test_an_error_of_the_functions_own_stays_its_own():
     assert not state.any()
 
 
+def runner_of_calls(gate=open_gate):
+    runner = object.__new__(GraphRunner)
+    runner.run, runner.gate = lambda call: call(), gate
+    return runner
+
+
+@pytest.mark.parametrize(("waiting", "gate", "calls"), [((), open_gate, 1), ((1,), open_gate, 2), ((), lambda: None, 2)])
+def test_a_function_that_waits_once_is_called_again(waiting, gate, calls, monkeypatch):
+    """As one that compiles. Where other processes are in fn, all make the same number of calls, whoever of them waits."""
+    made = []
+    for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+
+    def fn():
+        made.append(None)
+        if len(made) in waiting:
+            warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
+
+    assert runner_of_calls(gate).waits(fn) == [] and len(made) == calls
+
+
 def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
     """torch's sync detector warns from inside an operation; here a warning of the same words stands for it."""
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    runner = object.__new__(GraphRunner)
-    monkeypatch.setattr(runner, "run", lambda call: call(), raising=False)
+    runner = runner_of_calls()
 
     def fn():
         if modes:
             warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
 
     assert [place.line.at for place in runner.waits(fn)] == [f"tests/graph/test_operations.py:{fn.__code__.co_firstlineno + 2}"]
-    assert modes == ["warn", 0]
+    assert modes == ["warn", 0] * 2
     with pytest.warns(UserWarning, match="the function's own"):
         assert runner.waits(lambda: warnings.warn("the function's own", stacklevel=1)) == []
 
@@ -182,8 +202,7 @@ def test_waits_of_other_threads_are_not_the_functions(monkeypatch, whose):
     modes = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    runner = object.__new__(GraphRunner)
-    monkeypatch.setattr(runner, "run", lambda call: call(), raising=False)
+    runner = runner_of_calls()
 
     def wait():
         warnings.warn("called a synchronizing CUDA operation (somewhere)", stacklevel=1)
