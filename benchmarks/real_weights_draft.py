@@ -1,6 +1,6 @@
 """Train a draft head on what real weights write, and measure how many of its tokens they accept and at what speed.
 
-python -m benchmarks.real_weights_draft BASE [--steps 2000] [--drafted 1,2,3,4] [--results FILE] [--quick]
+python -m benchmarks.real_weights_draft BASE [--steps 1500] [--texts 8192] [--drafted 2,3,4,5] [--results FILE] [--quick]
 
 BASE is SmolLM2-135M-Instruct as a Hugging Face folder. Its answers to questions about Python's standard library, and what it
 writes after heads of the library's functions, are the texts that the head learns from; other questions and functions are held
@@ -13,6 +13,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,26 +21,39 @@ from typing import Any
 from .real_weights import device_name, loaded
 
 EVALUATED = 16  # prompts of each kind
+VALIDATED = 64  # texts of the same samples that the head does not learn
 VOCABULARY = 16384  # tokens that the head may draft: the most frequent ones of the texts, then the first of the vocabulary
-ROWS, LENGTH, GUESSES, ROUNDS = 32, 320, 3, 3
+WIDTH = 3072  # of the head's MLP, twice the model's: reading it costs a draft less than its launches
+ROWS, LENGTH, GUESSES, ROUNDS = 32, 320, 4, 3
+QUESTIONS = (
+    "What is {name} of Python's module {module} for? Give an example.",
+    "Explain {module}.{name} to a beginner.",
+    "Write a short Python program that uses {name} from {module}, and say what it prints.",
+)
 
 
-def prompts(quick: bool) -> dict[str, list[str]]:
-    """Questions, and heads of functions with their first line, in a random order."""
+def prompts(most: int) -> dict[str, list[str]]:
+    """Questions, and heads of functions with their first line, in a random order. What the first EVALUATED of a kind are about,
+    none of the others is about."""
     sys.path.insert(0, "examples")
     from docstring_chats import functions
 
     shuffled, pairs = random.Random(0), functions()
     shuffled.shuffle(pairs)
-    chat = [f"What is {name} of Python's module {module} for? Give an example." for module, name in pairs]
-    code = []
-    for file in sorted(Path(ast.__file__).parent.glob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                code.append(f'def {node.name}({ast.unparse(node.args)}):\n    """{text.splitlines()[0]}"""\n')
-    shuffled.shuffle(code)
-    most = 2 * EVALUATED if quick else 1024
-    return {"chat": chat[:most], "code": code[:most]}
+    chat = [
+        QUESTIONS[i % len(QUESTIONS)].format(name=name, module=module) for i, (module, name) in enumerate(pairs[:EVALUATED])
+    ]
+    known = [question.format(name=name, module=module) for module, name in pairs[EVALUATED:] for question in QUESTIONS]
+    shuffled.shuffle(known)
+    code = set[str]()
+    for file in Path(ast.__file__).parent.rglob("*.py"):
+        if not {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"} & {*file.parts}:
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, ast.FunctionDef) and (text := (ast.get_docstring(node) or "").strip()):
+                    code.add(f'def {node.name}({ast.unparse(node.args)}):\n    """{text.splitlines()[0]}"""\n')
+    listed = sorted(code)
+    shuffled.shuffle(listed)
+    return {"chat": (chat + known)[: most // 2], "code": listed[: most // 2]}
 
 
 def encoded(tokenizer: Any, kind: str, texts: list[str]) -> list[list[int]]:
@@ -49,33 +63,33 @@ def encoded(tokenizer: Any, kind: str, texts: list[str]) -> list[list[int]]:
     return [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats]
 
 
-def sample_texts(model: Any, texts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
-    """What the model writes after these prompts at temperature 0.7, with the prompt, and the seconds that it took."""
+def sample_texts(model: Any, texts: list[list[int]], new: int) -> list[list[int]]:
+    """What the model writes after these prompts, behind them: its likeliest words, or words at temperature 0.7, in turns."""
     import gpubound
 
-    begun = time.perf_counter()
-    decoder = gpubound.decoder(model, max_batch=256 if len(texts) >= 256 else len(texts), max_length=LENGTH + 64)
-    sequences = decoder.rollout(texts, max_new_tokens=new, temperature=0.7, logprobs=False).sequences
-    return [texts[one.prompt] + list(one.tokens) for one in sequences], time.perf_counter() - begun
+    decoder = gpubound.decoder(model, max_batch=min(256, len(texts)), max_length=LENGTH + 64)
+    temperatures = [0.7 * (i % 2) for i in range(len(texts))]
+    sequences = decoder.rollout(texts, max_new_tokens=new, temperature=temperatures, logprobs=False).sequences
+    return [texts[one.prompt] + list(one.tokens) for one in sequences]
 
 
-def batches(rows: list[list[int]], device: str) -> Any:
+def batches(rows: list[list[int]], device: str, seed: int = 1) -> Iterator[dict[str, Any]]:
     """Yield batches of ROWS texts without end: each row padded, its padding marked as not learnt."""
     import torch
 
-    order = random.Random(1)
+    ids = torch.zeros(len(rows), LENGTH, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for at, row in enumerate(rows):
+        cut = torch.tensor(row[:LENGTH])
+        ids[at, : len(cut)] = labels[at, : len(cut)] = cut
+    ids, labels, order = ids.to(device), labels.to(device), random.Random(seed)
     while True:
-        order.shuffle(rows)
-        for first in range(0, len(rows) - ROWS + 1, ROWS):
-            ids = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-            labels = torch.full_like(ids, -100)
-            for at, row in enumerate(rows[first : first + ROWS]):
-                cut = torch.tensor(row[:LENGTH])
-                ids[at, : len(cut)] = labels[at, : len(cut)] = cut
-            yield {"input_ids": ids.to(device), "labels": labels.to(device)}
+        chosen = torch.tensor(order.sample(range(len(rows)), len(rows)), device=device)
+        for some in chosen.split(ROWS)[: len(rows) // ROWS]:
+            yield {"input_ids": ids[some], "labels": labels[some]}
 
 
-def train(model: Any, rows: list[list[int]], steps: int, device: str) -> tuple[Any, dict[str, Any]]:
+def train(model: Any, rows: list[list[int]], steps: int, device: str, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
     """A head that learnt for so many steps, and what its training took, with the first step, which captures."""
     import torch
 
@@ -83,75 +97,114 @@ def train(model: Any, rows: list[list[int]], steps: int, device: str) -> tuple[A
     from gpubound.train.objectives.draft_head import DraftLoss
 
     counts = torch.bincount(torch.tensor([token for row in rows for token in row]), minlength=model.config.vocab_size)
-    head = gpubound.DraftHead.for_model(
-        model, tokens=counts.sort(descending=True, stable=True).indices[:VOCABULARY].sort().values
-    )
-    schedule = gpubound.Schedule("linear", steps=steps, warmup=0.05)
-    step = gpubound.TrainStep(
-        head, DraftLoss(model, tokens=GUESSES), gpubound.AdamW(lr=2e-3, betas=(0.9, 0.95)), schedule=schedule
-    )
-    source, begun = batches(rows, device), time.perf_counter()
-    losses = [float(step([next(source)]).loss) for _ in range(steps)]
-    took = time.perf_counter() - begun
-    return head, {"steps": steps, "seconds": took, "first": losses[0], "last": median(losses[-20:])}
+    known = counts.sort(descending=True, stable=True)
+    words = known.indices[:VOCABULARY].sort().values
+    loss, covered = DraftLoss(model, tokens=GUESSES), (known.values[:VOCABULARY].sum() / counts.sum()).item()
+    head = gpubound.DraftHead.for_model(model, tokens=words, intermediate=WIDTH)
+    optimizer = gpubound.AdamW(lr=1e-3, betas=(0.9, 0.95))
+    schedule = gpubound.Schedule("cosine", steps=steps, warmup=0.03, final=0.02)
+    step = gpubound.TrainStep(head, loss, optimizer, clip=1.0, schedule=schedule)
+    held_out = next(batches(rows[:VALIDATED][:ROWS], device))
+    source, losses, begun = batches(rows[VALIDATED // ROWS * ROWS :], device), list[Any](), time.perf_counter()
+    facts: dict[str, Any] = {"steps": steps, "covered": covered, "curve": []}
+    for number in range(1, steps + 1):
+        losses.append(step([next(source)]).loss)
+        if number == 1:
+            facts["first"], facts["first_step_s"] = float(losses[0]), time.perf_counter() - begun
+            say("first step: KL {first:.2f}, {first_step_s:.1f} s, {covered:.1%} of the words".format(**facts))
+        if number % max(1, steps // 8) == 0:
+            last = torch.stack(losses[-20:]).mean().item()
+            found = loss.validate(head, [held_out])
+            facts["curve"].append([number, time.perf_counter() - begun, last, found["held_out"], found["agreed"]])
+            say("step {} after {:.1f} s: KL {:.3f}, held out {:.3f}, {:.1%} of the guesses agree".format(*facts["curve"][-1]))
+    if device == "cuda" and len(step.captured) != 2:
+        say("the step was NOT captured")
+    facts |= {"seconds": time.perf_counter() - begun, "captured": len(step.captured)}
+    step.close()
+    return head, facts
 
 
 def measured(
-    model: Any, head: Any, eval_prompts: dict[str, list[list[int]]], drafted: list[int], new: int
+    model: Any, head: Any, texts: dict[str, list[list[int]]], drafted: list[int], new: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """Tokens a step and the speed beside plain decoding, over the prompts of each kind at batch 1, in turns."""
     import gpubound
 
-    table, plain = [], gpubound.decoder(model, max_length=LENGTH + 64)
+    decoders = {0: gpubound.decoder(model, max_length=LENGTH + 64)}
     for count in drafted:
-        decoders = {"plain": plain}
-        decoders["drafted"] = gpubound.decoder(
-            model, max_length=LENGTH + 64, speculate=gpubound.Draft(head, count, tensor_cores=True)
-        )
-        for kind, texts in eval_prompts.items():
-            for decoder in decoders.values():
-                decoder.generate(texts[0], max_new_tokens=new, stop=())
-            speeds, tokens, accepted = {name: list[float]() for name in decoders}, dict[str, Any](), 0.0
-            for _ in range(ROUNDS):
-                for name, decoder in decoders.items():
-                    runs = [decoder.generate(text, max_new_tokens=new, stop=()) for text in texts]
-                    speeds[name].append(sum(run.count for run in runs) / sum(run.seconds for run in runs))
-                    tokens[name] = [run.tokens[0] for run in runs]
-                    accepted = sum(run.count for run in runs) / sum(run.row_steps for run in runs)
-            equal = sum(a == b for a, b in zip(tokens["plain"], tokens["drafted"])) / len(texts)
-            ratios = sorted(mine / other for mine, other in zip(speeds["drafted"], speeds["plain"]))
+        speculate = gpubound.Draft(head, count, tensor_cores=True)
+        decoders[count] = gpubound.decoder(model, max_length=LENGTH + 64, speculate=speculate)
+    for decoder in decoders.values():
+        for prompt in (texts["chat"][0], texts["code"][0]) * 2:  # which captures
+            decoder.generate(prompt, max_new_tokens=new)
+    say(f"{len(decoders)} decoders are ready")
+    table = []
+    for kind, some in texts.items():
+        seconds = {count: [[0.0] * len(some) for _ in range(ROUNDS)] for count in decoders}
+        found: dict[int, list[Any]] = {}
+        for turn in range(ROUNDS):
+            for count, decoder in decoders.items():
+                found[count] = [decoder.generate(prompt, max_new_tokens=new) for prompt in some]
+                seconds[count][turn] = [run.seconds for run in found[count]]
+        tokens = {count: sum(run.count for run in runs) for count, runs in found.items()}
+        plain = [median(times) for times in zip(*seconds[0])]
+        for count in drafted:
+            steps, own = sum(run.row_steps for run in found[count]), [median(times) for times in zip(*seconds[count])]
+            speed, before = tokens[count] / sum(own), tokens[0] / sum(plain)
+            # of each text: by its tokens, whose number differs where two logits lie within rounding
+            ratios = [a.count / b * d / c.count for a, b, c, d in zip(found[count], own, found[0], plain)]
+            equal = sum(a.tokens == b.tokens for a, b in zip(found[0], found[count])) / len(some)
             table.append({
-                "kind": kind, "drafted": count, "tokens_a_step": accepted, "tokens_per_s": median(speeds["drafted"]),
-                "plain_tokens_per_s": median(speeds["plain"]), "ratio": median(ratios), "least": ratios[0], "equal": equal,
+                "kind": kind, "drafted": count, "tokens_a_step": tokens[count] / steps, "ms_a_step": 1e3 * sum(own) / steps,
+                "plain_ms": 1e3 * sum(plain) / tokens[0], "tokens_per_s": speed, "plain_tokens_per_s": before,
+                "ratio": speed / before, "least": min(ratios), "equal": equal,
             })  # fmt: skip
-            one = "{kind} {drafted} drafted: {tokens_a_step:.2f} tokens a step, {tokens_per_s:,.0f} tok/s, {ratio:.2f} of plain"
-            print((one + "; {equal:.0%} of the texts equal").format(**table[-1]), flush=True)
+            one = "{kind} {drafted} drafted: {tokens_a_step:.2f} tokens a step of {ms_a_step:.3f} ms (plain {plain_ms:.3f}), "
+            one += "{tokens_per_s:,.0f} tok/s, {ratio:.2f} of plain, {least:.2f} for the worst text; {equal:.0%} of texts equal"
+            say(one.format(**table[-1]))
     return table
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("base")
-    parser.add_argument("--steps", type=int, default=2000, help="of training, 32 texts each")
-    parser.add_argument("--drafted", default="1,2,3,4", help="tokens drafted a step, by comma")
-    parser.add_argument("--results", type=Path, help="file that the numbers are written to, as JSON")
+    parser.add_argument("--steps", type=int, default=1500, help=f"of training, {ROWS} texts each")
+    parser.add_argument("--texts", type=int, default=8192, help="that the model writes for the training")
+    parser.add_argument("--drafted", default="2,3,4,5", help="tokens drafted a step, by comma")
+    parser.add_argument("--results", type=Path, help="file that the numbers are written to, as JSON, as they come")
     parser.add_argument("--quick", action="store_true", help="few texts and steps: shows that the script works")
     options = parser.parse_args(argv)
+    if options.quick:
+        globals().update(VOCABULARY=256, WIDTH=64, ROWS=4, LENGTH=48, VALIDATED=4, EVALUATED=2, ROUNDS=1)
+    begun = time.perf_counter()
     import torch
 
+    import gpubound
+
+    def say(what: str) -> None:
+        print(f"{time.perf_counter() - begun:6.1f} s  {what}", flush=True)
+
+    def keep(**more: Any) -> None:
+        facts.update(more)
+        if options.results:
+            options.results.write_text(json.dumps(facts, indent=1) + "\n")
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    facts: dict[str, Any] = {"device": device_name(), "torch": torch.__version__}
     model, tokenizer = loaded(options.base, device)
-    known = {kind: encoded(tokenizer, kind, texts) for kind, texts in prompts(options.quick).items()}
-    eval_prompts = {kind: texts[: 2 if options.quick else EVALUATED] for kind, texts in known.items()}
+    gpubound.place(model, device=device)
+    known = prompts(8 * ROWS if options.quick else options.texts + 2 * EVALUATED)
+    ids = {kind: encoded(tokenizer, kind, texts) for kind, texts in known.items()}
     new = 12 if options.quick else LENGTH - LENGTH // 4
-    rows, wrote = sample_texts(model, [text for texts in known.values() for text in texts[EVALUATED:]], new)
-    print(f"{len(rows)} texts, {sum(map(len, rows)):,} tokens, written in {wrote:.1f} s", flush=True)
-    head, training = train(model, rows, 2 if options.quick else options.steps, device)
-    print("trained {steps} steps in {seconds:.1f} s: KL {first:.2f} to {last:.2f}".format(**training), flush=True)
-    table = measured(model, head, eval_prompts, [*map(int, options.drafted.split(","))], new)
-    if options.results:
-        facts = {"training": training, "texts": len(rows), "rows": table, "device": device_name(), "torch": torch.__version__}
-        options.results.write_text(json.dumps(facts, indent=1) + "\n")
+    say("the model is placed")
+    rows = sample_texts(model, [text for texts in ids.values() for text in texts[EVALUATED:]], new)
+    random.Random(2).shuffle(rows)
+    keep(texts=len(rows), tokens=sum(map(len, rows)), written_s=time.perf_counter() - begun)
+    say(f"{len(rows)} texts of {sum(map(len, rows)):,} tokens are written")
+    head, training = train(model, rows, 2 if options.quick else options.steps, device, say)
+    keep(training=training)
+    evaluated = {kind: texts[:EVALUATED] for kind, texts in ids.items()}
+    keep(rows=measured(model, head, evaluated, [*map(int, options.drafted.split(","))], new, say))
     return 0
 
 
