@@ -4,6 +4,7 @@ gpubound train --model 10m --data my_texts/ --steps 2000
 gpubound train config.yaml --lr 1e-3               options override the file
 gpubound train config.yaml --resume                go on from the newest whole checkpoint
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
+gpubound train --out first --resume                with the config that the run has recorded
 gpubound train config.yaml --gpus 8                on eight GPUs of this machine, a process each
 gpubound train config.yaml --compare lr=1e-3,lr=3e-3 --seeds 3    variants on the same tokens, in one table
 gpubound train --from axolotl.yaml --print         a config of axolotl, TRL, LLaMA-Factory or torchtune as one of ours
@@ -32,6 +33,7 @@ from .train_options import (
     export_folder,
     from_file,
     override_length,
+    recorded,
     split_aliases,
     translated,
     with_aliases,
@@ -61,7 +63,11 @@ def main(argv: Sequence[str]) -> int:
         print(text, file=sys.stderr)
     elif options.print:
         raise ValueError("print: it prints what --from translates; give both.")
-    if file is not None or options.from_ or theirs:
+    elif options.resume and file is None:
+        default = Train(**convert(recorded(options.out), OPTIONS))
+        if default == Train() and options == Train(resume=True, out=options.out):
+            raise ValueError(f"resume: out: {options.out} holds no run; give the folder of one, or the options of a new one.")
+    if file is not None or options.from_ or theirs or options.resume:
         options = arguments(Train, argv, "train", with_aliases(default, theirs, argv, OPTIONS))
     options = override_length(options, default)
     if options.list:

@@ -12,6 +12,7 @@ import yaml
 
 from ..files import check_creatable, check_replaceable, explain_disk_full, exporting_run, read_text
 from ..formatting import shown
+from ..monitor.tape import ABOUT, RunTape
 from ..rl.recipe import RLRecipe
 from ..train.aliases import advice, is_alias, normal
 from ..train.convert import convert
@@ -266,6 +267,12 @@ def from_file(path: str, complete: bool = True) -> Train:
         tool = tool_of(values) if any(key in values for key in ("base_model", "finetuning_type", "checkpointer")) else None
         other = f" It looks like a config of {tool}, which is translated: gpubound train --from {path}" if tool else ""
         raise ValueError(f"{path}: {error}{other}") from error
+
+
+def recorded(out: str) -> dict[str, Any]:
+    """Return the config of the run in the folder `out`, which a resumed run takes where no option is given."""
+    config = RunTape.open(out).about.get("config") or {} if Path(out, ABOUT).exists() else {}
+    return {key: value for key, value in config.items() if value not in (None, {}, []) and key != "out"}
 
 
 def checked(options: RecipeOptions, default: RecipeOptions, file: str | None) -> Recipe:
