@@ -318,7 +318,9 @@ def test_clipping_is_switched_off(config, value):
 def test_a_run_is_resumed_by_the_config_that_it_has_recorded(config, tmp_path, capsys):
     run = str(tmp_path / "run")
     assert main(["train", "--out", run, "--resume"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == message("cli_train:resumed_without_a_run", run) and not Path(run).exists()
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == message("cli_train:resumed_without_a_run", run) and not Path(run).exists()
+    )
     assert main(["train", str(config), "--steps", "2", "--lr", "1e-4"]) == 0
     assert main(["train", "--out", run, "--resume", "--steps", "4"]) == 0
     about = json.loads((tmp_path / "run" / "run.json").read_text())
