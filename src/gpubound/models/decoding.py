@@ -440,9 +440,8 @@ class LayerInputs(NamedTuple):
 
     def of(self, ids: Tensor, parts: Tensor) -> Tensor:
         """Return the inputs (..., layers, width) of tokens (...), from the normed parts of the product."""
-        rows = F.embedding(ids, self.table).to(parts.dtype) * self.embedded
-        rows = rows.unflatten(-1, (-1, self.width))
-        return (parts.view_as(rows) + rows) * self.scale
+        rows = F.embedding(ids, self.table).unflatten(-1, (-1, self.width))
+        return torch.add(parts.view_as(rows), rows, alpha=self.embedded).mul_(self.scale)
 
     def define(self, ids: Tensor, x: Tensor) -> Tensor:
         """Return the inputs (T, layers, width) of tokens with embeddings x (T, hidden), in plain fp32."""
