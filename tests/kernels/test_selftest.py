@@ -110,6 +110,19 @@ def test_which_ops_test_themselves_in_their_callers_shape():
     assert sorted(SHAPED) == sorted(op for op in OPS if len(signature(OPS[op].example).parameters) > 1)
 
 
+@pytest.mark.parametrize("where", [0, 9])
+def test_large_results_are_compared_by_parts(where, device, monkeypatch):
+    monkeypatch.setattr(selftest, "PART", 4)
+    want = torch.arange(1.0, 11).view(2, 5)
+    got = want.to(device, copy=True)
+    got.view(-1)[where] += 3
+    assert selftest._relative(got, want) == pytest.approx(3 / 385**0.5)  # 385 is the sum of their squares
+    for value, error in ((torch.inf, 0.0), (torch.nan, torch.nan)):
+        got, alike = want.to(device, copy=True), want.clone()
+        got.view(-1)[where] = alike.view(-1)[where] = value
+        assert selftest._relative(got, alike) == pytest.approx(error, nan_ok=True)
+
+
 # exp(-gate) of a gate far below 0 is infinite, and 1 / infinity the right 0; NumPy, which interprets, warns.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize("op", SHAPED)

@@ -14,6 +14,7 @@ from .registry import OPS, load
 # Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
 # a product, and rounding on the way (2^-11, 2^-8 a time). A wrong kernel is off by far more. Bytes are moved, and stay equal.
 LIMITS = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.uint8: 0.0}
+PART = 1 << 22  # elements compared at a time
 
 
 def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
@@ -44,9 +45,14 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     """‖got − want‖ / ‖want‖ without infinities that both have; infinite for another shape or dtype, NaN where one holds it."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return float("inf")
-    a, b = got.double().cpu(), want.double()
-    same = (a == b) & b.isinf()
-    return ((a - b).masked_fill(same, 0.0).norm() / b.masked_fill(same, 0.0).norm().clamp_min(1e-12)).item()
+    # Large ones on the device, by parts: 2^24 elements of a product with adapters took a core 1.1 s.
+    device, parts = got.device if got.numel() >= PART else torch.device("cpu"), (t.reshape(-1).split(PART) for t in (got, want))
+    norms = []
+    for a, b in ((one.double().to(device), other.to(device).double()) for one, other in zip(*parts)):
+        same = (a == b) & b.isinf()
+        norms.append(torch.stack([x.masked_fill(same, 0.0).norm() for x in (a - b, b)]))
+    off, size = torch.stack(norms).norm(dim=0)
+    return (off / size.clamp_min(1e-12)).item()
 
 
 def _upstream(t: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
