@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpubound import cli
-from gpubound.cli.graph_ready import audit_decoding, audits, call_named
+from gpubound.cli.doctor_actions import audit_decoding, audits, call_named
 from gpubound.decode import decoder
 from gpubound.models import Decoder, DecoderConfig
 from tests.models.deepseek_v4.decode.cases import CSA, HCA, build

@@ -8,7 +8,7 @@ import pytest
 
 from gpubound import device as facts
 from gpubound.cli import main
-from gpubound.cli.compare import make_variants
+from gpubound.cli.session import make_variants
 from gpubound.cli.train_options import from_file
 from gpubound.models.richards.checkpoint import MODELS
 

@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     if options.graph_ready is not None:
         if target:
             raise ValueError(f"graph-ready: got the script {target}, too; run one without the other.")
-        from .graph_ready import graph_ready
+        from .doctor_actions import graph_ready
 
         return graph_ready(options.graph_ready, options.device, options.json)
     check_command(options, command)

@@ -193,8 +193,7 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
 
 def compare_variants(options: Train, recipe: Recipe, command_line: list[str]) -> int:
     """Run --compare: the table goes to stdout, or the figures as JSON."""
-    from .compare import compare, make_variants, write
-    from .session import log_level, run_folder, say
+    from .session import compare, log_level, make_variants, run_folder, say, write
 
     for name in ("export", "merge", "auto_batch"):
         if getattr(options, name):
