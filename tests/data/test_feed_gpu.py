@@ -5,7 +5,7 @@ import torch
 
 from gpubound import trace
 from gpubound.data import feed
-from gpubound.data.ring import AHEAD
+from gpubound.data.stores import AHEAD
 from gpubound.errors import DataError, GraphError
 from gpubound.graph import capture
 from gpubound.watch import watch

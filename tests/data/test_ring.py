@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from gpubound.data import ring as ring_module
+from gpubound.data import stores as ring_module
 from gpubound.data.leaves import Padding, pack
-from gpubound.data.ring import AHEAD, CudaLane, Lane, Ring
+from gpubound.data.stores import AHEAD, CudaLane, Lane, Ring
 from tests.messages import message
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpubound.data.answers import MOST
+from gpubound.data.rows import MOST
 from gpubound.rl.batches import RowShape, advantages, micro_batches
 from gpubound.rl.prompts import PromptOrder, RLPrompt
 from gpubound.rl.rewards import AnswerGroup

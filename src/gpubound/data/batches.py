@@ -19,10 +19,9 @@ from ..trace import notice
 from .feeds import Feed, check_seed, check_slots, target, try_resident
 from .leaves import Padding
 from .packing import OVERLONG, PACKS, PAIRED, Packing, pack_buckets, pack_corpus
-from .ring import Ringed
 from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, BucketCutter, Order, as_stored
 from .source import Source
-from .stores import Served, Store, count_copied
+from .stores import Ringed, Served, Store, count_copied
 
 if TYPE_CHECKING:
     from .corpus import Corpus  # which calls `batches`

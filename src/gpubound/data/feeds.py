@@ -15,7 +15,6 @@ from ..errors import DataError
 from ..formatting import byte_count, readable, shown
 from ..trace import fallback, notice
 from .leaves import Bucket, Padding
-from .ring import Ringed
 from .source import BatchList, Items, Source, open_source
 from .stores import (
     END,
@@ -23,6 +22,7 @@ from .stores import (
     Direct,
     Resident,
     ResidentItems,
+    Ringed,
     Served,
     Store,
     bytes_needed,

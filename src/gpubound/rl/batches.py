@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.answers import MOST, AnswerInRow, pack_answers
-from ..data.rows import IGNORED
+from ..data.rows import IGNORED, MOST, AnswerInRow, pack_answers
 from .rewards import AnswerGroup
 
 OF_PACKED = ("position_ids", "segment_ids", "cu_seqlens")  # fields of rows with several answers

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.answers import AnswerInRow, AnswerPlace, pack_answers
-from ..data.rows import IGNORED
+from ..data.rows import IGNORED, AnswerInRow, AnswerPlace, pack_answers
 from ..formatting import hint, shown
 
 LARGEST = float(np.finfo(np.float32).max)
