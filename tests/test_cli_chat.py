@@ -14,7 +14,7 @@ import pytest
 from gpubound import cli
 from gpubound.data import Tokenizer, train_tokenizer
 from gpubound.data.tokenizer import ends_of_turn
-from gpubound.generate.reasoning import MARKS, Parts
+from gpubound.generate.chat import MARKS, Parts
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf
 from tests.messages import message
 

@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from gpubound.data import Tokenizer, chat
 from gpubound.data.chat import render
 from gpubound.errors import DataError
-from gpubound.generate import source as sources
+from gpubound.generate import options as sources
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 
@@ -131,7 +131,7 @@ def test_a_name_on_the_hub_is_what_its_cache_holds(ckpt, run, tmp_path, monkeypa
 
 def test_a_name_without_the_hubs_library(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gpubound.generate.source.find_spec", lambda name: None)
+    monkeypatch.setattr("gpubound.generate.options.find_spec", lambda name: None)
     assert refused(run, "owner/model").endswith("which is not installed: pip install 'gpubound[hf]'.")
 
 

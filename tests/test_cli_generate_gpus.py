@@ -13,11 +13,10 @@ import torch
 from gpubound import device as facts, lora
 from gpubound.cli import main
 from gpubound.errors import DataError
-from gpubound.generate import batches, replicas, workers
+from gpubound.generate import batches, replicas
 from gpubound.generate.batches import BatchGenerator, group_size, load
 from gpubound.generate.options import Generate
-from gpubound.generate.replicas import OrderedLines
-from gpubound.generate.workers import WorkerPool
+from gpubound.generate.replicas import OrderedLines, WorkerPool
 from gpubound.models import load_hf, save_hf
 from tests.messages import message
 
@@ -297,7 +296,7 @@ def hangs_once(number, folder):
 def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatch, capsys):
     """By a clock that goes on when the other copy has done the rest."""
     now = [0.0]
-    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: now[0]))
     done = {}
     for piece, square in WorkerPool(range(5), 2, hangs_once, tmp_path, name="piece {}".format, timeout=120):
         done[piece] = square
@@ -312,12 +311,12 @@ def test_what_a_copy_that_hangs_had_in_hand_goes_to_another(tmp_path, monkeypatc
 def test_a_sign_of_life_is_one_however_long_the_piece(monkeypatch):
     """One a second at most goes through the pipe; each begins the patience anew."""
     now, sent = [0.0], []
-    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    alive = workers._heartbeat(SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(replicas, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    alive = replicas._heartbeat(SimpleNamespace(send=sent.append))
     for now[0] in (0.5, 1.1, 1.2, 2.2):
         alive()
     assert sent == [None, None]
-    one = workers.PoolWorker(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None))
+    one = replicas.PoolWorker(0, None, SimpleNamespace(recv=lambda: None, send=lambda piece: None))
     one.ready = True
     one.assign(7)
     now[0] = 600.0

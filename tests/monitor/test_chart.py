@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from gpubound.monitor.chart import Axis, Series, large_chart, line_chart
+from gpubound.monitor.figures import Axis, Series, large_chart, line_chart
 from tests.messages import message
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpubound.monitor import RunTape
-from gpubound.monitor.variants import RESULT, T_95, LossDifference, Variants
+from gpubound.monitor.report import RESULT, T_95, LossDifference, Variants
 from tests.messages import message
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import gpubound as gb
 from gpubound.errors import DataError
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.serve.examples import pack, read_examples
+from gpubound.serve.requests import pack, read_examples
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.policy import Policy
 from tests.messages import refusal

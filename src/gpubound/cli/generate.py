@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..formatting import PRINTABLE
-from ..generate.options import Generate, check, read_prompts
-from ..generate.source import check_path
+from ..generate.options import Generate, check, check_path, read_prompts
 from . import arguments
 from .ranks import check_timeout
 

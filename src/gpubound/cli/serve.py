@@ -13,9 +13,8 @@ from typing import Annotated
 import tyro
 
 from ..files import read_text
-from ..generate.source import check_path
-from ..serve.address import check_address
-from ..serve.client import PORT, TOKEN
+from ..generate.options import check_path
+from ..serve.client import PORT, TOKEN, check_address
 from . import arguments
 
 LARGEST_TOKEN = 4096  # bytes of its file

@@ -35,8 +35,8 @@ from ..models.registry import family_of, is_named, presets
 from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import skipped as skipped_steps, warnings
 from ..monitor.live import Gauges, open_log
+from ..monitor.report import MOST_SEEDS, RESULT, Variants
 from ..monitor.tape import ABOUT
-from ..monitor.variants import MOST_SEEDS, RESULT, Variants
 from ..plan import first_that_fits, phases, step_of
 from ..trace import fallbacks, notice
 from ..train.convert import RECIPE, convert

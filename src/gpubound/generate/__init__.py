@@ -1,12 +1,10 @@
 """Generate texts with a saved model, for `gpubound generate`.
 
-options.py    options and their checks, prompts
-source.py     find the files of a model: a folder, a name on the hub, a run
+options.py    options and their checks, prompts, and the files of a model: a folder, a name on the hub, a run
 load.py       the model of such files on its devices, and its tokenizer
 batches.py    generate batch by batch, with a decoder or a masked-diffusion sampler
-chat.py       a conversation
-replicas.py   distribute batches over several replicas; lines of JSON in the order of the prompts
-workers.py    the processes of the replicas
+chat.py       a conversation; a reply's reasoning
+replicas.py   distribute batches over processes with replicas; lines of JSON in the order of the prompts
 speed.py      tokens per second, and the fraction of the roofline
 """
 

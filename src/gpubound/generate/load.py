@@ -33,7 +33,7 @@ from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
 from ..train.prepare import build_model
 from ..train.recipe import Recipe
-from .source import base_of_adapter, find_source, is_adapter
+from .options import base_of_adapter, find_source, is_adapter
 
 SLOW = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")  # tokenizers that only transformers reads
 

@@ -1,14 +1,258 @@
-"""Figures of a run's log: the gauges, totals and warnings."""
+"""Figures of a run's log, the gauges, totals and warnings, and line charts of them.
+
+Charts are inline SVG: no script library, no network, readable in light and dark, values on hover.
+"""
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import accumulate, pairwise
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from ..formatting import duration, moment, number, quantity, readable
-from .chart import Axis
 from .tape import RunTape
+
+WIDTH, HEIGHT = 560, 230
+LARGE, LARGE_LEFT = (560, 200), 48  # of the chart over the page's width, whose text is smaller in these units (style.css)
+LEFT, RIGHT, TOP, BOTTOM = 72, 16, 22, 44
+LABEL = 8  # characters of the largest font that fit left of the y axis
+EDGE = 24  # a label nearer to the right edge ends there, so that it is whole in the largest font
+DOTS = 40  # up to this number points are drawn: a single one makes no line
+LARGEST = 1e300  # the difference of two larger values may overflow
+POINTS = 600  # more than the chart's width in pixels
+SMOOTHED = 50  # of a line's points in the mean of a smoothed one, a fiftieth: the noise of single batches goes
+DECADE = 10.0  # between the first and the last step: from there on a logarithmic axis shows more
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line, interrupted at each x in `begins`. `colour` counts from 0; `dash` 0 is a solid line, 1 and 2 are dashed."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    begins: Sequence[float] = ()
+    colour: int = 0
+    dash: int = 0
+    kind: str = ""  # "raw" or "smooth", if the line has a smoothed one or is it
+
+    @property
+    def style(self) -> str:
+        """The CSS classes."""
+        return f"s{self.colour % 6}" + (f" d{self.dash % 3}" if self.dash % 3 else "") + (f" {self.kind}" if self.kind else "")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The y axis: the format of its values, and bounds that it always includes."""
+
+    style: str = "g"
+    low: float | None = None
+    high: float | None = None
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    axis: Axis = Axis(),
+    marks: Sequence[tuple[float, str]] = (),
+    x_range: tuple[float, float] | None = None,
+    large: bool = False,
+    log: bool = False,
+) -> str:
+    """Return a <figure> with a line for each series. `marks` are (x, name) of vertical lines. `x_range` is
+    by default that of the lines. log: both axes are logarithmic, and values of 0 or less are left out"""
+    thinned = [_thin(_positive(s) if log else s) for s in series]
+    points = [(x, y) for s in thinned for x, y in zip(s.x, s.y)]
+    if not points:
+        return f'<figure><figcaption>{escape(title)}</figcaption><p class="soft">no finite value was measured</p></figure>'
+    low, high = _window([y for _, y in points])
+    size = (*LARGE, LARGE_LEFT) if large else (WIDTH, HEIGHT, LEFT)
+    first, last = x_range or (min(x for x, _ in points), max(x for x, _ in points))
+    if log:
+        low, high = min(y for _, y in points), max(y for _, y in points)
+        first, y_ticks = max(first, 1), _log_ticks(low, high)
+        frame = Frame(first, max(last, first), low, high, *size, log=True)
+    else:
+        y_ticks = _ticks(
+            low if axis.low is None else min(low, axis.low), high if axis.high is None else max(high, axis.high), 4
+        )
+        if axis.high is not None:
+            y_ticks = [y for y in y_ticks if y <= max(high, axis.high)]
+        frame = Frame(first, last, y_ticks[0], y_ticks[-1], *size)
+    body = "".join(_grid(frame, y_ticks, axis.style)) + "".join(_x_axis(frame)) + "".join(_marks(frame, marks))
+    body += "".join(_line(frame, s, axis.style) for s in thinned)
+    named = [s for s in thinned if s.kind != "smooth"]
+    keys = "".join(f'<span class="{s.style}"><i class="key"></i>{escape(s.name)}</span>' for s in named)
+    axes = ", both axes logarithmic" if log else ""
+    svg = f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{escape(title)} by step{axes}">'
+    caption = escape(title) + (f"<small>{keys}</small>" if len(named) > 1 else "")
+    return f"<figure><figcaption>{caption}</figcaption>{svg}{body}</svg></figure>"
+
+
+def large_chart(
+    title: str,
+    series: Sequence[Series],
+    axis: Axis = Axis(),
+    marks: Sequence[tuple[float, str]] = (),
+    x_range: tuple[float, float] | None = None,
+) -> str:
+    """Return a chart over the page's width, with switches for smoothed lines and logarithmic axes, which need no script."""
+    lines = [line for s in series for line in _with_smooth(s)]
+    smooth = any(line.kind == "smooth" for line in lines)
+    xs = [x for s in series for x in s.x if x > 0]
+    log = bool(xs) and max(xs) >= DECADE * min(xs) and any(y > 0 for s in series for y in s.y)
+    html = '<div class="large">'
+    for name, label, defined, on in (("smooth", "smoothed", smooth, " checked"), ("log", "log axes", log, "")):
+        if defined:
+            html += f'<label class="switch"><input type="checkbox" class="{name}-on"{on}> {label}</label>'
+    html += f'<div class="linear">{line_chart(title, lines, axis, marks, x_range, True)}</div>'
+    html += f'<div class="logged">{line_chart(title, lines, axis, marks, x_range, True, True)}</div>' if log else ""
+    return html + "</div>"
+
+
+def _with_smooth(series: Series) -> list[Series]:
+    """Return a line, and its smoothed one if it has enough points for it: the mean of those before and after, in each piece."""
+    points = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
+    half = len(points) // SMOOTHED // 2
+    if half < 1 or len(points) <= 2 * DOTS:
+        return [series]
+    cuts = [bisect_right([x for x, _ in points], begin - 0.5) for begin in series.begins]
+    means: list[float] = []
+    for a, b in pairwise([0, *cuts, len(points)]):
+        sums = [0.0, *accumulate(y for _, y in points[a:b])]
+        for at in range(b - a):
+            window = min(half, at, b - a - 1 - at)  # the same number on both sides, so that a trend is not shifted
+            means.append((sums[at + window + 1] - sums[at - window]) / (2 * window + 1))
+    smooth = replace(series, x=[x for x, _ in points], y=means, name=f"{series.name}, smoothed", kind="smooth")
+    return [replace(series, kind="raw"), smooth]
+
+
+def _positive(series: Series) -> Series:
+    pairs = [(x, y) for x, y in zip(series.x, series.y) if x > 0 and y > 0]
+    return replace(series, x=[x for x, _ in pairs], y=[y for _, y in pairs])
+
+
+@dataclass(frozen=True)
+class Frame:
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    width: int = WIDTH
+    height: int = HEIGHT
+    left: int = LEFT
+    log: bool = False
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        across = self._share(x, self.x0, self.x1)
+        up = self._share(min(max(y, self.y0), self.y1), self.y0, self.y1)
+        return self.left + across * (self.width - self.left - RIGHT), self.height - BOTTOM - up * (self.height - TOP - BOTTOM)
+
+    def _share(self, value: float, low: float, high: float) -> float:
+        if self.log:
+            value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
+        return (value - low) / ((high - low) or 1)
+
+
+def _window(values: list[float]) -> tuple[float, float]:
+    """Return the y range without the top 1 %: the first steps of a run may be far off (a compile, a cold cache)."""
+    ordered = sorted(values)
+    top = ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)] if len(ordered) > 20 else ordered[-1]
+    return min(ordered[0], top), max(top, ordered[0])
+
+
+def _ticks(low: float, high: float, wanted: int, least: float = 0.0) -> list[float]:
+    """Return round values around [low, high], at least `least` apart."""
+    if high <= low:
+        low, high = low - abs(low) * 0.1, high + (abs(high) * 0.1 or 1)  # a constant is centred; zero is at the bottom
+    nearest = max(abs(low), abs(high)) * 1e-14  # two floats of this size
+    raw = max((high - low) / wanted, least, nearest, 1e-300)
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next((m * size for m in (1, 2, 5, 10) if m * size >= raw), raw)
+    return [i * step for i in range(math.floor(low / step), math.ceil(high / step - 1e-9) + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 of each power of ten in [low, high], or powers alone if they are many; else round values."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    marks = (1, 2, 5) if len(powers) < 6 else (1,)
+    ticks = [m * 10.0**p for p in powers[:: max(1, len(powers) // 8)] for m in marks]
+    inside = [tick for tick in ticks if low <= tick <= high]
+    return inside if len(inside) > 2 else [tick for tick in _ticks(low, high, 4) if low <= tick <= high] or [low]
+
+
+def _labels(values: Sequence[float], style: str) -> list[str]:
+    """Return distinct labels: in `style` if they differ, else with more digits; such as 2e-5 if those are too long."""
+    share = style.endswith("%")
+    styles = [f".{digits}%" for digits in range(9)] if share else [style, *(f",.{digits}g" for digits in range(4, 16))]
+    for texts in ([number(value, finer) for value in values] for finer in styles):
+        if len(set(texts)) == len(values):
+            break
+    powers = [re.sub(r"\.?0*e([+-])0*", r"e\1", f"{value:.3e}") if value else "0" for value in values]
+    return texts if max(map(len, texts)) <= LABEL or max(map(len, powers)) > LABEL else powers
+
+
+def _grid(frame: Frame, ticks: list[float], style: str) -> Iterator[str]:
+    for y, label in zip(ticks, _labels(ticks, style)):
+        _, at = frame.at(frame.x0, y)
+        yield f'<line class="grid" x1="{frame.left}" x2="{frame.width - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        yield f'<text x="{frame.left - 6}" y="{at + 4:.1f}" text-anchor="end">{label}</text>'
+
+
+def _x_axis(frame: Frame) -> Iterator[str]:
+    """Yield the x axis, with integers as ticks."""
+    every = _log_ticks(frame.x0, frame.x1) if frame.log else _ticks(frame.x0, frame.x1, 6, least=1)
+    ticks = [x for x in every if frame.x0 <= x <= frame.x1] or [frame.x0]
+    for x, label in zip(ticks, _labels(ticks, "si")):
+        at, _ = frame.at(x, frame.y0)
+        anchor = "end" if at > frame.width - RIGHT - EDGE else "middle"
+        at = frame.width - RIGHT if anchor == "end" else at
+        yield f'<text x="{at:.1f}" y="{frame.height - BOTTOM + 17}" text-anchor="{anchor}">{label}</text>'
+    yield f'<text x="{(frame.left + frame.width - RIGHT) // 2}" y="{frame.height - 6}" text-anchor="middle">step</text>'
+
+
+def _marks(frame: Frame, marks: Sequence[tuple[float, str]]) -> Iterator[str]:
+    """Yield a dashed line for each mark, and its name above, shortened if the next mark is close."""
+    ends = [*(x for x, _ in marks[1:]), frame.x1]
+    for (x, name), end in zip(marks, ends):
+        (at, _), (until, _) = frame.at(max(x, frame.x0), frame.y0), frame.at(end, frame.y0)
+        if x > frame.x0:
+            yield f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP - 12}" y2="{frame.height - BOTTOM}"/>'
+        room = int((until - at) / 8)  # characters of the largest font
+        text = name if len(name) <= room else name[: max(room - 1, 0)] + "…" if room > 1 else ""
+        yield f'<text class="mark" x="{at + 4:.1f}" y="{TOP - 6}">{escape(text)}<title>{escape(name)}</title></text>'
+
+
+def _line(frame: Frame, series: Series, style: str) -> str:
+    if not series.y:  # no finite value
+        return ""
+    points = [frame.at(x, y) for x, y in zip(series.x, series.y)]
+    cuts = [bisect_right(series.x, begin - 0.5) for begin in series.begins]
+    pieces = [points[a:b] for a, b in pairwise([0, *cuts, len(points)])]
+    label = f"{escape(series.name)}: last {number(series.y[-1], style)}"
+    polylines = (" ".join(f"{x:.1f},{y:.1f}" for x, y in piece) for piece in pieces if piece)
+    lines = "".join(f'<polyline points="{piece}"><title>{label}</title></polyline>' for piece in polylines)
+    circles = "".join(
+        f'<circle cx="{at:.1f}" cy="{up:.1f}" r="5">'
+        f"<title>{escape(series.name)} · step {number(x, ',.0f')}: {number(y, style)}</title></circle>"
+        for (at, up), x, y in zip(points, series.x, series.y)
+    )
+    dots = " few" if len(points) <= DOTS else ""
+    return f'<g class="{series.style}{dots}">{lines}{circles}</g>'
+
+
+def _thin(series: Series) -> Series:
+    """Return at most POINTS points, each the mean of a group."""
+    pairs = [(x, y) for x, y in zip(series.x, series.y) if abs(y) < LARGEST]
+    group = max(1, math.ceil(len(pairs) / POINTS))
+    means = [pairs[i : i + group] for i in range(0, len(pairs), group)]
+    return replace(series, x=[g[-1][0] for g in means], y=[sum(y for _, y in g) / len(g) for g in means])
+
 
 Record = dict[str, Any]
 BLOCK_STEPS, BLOCK_S = 20, 20.0  # of a block of throughput: both at least, so that a short pause is no slow-down

@@ -24,8 +24,7 @@ from ..files import check_creatable
 from ..formatting import counted, hint, readable, shown
 from ..trace import say
 from ..train.loop import Stop
-from .address import check_address, names_this_machine
-from .client import PORT
+from .client import PORT, check_address, names_this_machine
 from .policies import Policies
 
 CALLS = ("create", "forward_backward", "optim_step", "sample", "save_state", "load_state", "status")
