@@ -12,7 +12,7 @@ import torch
 
 import gpubound as gb
 from gpubound.distributed import join
-from gpubound.distributed.watchdog import FOR_GPU, RankState, Watchdog, find_late_ranks
+from gpubound.distributed.failures import FOR_GPU, RankState, Watchdog, find_late_ranks
 from gpubound.train.checkpoint import Checkpoints
 from tests.distributed.processes import SECONDS, started
 from tests.messages import message

@@ -7,7 +7,7 @@ import gpubound as gb
 from gpubound.kernels import dispatch, lora, norms
 from gpubound.kernels.registry import OPS
 from gpubound.kernels.triton._lora_product import _within
-from gpubound.lora import early
+from gpubound.lora import model as early
 
 from .cases import placed
 
@@ -48,7 +48,7 @@ def named_and_asked(model, more, monkeypatch):
     )  # as on a GPU
     ids = torch.randint(64, (2, 16))
     step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
-    named = {*early.calls(model), *early.products(model, {"input_ids": ids})}
+    named = {*early.calls_of_any_batch(model), *early.calls_of_batch(model, {"input_ids": ids})}
     step([{"input_ids": ids, "labels": ids, **more}])
     step.close()
     return named, asked
@@ -59,7 +59,9 @@ def test_adding_adapters_to_train_begins_what_a_step_will_ask_for(training, monk
     model, begun = placed(**SIZES).bfloat16().train(training), []
     monkeypatch.setattr("gpubound.lora.model.hasten", lambda calls, device, dtype: begun.append(({*calls}, dtype)))
     gb.lora.add(model, 4)
-    assert begun == ([({*early.calls(model)}, torch.bfloat16)] if training else []) and any(early.calls(model))
+    assert begun == ([({*early.calls_of_any_batch(model)}, torch.bfloat16)] if training else []) and any(
+        early.calls_of_any_batch(model)
+    )
 
 
 def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):
@@ -86,9 +88,9 @@ def test_a_product_is_named_by_the_tokens_of_the_batch():
     gb.lora.add(model, 4)
     few, many = torch.zeros(2, 16, dtype=torch.long), torch.zeros(4, 1 << 15, dtype=torch.long)
     sizes = {
-        rows: {shape[0] for _, shape in early.products(model, {"input_ids": ids})}
+        rows: {shape[0] for _, shape in early.calls_of_batch(model, {"input_ids": ids})}
         for rows, ids in (("few", few), ("many", many))
     }
     assert sizes == {"few": {0}, "many": {1, 2}}  # 2^17 tokens
-    assert {shape[0] for _, shape in early.products(model, (few,))} == {2}  # who knows how many
-    assert {op for op, _ in early.calls(model)} == {"lora_down", "lora_gradients", "rms_norm", "add_rms_norm"}
+    assert {shape[0] for _, shape in early.calls_of_batch(model, (few,))} == {2}  # who knows how many
+    assert {op for op, _ in early.calls_of_any_batch(model)} == {"lora_down", "lora_gradients", "rms_norm", "add_rms_norm"}

@@ -13,8 +13,7 @@ from gpubound.data.tokenizer import Tokenizer, train_tokenizer
 from gpubound.errors import RewardError
 from gpubound.rl import Episode, PythonTool, RetryTests
 from gpubound.rl.batches import RowShape, micro_batches
-from gpubound.rl.environments import read_environment
-from gpubound.rl.episodes import Episodes
+from gpubound.rl.episodes import Episodes, read_environment
 from gpubound.rl.prompts import RLPrompt
 from gpubound.rl.rewards import AnswerGroup
 

@@ -13,11 +13,10 @@ import torch
 import gpubound as gb
 from gpubound.errors import DataError, DeviceError, RewardError
 from gpubound.graph.lent_memory import LentMemory
-from gpubound.rl import prepare as home
+from gpubound.rl import loop as home
 from gpubound.rl.batches import advantages, micro_batches
 from gpubound.rl.episodes import Episode
-from gpubound.rl.loop import sample
-from gpubound.rl.prepare import prepare
+from gpubound.rl.loop import prepare, sample
 from gpubound.rl.prompts import RLPrompt
 from gpubound.rl.recipe import RLRecipe
 from gpubound.rl.rewards import AnswerGroup, Scoring, read_rewards

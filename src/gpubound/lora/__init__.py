@@ -10,8 +10,7 @@ quantize_base          store the frozen weights in fewer bits; dequantize_base u
 """
 
 from .base import dequantize_base as dequantize_base, quantize_base as quantize_base
-from .files import load as load, save as save
-from .merge import merge as merge, unmerge as unmerge
+from .files import load as load, merge as merge, save as save, unmerge as unmerge
 from .model import (
     add as add,
     disable as disable,

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ..layers.fused_weights import READERS, LinearSite, class_key, describe, hooked, plain
 from ..layers.linear_product import FORWARDS, linear
 from ..trace import fallback
-from .adapter import LowRank, RoutedLowRank
-from .routing import Routing
+from .adapter import LowRank, RoutedLowRank, Routing
 
 TOKENS = ".token_adapter"  # the end of the names of layers that PEFT's wrappers for `trainable_token_indices` hold
 NAMES = "adapter_names"  # PEFT's argument for a mixed batch: "__base__" is no adapter of any layer

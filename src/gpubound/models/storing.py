@@ -19,7 +19,7 @@ from ..data import Tokenizer
 from ..data.tokenizer import ends_of_turn
 from ..errors import DataError
 from ..files import check_replaceable, make_folder, partial, write_atomic
-from ..lora.merge import plain_state
+from ..lora.files import plain_state
 from .decoding import ends_of
 from .folder import (
     GENERATION,

@@ -1,9 +1,8 @@
 """The run report: one self-contained HTML page with charts, made from run logs. Several runs share the charts.
 
-Comparison of variants of a run from their logs: held-out loss and its spread over seeds, speed, size.
-
-The others are compared with the first variant for each seed: two runs of one seed read the same rows in the same order, so
-their difference has less noise than the losses.
+Variants of a run are compared from their logs: held-out loss and its spread over seeds, speed, size. The others are compared
+with the first variant for each seed: two runs of one seed read the same rows in the same order, so their difference has less
+noise than the losses.
 """
 
 import math

@@ -1,10 +1,11 @@
-"""Answers of one turn, or of several with what an environment replies between them.
+"""Answers of one turn, or of several with what an environment replies between them; environments that the library gives.
 
 An environment is a function that gets an Episode when a turn of the policy has ended, and returns its reply: a
 text, messages ({"role": ..., "content": ...}), token ids, or None to end the conversation. It runs in a thread, while other
 conversations are sampled. The policy reads its tokens; they are not learnt.
 """
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -15,12 +16,13 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GpuboundError, RewardError
-from ..formatting import shown
+from ..formatting import hint, shown
 from .prompts import RLPrompt
-from .rewards import WORKERS, one_line
+from .rewards import CODE, WORKERS, FromFile, one_line, run_code
 
 if TYPE_CHECKING:
     from ..data import Tokenizer  # with torch, which a process that computes rewards does not import
+
 
 POLL = 0.1  # seconds between two looks at Ctrl-C
 WANTED = "a text, messages such as [{'role': 'tool', 'content': ...}], token ids, or None"
@@ -215,3 +217,61 @@ class Episodes:
         if episode.finish == "stop" and ids[:1] == episode.tokens[-1:]:  # the policy itself ended its turn
             del ids[0]
         return messages, ids
+
+
+@dataclass(frozen=True)
+class PythonTool:
+    """Run the turn's last fenced block of Python, and reply with what it printed. A turn without code ends the conversation.
+
+    The code runs in a process with limits (rewards.py), for up to `seconds`, with up to `memory` bytes.
+    """
+
+    seconds: float = 5.0
+    memory: int = 512 << 20
+    role: str = "user"  # of the reply; "tool" where the chat template has it
+
+    def __call__(self, episode: Episode) -> list[dict[str, str]] | None:
+        blocks = CODE.findall(episode.text or "")
+        if not blocks:
+            return None
+        result = run_code(blocks[-1], self.seconds, self.memory)
+        return [{"role": self.role, "content": result.output.strip() or result.why or "(no output)"}]
+
+
+@dataclass(frozen=True)
+class RetryTests:
+    """Run the row's `tests` after the turn's code, and reply with the error, until they pass. gb.rl.UnitTests rewards the last
+    turn; state["passed"] is its outcome, too.
+    """
+
+    seconds: float = 5.0
+    memory: int = 512 << 20
+
+    def __call__(self, episode: Episode) -> str | None:
+        code = (CODE.findall(episode.text or "") or [episode.text])[-1]
+        result = run_code(f"{code}\n\n{episode.columns['tests']}\n", self.seconds, self.memory)
+        episode.state["passed"] = result.passed
+        return None if result.passed else f"The tests fail: {result.why}\nCorrect the code."
+
+
+KNOWN: dict[str, Callable[[], Any]] = {"python_tool": PythonTool, "retry_tests": RetryTests}
+
+
+def read_environment(environment: Any) -> Callable[[Episode], Any] | None:
+    """Return the environment: a function, a class of which one is made, a name in KNOWN, or file.py:name of one of these."""
+    if environment is None:
+        return None
+    if isinstance(environment, str):
+        path, _, name = environment.rpartition(":")
+        if not path and environment not in KNOWN:
+            known = hint(environment, KNOWN, "those with a name are")
+            raise ValueError(f"environment: got {environment!r}, wanted file.py:function; {known}")
+        environment = FromFile(path, name, "environment").function if path else KNOWN[environment]
+    if inspect.isclass(environment):
+        try:
+            environment = environment()
+        except Exception as error:
+            raise ValueError(f"environment: {environment.__name__}() raised {one_line(error)}.") from error
+    if not callable(environment):
+        raise ValueError(f"environment: got {shown(environment)}, wanted a function of a conversation.")
+    return environment

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from ..device import products
 from ..distributed import ALONE
-from ..distributed.watchdog import FOR_GPU
+from ..distributed.failures import FOR_GPU
 from ..kernels.compile_ahead import compile_ahead
 from ..kernels.dispatch import hasten
 from ..layers.invariant import BatchInvariant
-from ..lora import early
+from ..lora import model as early
 from ..models.registry import put_back
 from .accumulate import Accumulators
 from .adamw import FlatAdamW

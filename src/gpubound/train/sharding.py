@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from ..device import total_bytes
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, symmetric_sums
-from ..distributed.local_shard import any_sharded, is_sharded
+from ..distributed.fsdp import any_sharded, is_sharded
 from ..errors import GraphError, RankError
 from ..formatting import readable
 from ..kernels.accumulate import Side
@@ -98,7 +98,7 @@ class Sharded(Replicated):
     """FSDP gathers a block's weights just before they are used, so ranks wait for each other in each forward, too."""
 
     def __init__(self, model: nn.Module, trains_whole: bool):
-        from ..distributed.fsdp_model import ShardedModel  # a second's import, for those who shard
+        from ..distributed.fsdp import ShardedModel  # a second's import, for those who shard
 
         self.sharded = ShardedModel(model, trains_whole)
         self.pieces = self.sharded.pieces

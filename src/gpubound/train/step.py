@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..device import without_autocast
 from ..distributed import ALONE, Ranks, rendezvous
-from ..distributed.ddp_unwrap import tell_if_alone, unwrapped
+from ..distributed.ranks import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
 from ..graph.guards import NotCopyable
@@ -32,7 +32,7 @@ from ..graph.lent_memory import LentMemory
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
-from ..lora import early
+from ..lora import model as early
 from ..lora.adapter import pack_adapters
 from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ...distributed import ALONE, Ranks
-from ...distributed.ddp_unwrap import tell_if_saved_apart
-from ...distributed.local_shard import LocalShard, any_sharded, local_shard_of
+from ...distributed.fsdp import LocalShard, any_sharded, local_shard_of
+from ...distributed.ranks import tell_if_saved_apart
 from ...errors import DataError
 from ...files import sibling, writing
 from ...formatting import readable

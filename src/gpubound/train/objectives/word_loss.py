@@ -19,7 +19,7 @@ from ...kernels import cross_entropy, linear_cross_entropy
 from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import INTEGERS, Call
 from ...layers.embedding_and_head import head_of, shift, within
-from ...lora.routing import KEY, is_routed
+from ...lora.adapter import KEY, is_routed
 from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
 from ...models.packed_rows import FIELDS, UNPACKED
 from ...models.registry import mode
