@@ -25,7 +25,7 @@ from ..distributed.failures import FOR_GPU
 from ..kernels.compile_ahead import compile_ahead
 from ..kernels.dispatch import hasten
 from ..layers.invariant import BatchInvariant
-from ..lora import model as early
+from ..lora.model import calls_of_batch
 from ..models.registry import put_back
 from .accumulate import Accumulators
 from .adamw import FlatAdamW
@@ -141,7 +141,7 @@ class DeviceStep:
 
     def hasten(self, batch: Any) -> None:
         """Start the self-tests of the products with adapters, which depend on the number of tokens."""
-        hasten(early.products(self.model, batch), self.device, self.precision.dtype)
+        hasten(calls_of_batch(self.model, batch), self.device, self.precision.dtype)
 
     def prepare(self, batch: Any) -> None:
         """Prepare the first step with one batch; the state of a step is unchanged afterwards.

@@ -32,8 +32,8 @@ from ..graph.lent_memory import LentMemory
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
-from ..lora import model as early
 from ..lora.adapter import pack_adapters
+from ..lora.model import calls_of_any_batch
 from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
@@ -514,7 +514,7 @@ def _calls(model: nn.Module, precision: Precision, loss: Loss | Objective) -> It
     embeddings = (m for m in model.modules() if isinstance(m, nn.Embedding) and m.weight.requires_grad)
     yield from (("add_rows", (m.embedding_dim,)) for m in embeddings)
     yield from fp8.CALLS if precision.fp8 else ()
-    yield from early.calls(model)
+    yield from calls_of_any_batch(model)
     yield from loss.calls(model) if isinstance(loss, Objective) else ()
 
 
