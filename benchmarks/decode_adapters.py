@@ -36,7 +36,7 @@ def measure_adapters(bench: Bench, name: str, rounds: int) -> None:
     live = adapted(name, bench.device, 1)
     mine = measured(bench, case, ids, live, 1)
     merged = adapted(name, bench.device, 1)
-    gpubound.lora.files(merged, for_good=True)
+    gpubound.lora.merge(merged, for_good=True)
     works = {"ours": mine, "merged": generating(merged, 1)}
     if not (far := gap(live, ids, works["ours"](ids))) <= GAP:
         bench.wrong.append(f"{case}: tokens lie up to {far:.2f} deviations below the model's own; not timed")
