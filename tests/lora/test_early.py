@@ -55,13 +55,18 @@ def named_and_asked(model, more, monkeypatch):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_adding_adapters_to_train_begins_what_a_step_will_ask_for(training, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.25, "targets": ["q_proj", "up_proj"]}, {"base": "int8"}])
+def test_adding_adapters_to_train_begins_what_a_step_will_ask_for(options, training, monkeypatch):
+    """Before PEFT makes its layers, and the same after that."""
     model, begun = placed(**SIZES).bfloat16().train(training), []
-    monkeypatch.setattr("gpubound.lora.model.hasten", lambda calls, device, dtype: begun.append(({*calls}, dtype)))
-    gb.lora.add(model, 4)
-    assert begun == ([({*early.calls_of_any_batch(model)}, torch.bfloat16)] if training else []) and any(
-        early.calls_of_any_batch(model)
-    )
+
+    def hasten(calls, device, dtype):
+        begun.append(({*calls}, dtype, any(early.has_reader(module) for module in model.modules())))
+
+    monkeypatch.setattr("gpubound.lora.model.hasten", hasten)
+    gb.lora.add(model, 4, **options)
+    asked = {*early.calls_of_any_batch(model)}
+    assert asked and begun == ([(asked, torch.bfloat16, False), (asked, torch.bfloat16, True)] if training else [])
 
 
 def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):

@@ -6,7 +6,7 @@ in a training step are named before it runs, so that the kernels are compiled in
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..kernels.dispatch import SIXTEEN_BITS, Call, hasten
 from ..kernels.lora import blocks_of, product_size
 from ..kernels.norms import norm_shape
 from ..layers.block import RMSNorm
-from ..layers.fused_weights import Projecting, has_reader, own_storages, site_of
+from ..layers.fused_weights import Projecting, has_reader, own_storages, plain, site_of
 from ..layers.linear_product import DENSE, Format, format_of, is_sharded, multiply_by_records, shape_of
 from .adapter import LowRank, Routing, pack_adapters
 from .base import check, check_no_step, kind_of, quantize_base
@@ -28,27 +28,43 @@ from .targets import by, layers_of, select_layers
 UNKNOWN_TOKENS = 1 << 20  # for a batch that does not show how many it has
 
 
-def calls_of_any_batch(model: nn.Module) -> Iterator[Call]:
-    """Yield the calls of any batch: of layers with one adapter each, or routed ones, and of the norms between them."""
-    for lows, format, _ in _sites(model):
-        yield from _of_every_batch(lows, format)
+def calls_of_any_batch(model: nn.Module, planned: Mapping[Any, LowRank] | None = None, coded: bool = False) -> Iterator[Call]:
+    """Yield the calls of any batch: of layers with one adapter each, or routed ones, and of the norms between them.
+
+    planned  adapters that plain layers will get, while all other weights are frozen
+    coded    the frozen weights will be stored in fewer bits
+    """
+    for lows, format, _ in _sites(model, planned or {}):
+        yield from _of_every_batch(lows, coded or format is not DENSE)
     for norm in model.modules():
-        if isinstance(norm, RMSNorm) and not norm.weight.requires_grad:
-            yield from ((op, norm_shape(len(norm.weight), norm.weight)) for op in norm.OPS)
+        if isinstance(norm, RMSNorm) and (planned or not norm.weight.requires_grad):
+            yield from ((op, norm_shape(len(norm.weight), norm.weight.detach())) for op in norm.OPS)
+
+
+def _planned(layers: Iterable[Any], rank: int, scale: float, dropout: float) -> dict[Any, LowRank]:
+    """Return adapters without values for the plain ones of these layers."""
+    planned = {}
+    for layer in layers:
+        if plain(layer):
+            outputs, inputs = shape_of(layer.weight)
+            a, b = (torch.empty(shape, device="meta", dtype=torch.float32) for shape in ((rank, inputs), (outputs, rank)))
+            planned[layer] = LowRank(a, b, scale, nn.Dropout(dropout))
+    return planned
 
 
 def calls_of_batch(model: nn.Module, batch: Any) -> Iterator[Call]:
     """Yield the products with adapters of this batch."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     tokens = ids.numel() if isinstance(ids, Tensor) and ids.dim() else UNKNOWN_TOKENS
-    for lows, format, biased in _sites(model):
+    for lows, format, biased in _sites(model, {}):
         if format is DENSE:
             yield from _products(lows, biased, tokens)
 
 
-def _sites(model: nn.Module) -> Iterator[tuple[list[LowRank], Format, bool]]:
+def _sites(model: nn.Module, planned: Mapping[Any, LowRank]) -> Iterator[tuple[list[LowRank], Format, bool]]:
     """Yield the adapters that are computed together, the format of their weights, and whether a bias is added."""
     sites = {id(layer): site for layer in model.modules() if has_reader(layer) and len((site := site_of(layer)).adapters) == 1}
+    sites |= {id(layer): site_of(layer)._replace(adapters=[low]) for layer, low in planned.items()}
     for part in model.modules():
         if isinstance(part, Projecting):
             together = [sites.get(id(layer)) for layer in part.projections()]
@@ -62,12 +78,12 @@ def _sites(model: nn.Module) -> Iterator[tuple[list[LowRank], Format, bool]]:
         yield [site.adapters[0]], format_of(site.weight), site.bias is not None  # type: ignore[list-item]
 
 
-def _of_every_batch(lows: Sequence[LowRank], format: Format) -> Iterator[Call]:
+def _of_every_batch(lows: Sequence[LowRank], coded: bool) -> Iterator[Call]:
     rank, inputs, outputs, count = lows[0].a.shape[0], lows[0].a.shape[1], _outputs(lows), len(lows)
     ranks, dropping, routed = rank * count, lows[0].rate > 0, lows[0].routing is not None
     yield "lora_down", (ranks, dropping, routed, 1, True)
     yield "lora_down", (rank, False, routed, count, False)
-    if format is not DENSE:
+    if coded:
         yield "lora_up", (rank, False, count)
         yield "lora_up", (ranks, dropping, 1)
     if routed:  # the gradients of a layer's b are adjacent columns
@@ -136,13 +152,17 @@ def add(
         raise ValueError(f"lora.add: init 'orthogonal' is for nn.Linear of an even rank, got rank {rank} of {other[0]}.")
     if dora and base is not None:
         raise ValueError(f"lora.add: dora reads the weights, and base={base!r} stores them in codes; leave one of them out.")
+    # in fp32 a step may compute in another dtype
+    weight = next((p for p in model.parameters() if p.dtype in SIXTEEN_BITS), None) if model.training else None
+    if weight is not None and not dora:  # before PEFT makes its layers, 1.2 s of 8b's 224
+        planned = _planned(layers.values(), rank, alpha / rank, dropout)
+        hasten(calls_of_any_batch(model, planned, base is not None), weight.device, weight.dtype)
     options = {"lora_dropout": dropout, "use_rslora": rslora, "use_dora": dora, "init_lora_weights": init}
     with without_autocast(next(model.parameters()).device):  # it would round the lengths of rows
         attach(model, layers, {"r": rank, "lora_alpha": alpha, **options}, name, "lora.add")
     if base is not None:
         quantize_base(model, base)
-    weight = next((p for p in model.parameters() if p.dtype in SIXTEEN_BITS), None)
-    if model.training and weight is not None:  # in fp32 a step may compute in another dtype
+    if weight is not None:
         hasten(calls_of_any_batch(model), weight.device, weight.dtype)
     return list(layers)
 
