@@ -12,15 +12,15 @@ OPS = every()
 
 IN_PLACE = [
     "accept", "activate_rows", "adamw", "adamw8", "add_adapters", "add_norm", "add_product", "add_routed", "add_rows",
-    "add_slots", "choose_experts", "column_down", "column_gate_up", "compress", "decode_attention", "delta_step",
-    "dequantize", "dequantize_nf4", "divergence", "gate_rows", "grouped_norm_rows", "hc_read", "hc_sums", "hc_write",
-    "index_scores", "index_topk", "latent_attention", "latent_queries", "layer_norm_rows", "lora_gradients", "lora_up",
-    "mamba_step", "norm_gate_up", "norm_product", "norm_products", "norm_rows", "pick", "plan_update", "poly_attention_step",
-    "propose", "quantize", "quantize_swiglu", "quantize_swiglu_backward", "quantized_add_product", "quantized_add_routed",
-    "quantized_decode_attention", "quantized_norm_gate_up", "quantized_norm_product", "quantized_routed_down",
-    "quantized_routed_gate_up", "route", "routed_down", "routed_gate_up", "sample", "select_experts", "send_product",
-    "send_products", "send_words", "short_conv", "sparse_attention", "take_words", "tiled_add_product", "tiled_norm_gate_up",
-    "tiled_norm_product", "turn_heads", "write_tokens",
+    "add_slots", "begin_draft", "choose_experts", "column_down", "column_gate_up", "compress", "decode_attention",
+    "delta_step", "dequantize", "dequantize_nf4", "divergence", "extend_draft", "gate_rows", "grouped_norm_rows", "hc_read",
+    "hc_sums", "hc_write", "index_scores", "index_topk", "latent_attention", "latent_queries", "layer_norm_rows",
+    "lora_gradients", "lora_up", "mamba_step", "norm_gate_up", "norm_product", "norm_products", "norm_rows", "pick",
+    "plan_update", "poly_attention_step", "propose", "quantize", "quantize_swiglu", "quantize_swiglu_backward",
+    "quantized_add_product", "quantized_add_routed", "quantized_decode_attention", "quantized_norm_gate_up",
+    "quantized_norm_product", "quantized_routed_down", "quantized_routed_gate_up", "route", "routed_down", "routed_gate_up",
+    "sample", "select_experts", "send_product", "send_products", "send_words", "short_conv", "sparse_attention", "take_words",
+    "tiled_add_product", "tiled_norm_gate_up", "tiled_norm_product", "turn_heads", "write_tokens",
 ]  # fmt: skip
 
 

@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import norm_rows
+from ..kernels import begin_draft, extend_draft
 from ..kernels.decode_product import EARLY, LATE, Norm
+from ..kernels.dispatch import can_launch
+from ..kernels.draft_inputs import Reads
 from ..kernels.ngram_speculation import Chunk
 from ..kernels.rope import rope
 from ..kernels.sampling import Into, Rows, Settings
@@ -84,6 +86,9 @@ class HiddenStates:
         self._prompt.clear()
 
 
+TILED = 16  # entries that are multiplied together on tensor cores; their features and keys are no result, so they may round
+
+
 class HeadAttention(CachedAttention):
     """Attention whose input is [normed embedding, normed feature] instead of the normed stream."""
 
@@ -118,9 +123,13 @@ class HeadRunner:
         cos, sin = (table[0].contiguous() for table in RopeTable(c.angles).at(positions))
         self.workspace = Workspace(self.shape, self.cache, [(cos, sin)], rows, tokens)
         fp32: Any = {"device": self.device, "dtype": torch.float32}
-        self.x, self.embedded, self.normed = (torch.zeros(rows, c.hidden, **fp32) for _ in range(3))
+        self.own_rows = TILED if dtype == torch.bfloat16 and can_launch(self.device) else FEW
+        self.workspace.gemv_rows = FEW if self.own_rows > FEW else None
+        self.x = torch.zeros(rows, c.hidden, **fp32)
         self.both = torch.zeros(rows, 2 * c.hidden, **fp32)
+        self.place = torch.zeros(rows, device=self.device, dtype=torch.int32)
         self.last = torch.zeros(body.max_batch, c.hidden, **fp32)
+        self.last_entry = torch.zeros(body.max_batch, device=self.device, dtype=torch.int64)
         self.rounded = torch.zeros(body.max_batch, c.hidden, device=self.device, dtype=dtype)
         self.reduced = torch.zeros(body.max_batch, words, **fp32)
         whole = words == self.vocab
@@ -148,13 +157,11 @@ class HeadRunner:
         self.attention.both = self.both
         self.mlp = DenseMLP(DenseWeights(norm, gate, up, down), 0, form, self.workspace)
         self.fc, self.lm_head = form.stacked(Linear(head.fc.weight)), form.head(Linear(head.lm_head.weight))
+        self.fc.gemv_rows = self.workspace.gemv_rows
         self.workspace.adapting.close()
-        self.input_norm, self.hidden_norm = self._norm(layer.input_layernorm), self._norm(layer.hidden_norm)
-        self.norm, self.table = self._norm(head.norm), head.table(self.body.live.model).detach()
+        self.table, self.norm = head.table(self.body.live.model).detach(), self._norm(head.norm)
+        self.reads = Reads(self.table, self._norm(layer.input_layernorm), self._norm(layer.hidden_norm))
         self.targets = head.targets
-        # A row without finite logits keeps its token, which may be none of the head's.
-        self.target_of = torch.arange(self.vocab, device=self.device, dtype=torch.int32)
-        self.target_of[: len(self.targets)] = self.targets.int()
         self.moved = TensorWatch(head, "_parameters", "_buffers").moved
         products = (self.fc, self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down, self.lm_head)
         read = {t.data_ptr(): t.nbytes for product in products for t in product.tensors()}
@@ -164,9 +171,9 @@ class HeadRunner:
         return Norm(norm.weight.detach(), norm.eps)
 
     def mode(self, rows: int) -> int:
-        if not self.body.can_chain or rows > FEW:
+        if not self.body.can_chain or rows > self.own_rows:
             return 0
-        return EARLY if self.mlp.gate_up_bytes <= LiveFormat.early_bytes else LATE
+        return EARLY if rows > FEW or self.mlp.gate_up_bytes <= LiveFormat.early_bytes else LATE
 
     def chained(self, rows: int) -> bool:
         return self.mode(rows) > 0
@@ -177,22 +184,14 @@ class HeadRunner:
     def features(self, rows: int) -> Tensor:
         """Write the features of the first hidden states to the stream, and return it (rows, hidden)."""
         x, states = self.x[:rows], self.states.rows[:rows]
-        if rows <= FEW:
+        if rows <= self.own_rows:
             return self.fc.norm_product(states, None, x, self.mode(rows))
         return x.copy_(F.linear(states.to(self.head.fc.weight.dtype), self.head.fc.weight))
 
-    def attend(self, x: Tensor, token: Tensor, position: Tensor) -> None:
-        """Run the attention on the stream x in place, with the embeddings of `token` at `position`, both (B, T) or (B,)."""
-        n, mode = len(x), self.mode(len(x))
-        embedded, both = self.embedded[:n], self.both[:n]
-        embedded.copy_(F.embedding(token.flatten(), self.table))
-        for half, source, norm in zip(both.chunk(2, 1), (embedded, x), (self.input_norm, self.hidden_norm)):
-            if n == 1:  # a row's half is contiguous
-                norm_rows(source, norm, half)
-            else:
-                half.copy_(norm_rows(source, norm, self.normed[:n]))
-        run = self.attention.step if n <= FEW else self.attention.gemm_step
-        run(x, position, mode)
+    def attend(self, x: Tensor, position: Tensor) -> None:
+        """Run the attention on the stream x in place, with `both` as its input, at positions (B, T) or (B,)."""
+        run = self.attention.step if len(x) <= self.own_rows else self.attention.gemm_step
+        run(x, position, self.mode(len(x)))
 
     def finish(self, x: Tensor) -> None:
         """Run the MLP on the stream x (B, hidden) in place, and compute the logits of the reduced vocabulary."""
@@ -205,17 +204,11 @@ class HeadRunner:
             self.mlp.gemm_step(x, mode)
             reduced.copy_(F.linear(normed_rows(x, self.norm, self.rounded[:rows]), self.head.lm_head.weight))
 
-    def choose(self, own: Rows, settings: Settings | None, into: Into) -> None:
+    def choose(self, own: Rows, settings: Settings, into: Into) -> None:
         """Choose each row's next token, of the model's vocabulary, and write it to `own`."""
-        rows = len(into.emitted)
-        logits = self.logits[:rows]
-        if settings is None:
-            choose(self, logits, own, None, into)
-            if self.logits is not self.reduced:
-                own.token.copy_(self.target_of.index_select(0, own.token))
-            return
+        logits = self.logits[: len(into.emitted)]
         if self.logits is not self.reduced:
-            logits.index_copy_(1, self.targets, self.reduced[:rows])
+            logits.index_copy_(1, self.targets, self.reduced[: len(logits)])
         choose(self, logits, own, settings, into)
 
     def read_prompt(self, ids: Tensor, states: Tensor, start: int) -> None:
@@ -238,29 +231,30 @@ class HeadDraft(DrawnDraft):
         self.runner = HeadRunner(head, body, tokens)
 
     def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
-        (rows, T), runner, end = chunk.token.shape, self.runner, self.body.max_length - 1
-        own, into, x = self.own.first(rows), Into(self.chosen_draft[:rows]), runner.last[:rows]
+        (rows, T), runner, body = chunk.token.shape, self.runner, self.body
+        n, own, into, x = rows * T, self.own.first(rows), Into(self.chosen_draft[:rows]), runner.last[:rows]
         settings = None if variant.greedy and runner.finds_best(rows) else self._own_settings(rows, variant, runner.vocab)
-        begin = runner.states.position[:rows]
-        position = (begin[:, None] + self.step).clamp(max=end)
-        following = self.text[:rows].gather(1, (position + 1).clamp(max=end).long())
-        stream = runner.features(rows * T)
-        runner.attend(stream, following, position)
-        accepted = (state.position - begin - 1).clamp(0, T - 1).long()  # the last one's index among the T tokens
-        x.copy_(stream.view(rows, T, -1).gather(1, accepted[:, None, None].expand(-1, 1, x.shape[1]))[:, 0])
-        own.token.copy_(state.token)
-        own.position.copy_(state.position)
-        own.alive.fill_(1)
-        chunk.position.copy_((state.position[:, None] + self.step).clamp(max=end))
-        chunk.token[:, 0] = state.token
+        begin, place, last = runner.states.position[:rows], runner.place[:n].view(rows, T), runner.last_entry[:rows]
+        stream, both, to = runner.features(n), runner.both[:rows], body.x[:n]
+        mode = EARLY if runner.chained(n) else 0
+        text, reads = self.text[:rows], runner.reads
+        begin_draft(state, text, begin, stream, reads, chunk, place, last, runner.both[:n], body.embed, to, mode)
+        runner.attend(stream, place)
+        torch.index_select(stream, 0, last, out=x)
+        if settings is not None:
+            own.token.copy_(state.token)
+            own.position.copy_(state.position)
+            own.alive.fill_(1)
+        best, arg = (None, None) if settings is not None else (runner.best[:rows], runner.arg[:rows])
+        mode = EARLY if runner.chained(rows) else 0
         for t in range(1, T):
-            if t > 1:
-                runner.attend(x, own.token, chunk.position[:, t - 2].contiguous())
             runner.finish(x)
-            runner.choose(own, settings, into)
-            chunk.token[:, t] = own.token
-        chunk.alive.copy_(state.alive[:, None])
-        self.body.begin(chunk.token.view(-1))
+            if settings is not None:
+                runner.choose(own, settings, into)
+            after = both if t < T - 1 else None
+            extend_draft(best, arg, runner.targets, own.token, x, reads, chunk, t, after, body.embed, to, mode)
+            if after is not None:
+                runner.attend(x, chunk.position[:, t - 1].contiguous())
 
     def moved(self) -> str | None:
         return self.runner.moved()

@@ -1,0 +1,128 @@
+"""The inputs of a draft head's layer (kernels/draft_inputs.py): a program for each entry of a verified step, or each row."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..draft_inputs import Reads
+from ..ngram_speculation import Chunk
+from ..plans import power_of_two
+from ..sampling import Rows
+from ._launch import bump_versions, options
+from .sampling import NOBODY, _embedding, _finite, _lead, _leader, _start
+
+PARTS = 1024  # partial maxima at a time
+
+
+@triton.jit
+def _normed(x, norm_ptr, eps, col, H, GAIN: tl.constexpr):
+    gain = tl.load(norm_ptr + col, mask=col < H, other=0.0).to(tl.float32) + GAIN
+    return x / tl.sqrt(tl.sum(x * x, 0) / H + eps) * gain
+
+
+@triton.jit
+def _write_both(both_ptr, x_ptr, token, table_ptr, words, embedded_ptr, embedded_eps, feature_ptr, feature_eps, H,
+                BLOCK: tl.constexpr, EMBEDDED: tl.constexpr, FEATURE: tl.constexpr):  # fmt: skip
+    """Write [normed embedding of the token, normed x] to both_ptr; NaN for a token that has no embedding."""
+    col = tl.arange(0, BLOCK)
+    known = (token >= 0) & (token < words)
+    row = tl.load(table_ptr + tl.where(known, token, 0).to(tl.int64) * H + col, mask=col < H, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + col, mask=col < H, other=0.0)
+    row = _normed(tl.where(known, row, float("nan")), embedded_ptr, embedded_eps, col, H, EMBEDDED)
+    tl.store(both_ptr + col, row, mask=col < H)
+    tl.store(both_ptr + H + col, _normed(x, feature_ptr, feature_eps, col, H, FEATURE), mask=col < H)
+
+
+@triton.jit
+def _begin_draft_kernel(token_ptr, position_ptr, alive_ptr, text_ptr, first_ptr, x_ptr, table_ptr, embedded_ptr, feature_ptr,
+                        chunk_ptr, chunk_position_ptr, living_ptr, place_ptr, last_ptr, both_ptr, embed_ptr, to_ptr,
+                        embedded_eps, feature_eps, length, words, H, to_words, width, T: tl.constexpr, BLOCK: tl.constexpr,
+                        EMBEDDED: tl.constexpr, FEATURE: tl.constexpr, TILE: tl.constexpr,
+                        DEPENDENT: tl.constexpr):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64)
+    b, t = at // T, (at % T).to(tl.int32)
+    _start(DEPENDENT)
+    position, first = tl.load(position_ptr + b), tl.load(first_ptr + b)
+    place = tl.minimum(tl.maximum(first + t, 0), length - 1)
+    tl.store(place_ptr + at, place)
+    tl.store(chunk_position_ptr + at, tl.minimum(tl.maximum(position + t, 0), length - 1))
+    tl.store(living_ptr + at, tl.load(alive_ptr + b))
+    following = tl.load(text_ptr + b * length + tl.minimum(place + 1, length - 1))
+    _write_both(both_ptr + at * 2 * H, x_ptr + at * H, following, table_ptr, words, embedded_ptr, embedded_eps, feature_ptr,
+                feature_eps, H, BLOCK, EMBEDDED, FEATURE)  # fmt: skip
+    if t == 0:
+        tl.store(last_ptr + b, b * T + tl.minimum(tl.maximum(position - first - 1, 0), T - 1))
+        token = tl.load(token_ptr + b)
+        tl.store(chunk_ptr + at, token)
+        if embed_ptr is not None:
+            _embedding(embed_ptr, to_ptr + at * width, token, to_words, width, TILE)
+
+
+@triton.jit
+def _extend_draft_kernel(best_ptr, arg_ptr, targets_ptr, token_ptr, x_ptr, table_ptr, embedded_ptr, feature_ptr, chunk_ptr,
+                         both_ptr, embed_ptr, to_ptr, embedded_eps, feature_eps, at, P, targets, words, H, to_words, width,
+                         T: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EMBEDDED: tl.constexpr,
+                         FEATURE: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    _start(DEPENDENT)
+    token = tl.load(token_ptr + b)
+    if best_ptr is not None:
+        best = tl.full([PARTS], float("-inf"), tl.float32)
+        arg = tl.full([PARTS], NOBODY, tl.int32)
+        for start in range(0, P, PARTS):
+            i = start + tl.arange(0, PARTS)
+            value = tl.load(best_ptr + b * P + i, mask=i < P, other=float("-inf"))
+            best, arg = _lead(value, tl.load(arg_ptr + b * P + i, mask=i < P, other=NOBODY), best, arg)
+        top, chosen = _leader(best, arg)
+        if _finite(top):
+            token = tl.load(targets_ptr + tl.minimum(chosen, targets - 1)).to(tl.int32)
+        tl.store(token_ptr + b, token)
+    tl.store(chunk_ptr + b * T + at, token)
+    if both_ptr is not None:
+        _write_both(both_ptr + b * 2 * H, x_ptr + b * H, token, table_ptr, words, embedded_ptr, embedded_eps, feature_ptr,
+                    feature_eps, H, BLOCK, EMBEDDED, FEATURE)  # fmt: skip
+    if embed_ptr is not None:
+        _embedding(embed_ptr, to_ptr + (b * T + at) * width, token, to_words, width, TILE)
+
+
+def _plan(reads: Reads, embed: Tensor | None, dependent: int) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return (words, H, words and width of the model's embedding), and the constants and options of a launch."""
+    block = power_of_two(reads.table.shape[1])
+    shape = (*reads.table.shape, *((0, 0) if embed is None else embed.shape))
+    constants = {"BLOCK": block, "TILE": block, "EMBEDDED": reads.embedded.offset, "FEATURE": reads.feature.offset}
+    return shape, constants | options(max(1, min(8, block // 256)), dependent)
+
+
+@torch.no_grad()
+def begin_draft(
+    rows: Rows, text: Tensor, first: Tensor, x: Tensor, reads: Reads, chunk: Chunk, place: Tensor, last: Tensor, both: Tensor,
+    embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (table, embedded, feature), (shape, constants) = reads, _plan(reads, embed, dependent)
+    _begin_draft_kernel[(chunk.token.numel(),)](
+        rows.token, rows.position, rows.alive, text, first, x, table, embedded.weight, feature.weight, *chunk, place, last,
+        both, embed, to, embedded.eps, feature.eps, text.shape[1], *shape, T=chunk.token.shape[1], **constants,
+    )  # fmt: skip
+    changed = (*chunk, place, last, both, *(() if to is None else (to,)))
+    bump_versions(*changed)
+    return changed
+
+
+@torch.no_grad()
+def extend_draft(
+    best: Tensor | None, arg: Tensor | None, targets: Tensor, token: Tensor, x: Tensor, reads: Reads, chunk: Chunk, at: int,
+    both: Tensor | None, embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    (table, embedded, feature), (shape, constants) = reads, _plan(reads, embed, dependent)
+    parts = 0 if best is None else best.shape[1]
+    _extend_draft_kernel[(len(x),)](
+        best, arg, targets, token, x, table, embedded.weight, feature.weight, chunk.token, both, embed, to, embedded.eps,
+        feature.eps, at, parts, len(targets), *shape, T=chunk.token.shape[1], PARTS=max(16, min(PARTS, power_of_two(parts))),
+        **constants,
+    )  # fmt: skip
+    changed = (token, chunk.token, *(t for t in (both, to) if t is not None))
+    bump_versions(*changed)
+    return changed
