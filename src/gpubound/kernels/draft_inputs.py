@@ -1,4 +1,4 @@
-"""What a draft head's layer reads while it drafts (decode/draft_head.py): the normed embedding of a token beside the normed
+"""Inputs of a draft head's layer while it drafts (decode/draft_head.py): the normed embedding of a token beside the normed
 feature of the position before it, and the tokens as they are drafted.
 
 Between two products of a draft there is one launch: it takes the likeliest token from the head's partial maxima, writes it to
