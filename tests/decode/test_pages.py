@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.kv_cache import PagePool
+from gpubound.decode.kv_cache import Cache, CachedLayer, PagePool
+from gpubound.decode.runner import RunnerConfig
+from gpubound.kernels.invariant import MEMBERS
 from gpubound.watch import watch
 from tests.messages import message, refusal
 
@@ -35,6 +37,17 @@ def test_memory_is_that_of_the_pages():
     model = cases.build("Qwen3", torch.bfloat16)
     whole, paged = (gb.decoder(model, 16, 256, pages=pages, verify="quick").body.cache.nbytes for pages in (None, 20))
     assert paged / whole == (20 + 1) * 64 / (16 * 256)
+
+
+def test_rows_that_share_a_prompt_are_listed_in_lines():
+    """Nineteen rows of one prompt take two lines; a row alone reads all keys itself."""
+    layers = {0: CachedLayer(1, 8)}
+    cache = Cache(RunnerConfig(40, 128), layers, torch.float32, torch.device("cpu"))
+    cache.group([[1, 2], [39], list(range(20, 39)), list(range(3, 3 + MEMBERS + 1))], list(range(100, 140)))
+    lines = [[row for row in line if row >= 0] for line in cache.common.rows.tolist()]
+    assert lines[:5] == [[1, 2], [*range(20, 36)], [36, 37, 38], [*range(3, 19)], [19]] and not any(lines[5:])
+    alone = [0, 39]
+    assert cache.common.counts.tolist() == [0 if row in alone else 100 + row for row in range(40)]
 
 
 class TestPages:

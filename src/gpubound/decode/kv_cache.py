@@ -370,12 +370,13 @@ class Cache:
     def group(self, groups: Iterable[list[int]], tokens: list[int]) -> None:
         """Write which rows begin with the same tokens, and with how many (B)."""
         lines = [rows[at : at + MEMBERS] for rows in groups for at in range(0, len(rows), MEMBERS) if len(rows) > 1]
-        lines += [[]] * (len(self.common.rows) - len(lines))
-        padded = torch.tensor([line + [-1] * (MEMBERS - len(line)) for line in lines], dtype=torch.int32, device="cpu")
-        self.common.rows.copy_(to_device(padded, self.device))
-        counts = torch.zeros(self.rows, dtype=torch.int32, device="cpu")
-        for row in (row for line in lines for row in line):
-            counts[row] = tokens[row]
+        places = [number * MEMBERS + place for number, line in enumerate(lines) for place in range(len(line))]
+        members = [row for line in lines for row in line]
+        # A list of every place took 0.25 ms, at each refill.
+        table, counts = (torch.zeros(t.numel(), dtype=torch.int32, device="cpu") for t in self.common)
+        table.fill_(-1)[places] = torch.tensor(members, dtype=torch.int32, device="cpu")
+        counts[members] = torch.tensor([tokens[row] for row in members], dtype=torch.int32, device="cpu")
+        self.common.rows.copy_(to_device(table.view_as(self.common.rows), self.device))
         self.common.counts.copy_(to_device(counts, self.device))
 
     def shared_by(self, rows: int) -> SharedKeys | None:

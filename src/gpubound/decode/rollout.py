@@ -156,7 +156,7 @@ class Rollout:
                         with decoder.plainly():
                             if self._due():
                                 self._refill()
-                            elif not self.waiting:
+                            elif not self.waiting and any(self.rows):
                                 self._forget()
                                 self._compact()
                             launches = self._launches()
@@ -247,10 +247,11 @@ class Rollout:
             self.variant.tempered,
         )
         body.begin(slots.rows.token[: self.size])
+        self._share()  # after the prefills have been launched, which do not read it
 
     def _place(self) -> None:
         """Write the pages and the adapters of the rows as they are now, which have one prompt, and whether some are long."""
-        self._upload()
+        self._pages.upload()
         if self.decoder.body.splits_keys:
             read = [one.launched + (0 if self.variant.shared else len(one.ids)) for one in self._row_owners if one is not None]
             uneven = bool(read) and max(read) > max(LONG, 2 * sum(read) / len(read))
@@ -258,8 +259,8 @@ class Rollout:
         if self.request.chooses:
             self.decoder.body.choose([None if one is None else one.adapter for one in self.rows])
 
-    def _upload(self) -> None:
-        self._pages.upload()
+    def _share(self) -> None:
+        """Write which rows have a prompt in common, whose keys steps read once."""
         if self._grouped is not None and self.variant.shared:
             groups = defaultdict[int, list[int]](list)
             tokens = [0] * len(self._grouped.common.counts)
@@ -298,7 +299,8 @@ class Rollout:
         if ended := [row for row in self._ended_rows() if self._row_owners[row] is not None]:
             self.decoder.slots.end(ended, forget=True)
             self._drop(ended)
-            self._upload()  # before a step writes to position 0, which other rows may read
+            self._pages.upload()  # before a step writes to position 0, which other rows may read
+            self._share()
 
     def _drop(self, rows: list[int]) -> None:
         """Drop the keys and values of rows that have ended."""
@@ -333,6 +335,7 @@ class Rollout:
             one.row = row
         self._resize(size)
         self._place()
+        self._share()
         self.decoder.body.begin(self.decoder.slots.rows.token[:size])
 
     def _launches(self) -> bool:
