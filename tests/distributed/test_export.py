@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gpubound.distributed import join
-from gpubound.distributed.fsdp import export
+from gpubound.distributed.local_shard import export
 from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf, storing
 from tests.distributed.processes import RankFailed, on_ranks
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from gpubound import device as facts
 from gpubound.distributed import join
-from gpubound.distributed.fsdp import gathered
+from gpubound.distributed.local_shard import gathered
 from gpubound.train.checkpoint import Checkpoints, resume
 from gpubound.train.loop import Stop
 from gpubound.train.prepare import check_shared, prepare

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from gpubound import device as facts
 from gpubound.data import Corpus
 from gpubound.distributed import join
-from gpubound.distributed.fsdp import gathered
+from gpubound.distributed.local_shard import gathered
 from gpubound.models.llama import checkpoint as llama
 from gpubound.train.loop import Stop
 from gpubound.train.prepare import prepare

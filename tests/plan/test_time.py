@@ -17,7 +17,8 @@ from benchmarks.bench_ranks import CASES as RANKS_CASES
 from benchmarks.bench_train import CASES as TRAIN_CASES
 from benchmarks.lora_train import CASES as LORA_CASES
 from gpubound.distributed import Ranks, join
-from gpubound.distributed.fsdp import is_sharded, shard
+from gpubound.distributed.fsdp import shard
+from gpubound.distributed.local_shard import is_sharded
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan import time
 from gpubound.plan.gpus import GPUS

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import gpubound as gb
 from gpubound.data import train_tokenizer
 from gpubound.distributed import join
-from gpubound.distributed.fsdp import gathered
+from gpubound.distributed.local_shard import gathered
 from gpubound.errors import DataError
 from gpubound.layers.quantized_base import Base
 from gpubound.models.llama import Decoder, DecoderConfig, save_hf

@@ -5,7 +5,8 @@ rendezvous.py           connect the processes of a run; versions that must agree
 launch.py               start a command as several processes
 failures.py             one sentence for the failure of a run; ends a run whose ranks do not make progress
 all_reduce.py           all-reduce of gradients, bucket by bucket during backward, by NCCL or by copy engines
-fsdp.py                 shard a model with fully_shard, also one that fits no rank; the part of a tensor on this rank
+local_shard.py          the part of a tensor on this rank
+fsdp.py                 shard a model with fully_shard, also one that fits no rank
 sharded_checkpoint.py   tensors of several ranks on disk, read by any other number of ranks
 """
 

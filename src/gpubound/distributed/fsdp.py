@@ -9,14 +9,12 @@ Low-rank adapters stay whole on every rank; only the frozen model under them is 
 A model that fits no rank next to its optimizer state is made on the meta device. The first rank alone makes it whole, too, on
 its device or in host memory, and broadcasts it tensor by tensor.
 
-A training step uses the local shard of each parameter (LocalShard), and its gathering (ShardedModel). All uses of FSDP's
+A training step uses the local shard of each parameter, and its gathering (ShardedModel). All uses of FSDP's
 private attributes are in this file.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,11 +28,12 @@ from torch.nn import Parameter
 from ..device import grow_segments, label, usable_bytes
 from ..formatting import readable
 from ..kernels.tensor_state import record_of, share_record
-from ..layers.linear_product import any_sharded as any_sharded, format_of, full_tensor, is_sharded
+from ..layers.linear_product import any_sharded as any_sharded, format_of, is_sharded
 from ..layers.quantized_base import Base
 from ..lora.layers import of_peft
 from ..models.storing import allocate
 from ..trace import notice
+from .local_shard import LocalShard, local_shard_of
 from .ranks import Ranks, check_ranks, ranks_of
 
 Result = TypeVar("Result")
@@ -226,52 +225,6 @@ def attach_gathered(unit: Any) -> bool:
 def _run(work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Run `work` as FSDP's forward. FSDP must see the tensors: it reshards the weights after computing their gradients."""
     return work(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class LocalShard:
-    """Tensor `local` at `offsets` of a tensor of `shape`."""
-
-    local: Tensor
-    shape: torch.Size
-    offsets: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(start, start + length) for start, length in zip(self.offsets, self.local.shape))
-
-    def moved(self, local: Tensor) -> "LocalShard":
-        """Return the same shard in other memory."""
-        return replace(self, local=local)
-
-
-def local_shard_of(tensor: Tensor) -> LocalShard:
-    """Return the local shard of a tensor; a plain tensor is one shard."""
-    if not is_sharded(tensor):
-        return LocalShard(tensor.detach(), tensor.shape, (0,) * tensor.dim())
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    return LocalShard(tensor.detach().to_local(), tensor.shape, tuple(chunk.offsets))  # type: ignore[attr-defined]
-
-
-def gathered(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor by name, gathered from its shards. All ranks must iterate over all of them."""
-    for name, tensor in state.items():
-        yield name, full_tensor(tensor.detach())
-
-
-def export(save: Callable[[Iterator[tuple[str, Tensor]]], object], state: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Call `save` on the first rank with the state's tensors, gathered individually. All ranks call it; none holds more than
-    `save` keeps."""
-    weights = gathered(state)
-
-    def work() -> None:
-        try:
-            if ranks.first:
-                save(weights)
-        finally:  # every rank takes part in every gather, also where the first has failed
-            deque(weights, maxlen=0)
-
-    ranks.together(work)
 
 
 Model = TypeVar("Model", bound=nn.Module)

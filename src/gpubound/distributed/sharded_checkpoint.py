@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
 from ..errors import DataError, RankError
-from .fsdp import LocalShard
+from .local_shard import LocalShard
 from .ranks import Ranks
 
 TABLE = ".metadata"  # file with the table of shards

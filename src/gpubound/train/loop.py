@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..data import Tokenizer
-from ..distributed import ALONE, Ranks, fsdp
+from ..distributed import ALONE, Ranks
 from ..distributed.ranks import Poll
 from ..errors import DataError, MeasureError
 from ..measure.memory_phases import MemoryPhases
@@ -361,7 +361,7 @@ class Run:
                 on_first(lambda: self._export_adapters(path, merge))
             else:
                 save = partial(family.save, self.model, path, self.tokenizer, overwrite=True)
-                fsdp.export(save, stored_state(self.model), self.ranks)
+                local_shard.export(save, stored_state(self.model), self.ranks)
         if self.ranks.first:
             export_metadata.note(path, self.id, step, self.done)
         return path

@@ -16,7 +16,7 @@ from torch import nn
 from ..data import Corpus, Tokenizer
 from ..device import grow_segments, resolve, total_bytes
 from ..distributed import ALONE, Ranks
-from ..distributed.fsdp import LocalShard
+from ..distributed.local_shard import LocalShard
 from ..errors import DataError, DeviceError, GraphError
 from ..formatting import readable
 from ..layers.embedding_and_head import head_of

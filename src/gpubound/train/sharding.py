@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from ..device import total_bytes
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, symmetric_sums
-from ..distributed.fsdp import any_sharded, is_sharded
+from ..distributed.local_shard import any_sharded, is_sharded
 from ..errors import GraphError, RankError
 from ..formatting import readable
 from ..kernels.accumulate import Side

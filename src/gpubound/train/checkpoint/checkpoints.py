@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...distributed import ALONE, Ranks
-from ...distributed.fsdp import LocalShard, any_sharded, local_shard_of
+from ...distributed.local_shard import LocalShard, any_sharded, local_shard_of
 from ...distributed.ranks import tell_if_saved_apart
 from ...errors import DataError
 from ...files import sibling, writing

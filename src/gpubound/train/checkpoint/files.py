@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from ...distributed import Ranks
-from ...distributed.fsdp import LocalShard
+from ...distributed.local_shard import LocalShard
 from ...errors import DataError
 from ...models.storing import write_tensors
 
