@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .. import lora
 from ..data import Tokenizer
-from ..distributed import ALONE, Ranks
+from ..distributed import ALONE, Ranks, local_shard
 from ..distributed.ranks import Poll
 from ..errors import DataError, MeasureError
 from ..measure.memory_phases import MemoryPhases
