@@ -246,23 +246,29 @@ def test_a_prompts_keys_are_read_once_for_its_samples(options, monkeypatch, devi
 @pytest.mark.slow
 @pytest.mark.parametrize("samples", [1, 3])
 def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatch, device):
-    """In 16 bits, where a row is far longer than the others; log-probabilities are the model's own either way."""
+    """In 16 bits, where a row is far longer than the others; log-probabilities are the model's own either way.
+
+    And attention is told, by powers of two, how many keys a row reads at most.
+    """
     monkeypatch.setattr(rollout, "LONG", 12)
+    monkeypatch.setattr(rollout, "FEWEST", 16)
     monkeypatch.setattr(kv_cache, "UNEVEN", 3)
     fast = gb.decoder(cases.build("Qwen3", torch.float16, device), 10, cases.ROOM, verify=False)
-    given, tiles = cases.prompts(5, 6, 5, 6, 7), set()
+    given, tiles, bounds = cases.prompts(5, 6, 5, 6, 7), set(), set()
     attention = kv_cache.decode_attention
 
     def look(qkv, position, cache, heads, scratch, *rest):
         tiles.add(scratch.tiles)
+        bounds.add(scratch.most)
+        assert device.type != "cpu" or position.max() < (scratch.most or cases.ROOM)
         return attention(qkv, position, cache, heads, scratch, *rest)
 
     monkeypatch.setattr(kv_cache, "decode_attention", look)
     for most in (4, 60):
-        tiles.clear()
+        tiles.clear(), bounds.clear()
         lengths = [4, 4, most, *[4] * 57]
         found = fast.rollout(given * 12, n=samples, max_new_tokens=lengths, seed=1, stop=()).sequences
-        assert (3 in tiles) == (most == 60)
+        assert (3 in tiles) == (most == 60) and bounds == ({16} if most == 4 else {16, 32, 64, 0})
         for one in found[2 * samples :: 17]:
             scores = fast.score([given[one.prompt % 5] + one.tokens])[0][-len(one.tokens) :]
             assert one.logprobs == pytest.approx(scores, abs=0.02)
@@ -272,15 +278,16 @@ def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", [None, 160])
-def test_a_long_row_among_many_has_the_models_log_probabilities(pages):
+@pytest.mark.parametrize("length, most", [(900, 1024), (1500, 2048), (2050, 0)])
+def test_a_long_row_among_many_has_the_models_log_probabilities(length, most, pages):
     """Its 900 keys are three programs', where those of 127 rows are one's each."""
     torch.manual_seed(0)
     config = gb.DecoderConfig(hidden=1024, intermediate=256, layers=2, heads=8, kv_heads=8, vocabulary=512)
-    fast = gb.decoder(gb.Decoder(config).to("cuda", torch.float16), 128, 1000, verify=False, pages=pages)
+    fast = gb.decoder(gb.Decoder(config).to("cuda", torch.float16), 128, 2100, verify=False, pages=pages)
     draw = torch.Generator().manual_seed(0)
-    given = [torch.randint(512, (900 if row == 40 else 5,), generator=draw).tolist() for row in range(128)]
+    given = [torch.randint(512, (length if row == 40 else 5,), generator=draw).tolist() for row in range(128)]
     found = fast.rollout(given, max_new_tokens=8, stop=())
-    assert len(found.sequences) == 128 and found.variant.uneven
+    assert len(found.sequences) == 128 and found.variant.uneven and found.variant.most == most
     for one in found.sequences[30:50]:
         scores = fast.score([given[one.prompt] + one.tokens])[0][-8:]
         assert one.logprobs == pytest.approx(scores, abs=0.02)

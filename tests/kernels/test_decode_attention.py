@@ -73,6 +73,16 @@ def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
         parity(case, 1e-5, window=window, splits=16, tiles=tiles)
 
 
+@pytest.mark.parametrize("most", [40, 160])
+def test_rows_may_read_more_keys_than_they_are_known_to(device, most):
+    """Three programs of 16 keys take 150 all the same, in parts of 64; ten have the parts of sixteen, and so their bits."""
+    case = Case(device, torch.float32, [0, 40, 149, 48, 70])
+    with small_tiles(case):
+        parity(case, 1e-5, splits=16, most=most)
+        whole, bounded = (case("triton", splits=16, most=bound)[0] for bound in (0, most))
+    assert most < 150 or torch.equal(whole, bounded)
+
+
 def test_a_row_gives_the_same_bits_in_any_batch(device):
     assert_same_bits_in_any_batch(Case(device, torch.float32, [3, 149, 88, 64]))
 

@@ -237,6 +237,7 @@ class Cache:
     shared: LayerStore | None = None  # the first one whose pages all rows share, by the one table
     sharing = False  # whether attention reads what rows have in common once
     uneven = False  # whether attention splits the keys of long rows among more programs
+    most = 0  # keys that steps are known to read of a row at most; 0: all positions
 
     def __init__(
         self,
@@ -361,8 +362,7 @@ class Cache:
         op = decode_attention if self.kind is None else quantized_decode_attention
         store, place = self._indices[number]
         cache = store.of(place, slice(self.first, self.first + len(position)))
-        if self.uneven:
-            scratch = scratch._replace(tiles=min(scratch.tiles, UNEVEN))
+        scratch = scratch._replace(tiles=min(scratch.tiles, UNEVEN) if self.uneven else scratch.tiles, most=self.most)
         if not mode and reads_shared(cache, heads, out.dtype):
             cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)

@@ -40,6 +40,8 @@ SHARE, PATIENCE = 16, 16
 KEPT = 2048  # tokens of a conversation from which on its cache is kept: fewer are prefilled again sooner, together with others
 # A row that reads more keys than this, and than twice the mean, is long: attention waits for the program that reads them.
 LONG = 512
+# Of the keys that attention is told a row reads at most: fewer make as few programs, and each power of two is a capture.
+FEWEST = 1024
 MOVED = 16  # rows that are moved at once: the copy in between takes memory
 # Tokens of the smallest prefill: 2.4 ms where one prompt of 32 takes 1.8 (H200, 0.6b), and fewer sizes to capture.
 LEAST = 512
@@ -343,6 +345,10 @@ class Rollout:
         slots, graphs = self.decoder.slots, self.decoder.graphs
         if slots.ahead >= min(AHEAD, slots.lead) or not any(one is not None and one.left > 0 for one in self.rows):
             return False
+        if self.decoder.body.splits_keys:
+            reached = max(len(one.ids) + one.launched for one in self._row_owners if one is not None) + self._steps
+            most = max(FEWEST, power_of_two(reached))
+            self.variant = self.variant._replace(most=most if most < self.decoder.max_length else 0)
         return not slots.ahead or graphs.made(self.size, self._steps, self.variant)
 
     def _launch(self) -> None:

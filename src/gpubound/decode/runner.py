@@ -82,7 +82,7 @@ class ModelRunner(ABC):
     peers: Sequence[Any] = ()  # its devices, where all of them work on each token
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
     refills = False  # whether `refill` and `move` work
-    splits_keys = False  # whether steps may split a row's keys finer: see SamplingVariant.uneven
+    splits_keys = False  # whether steps may split a row's keys by the rows' lengths: see SamplingVariant.uneven and most
     launches_alike = False  # whether a step launches the same kernels, and torch reads no index, whatever its kernels compute
 
     @abstractmethod
@@ -446,6 +446,7 @@ class SamplingVariant(NamedTuple):
     tempered: bool = False  # log-probabilities after the temperature
     shared: bool = False  # attention reads what rows have in common once
     uneven: bool = False  # attention splits the keys of long rows among more programs
+    most: int = 0  # keys that attention reads of a row at most; 0: all positions
 
 
 class Stepper:
@@ -462,7 +463,7 @@ class Stepper:
         plain = variant.greedy and not variant.logprobs and body.finds_best(rows)
         settings = None if plain else slots.choice(slice(rows), variant.penalty)
         if body.grouped is not None:
-            body.grouped.sharing, body.grouped.uneven = variant.shared, variant.uneven
+            body.grouped.sharing, body.grouped.uneven, body.grouped.most = variant.shared, variant.uneven, variant.most
         for step in range(steps):
             logits = body.step(state.token, state.position)
             if variant.tempered:

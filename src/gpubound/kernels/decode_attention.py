@@ -79,6 +79,7 @@ class Scratch(NamedTuple):
     partial: Tensor  # (B, K, splits, H/K, D + 2) fp32; splits is over how many programs a row's kv head may spread
     finished: Tensor  # (B · K,) int32: programs of a row and kv head that are done. Zeros, and each launch leaves zeros
     tiles: int = 1  # of keys, that a program takes at least
+    most: int = 0  # keys that rows are known to read at most; 0: all positions. With more, programs take larger parts
 
 
 def decode_attention(
@@ -292,7 +293,7 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
     _check_heads(op, heads if new else heads._replace(k_norm=None), (D, H, K), device, new > 0)
-    (sums, finished, _), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
+    (sums, finished, *_), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
     require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
     if cache.shared is not None:
         require(op, "cache.shared.rows", cache.shared.rows, torch.int32, ("groups", MEMBERS), device, "the kernel reads it")

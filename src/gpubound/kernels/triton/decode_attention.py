@@ -387,7 +387,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     if counts_ptr is not None:
         begin = tl.load(counts_ptr + b)
         begin = tl.where((begin > 0) & (begin <= position), begin, 0)
-    chunk = tl.cdiv(tl.cdiv(position + 1 - begin, SPLITS), N * TILES) * (N * TILES)
+    chunk = tl.cdiv(tl.cdiv(position + 1 - begin, tl.num_programs(1)), N * TILES) * (N * TILES)
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
     hi = tl.minimum(lo + chunk, position if NEW > 0 else position + 1)  # the keys of this part, but not the token's new one
@@ -523,7 +523,7 @@ def decode_attention(
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
-    partial, finished, tiles = scratch
+    partial, finished, tiles, most_keys = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
@@ -551,7 +551,7 @@ def decode_attention(
     ahead = dependent == EARLY or plain
 
     def run(plan: AttentionPlan) -> None:
-        along = min(splits, cdiv(len(cos), plan.keys * tiles))
+        along = min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))  # those without a part take time
         _decode_attention_kernel[(position.numel() * KV, along)](
             qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
             scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, least, G, D // 2, HP, plan.keys, splits,
