@@ -127,3 +127,18 @@ def test_plans_fit_and_become_smaller_to_the_end(shape):
         assert smaller.shared(job) < seen[-2].shared(job)
     assert seen[-1].rows == 16 and seen[-1].resident == 1
     assert all(plans.fits(job, candidate) for candidate in candidates(job))
+
+
+@pytest.mark.parametrize("outputs", [48, 40])
+def test_partial_maxima(device, outputs):
+    """Of 16 outputs each, the last of fewer; of equal ones the first; NaN where one is."""
+    x, weight = draw(device, torch.float32, 3, 64), draw(device, torch.float32, outputs, 64, seed=1)
+    weight[5] = weight[9] = 8 * x[0]
+    best, arg = torch.empty(3, 3, device=device), torch.zeros(3, 3, device=device, dtype=torch.int32)
+    *_, best, arg, _ = agree(
+        "tiled_norm_product", x, None, weight, *[None] * 5, out := best.new_empty(3, outputs), best, arg, 0
+    )
+    assert arg[0, 0] == 5 and arg.max() < outputs
+    weight[20] = float("nan")
+    load("triton", "tiled_norm_product")(x, None, weight, *[None] * 5, out, best, arg)
+    assert best.isnan().tolist() == [[False, True, False]] * 3

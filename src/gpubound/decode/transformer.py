@@ -65,6 +65,7 @@ FEW = 2
 # otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
 TILED = ((32 << 20, 16), (96 << 20, 4))
+TILED_HEAD = True
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
@@ -410,6 +411,12 @@ class FusedRunner(ViewRunner):
             space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
             group.read_weights(live, self.form)
         self.embed, self.head, self.positions = live.embed, self.form.head(live.head), getattr(live, "positions", None)
+        # Steps of several tokens choose from partial maxima, too. Of one token a row, cuBLAS's head was measured.
+        usual = (
+            isinstance(live.norm, Norm) and not self.head.biases and not live.shape.logit_cap and live.shape.logit_scale == 1
+        )
+        self.head_rows = self.tiled_rows if usual and self.config.tokens > 1 and TILED_HEAD else 0
+        self.head.gemv_rows = self.gemv_rows if self.head_rows else None
         self.early_bytes = PackedFormat.early_bytes if live.coded else self.form.early_bytes
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         read = [tensor for layer in self.layers for part in layer.parts for tensor in part.tensors()]
@@ -470,7 +477,7 @@ class FusedRunner(ViewRunner):
     def leave(self, x: Tensor) -> Tensor:
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
-        if rows > self.gemv_rows:
+        if rows > max(self.gemv_rows, self.head_rows):
             return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
         best, norm = (self.best[:rows], self.arg[:rows]), self.live.norm
         if isinstance(norm, LayerNorm):
@@ -509,7 +516,7 @@ class FusedRunner(ViewRunner):
         return self.can_chain and self.mode(rows) > 0
 
     def finds_best(self, rows: int) -> bool:
-        return self.host is not None or rows <= self.gemv_rows
+        return self.host is not None or rows <= max(self.gemv_rows, self.head_rows)
 
     def same_kernels(self, rows: int) -> bool:
         return rows <= self.gemv_rows and self.host is None
@@ -675,7 +682,7 @@ class FusedRunner(ViewRunner):
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.workspace.kernels}: {self.form.prefix}norm_product", ""))
         if most > self.gemv_rows and self.tiled_rows:
-            what = f"{self.workspace.kernels}: tiled products; head by torch (cuBLAS)"
+            what = f"{self.workspace.kernels}: tiled products" + "; head by torch (cuBLAS)" * (not self.head_rows)
             rows.append(
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )

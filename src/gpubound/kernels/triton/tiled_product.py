@@ -18,6 +18,7 @@ from ...device import interpreted
 from ..decode_product import Norm
 from ..plans import job_of, power_of_two
 from ..plans.types import ResidentPlan
+from ..tiled_product import PART
 from ._launch import bump_versions, launch, options
 from ._pdl import _begin, _end, _wait
 from .decode_product import _gated, _norm_parts
@@ -103,10 +104,12 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, eps, q_rows, k_rows,
-                               rows, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-                               GAIN: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr,
+                               eps, q_rows, k_rows, rows, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr,
+                               R: tl.constexpr, C: tl.constexpr,
+                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, BEST: tl.constexpr,
+                               WHOLE: tl.constexpr, GAIN: tl.constexpr, WIDE: tl.constexpr,
+                               DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
     there, in_q, in_k = row < rows, row < q_rows, row < q_rows + k_rows
@@ -118,6 +121,12 @@ def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_b
         bias = tl.where(in_q, q_bias + row, tl.where(in_k, k_bias + of_k, v_bias + of_v))
         y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=there[:, None] & (b < B)[None])
+    if BEST:
+        y = tl.where(there[:, None], y, float("-inf"))
+        top = tl.where(tl.max((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
+        part = b * tl.num_programs(0) + tl.program_id(0)
+        tl.store(best_ptr + part, top, mask=b < B)
+        tl.store(arg_ptr + part, tl.program_id(0) * R + tl.argmax(y, 0), mask=b < B)
 
 
 @triton.jit
@@ -165,17 +174,19 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
 @torch.no_grad()
 def tiled_norm_product(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
-) -> Tensor:  # fmt: skip
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None = None, arg: Tensor | None = None,
+    dependent: int = 0,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     rows, (k, v) = out.shape[1], (w if w is not None else weight for w in (k_weight, v_weight))
     k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
     _launch(
-        _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, eps,
-        len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain,
+        _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, best,
+        arg, eps, len(weight), len(k), rows, height=None if best is None else PART, BIAS=bias is not None,
+        BEST=best is not None, GAIN=gain,
     )  # fmt: skip
-    bump_versions(out)
-    return out
+    bump_versions(out, best, arg)
+    return out, best, arg
 
 
 @torch.no_grad()
@@ -205,13 +216,18 @@ def tiled_add_product(
     return x if copy is None else (x, copy)
 
 
-def _launch(kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *arguments: Any, **constants: Any) -> None:
-    """rows: of all weights. None among the arguments is a tensor that this form does not read: the first stands in for it."""
+def _launch(
+    kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *arguments: Any, height: int | None = None,
+    **constants: Any,
+) -> None:  # fmt: skip
+    """rows: of all weights. height: of a program, where the plan does not choose it. None among the arguments is a tensor that
+    this form does not read: the first stands in for it."""
     count, width = x.shape
     tall = max(ROWS, power_of_two(count))
     args = [arguments[0] if argument is None else argument for argument in arguments]
 
     def run(plan: ResidentPlan) -> None:
+        plan = plan if height is None else plan._replace(rows=height)
         kernel[(-(-rows // plan.rows),)](
             *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.resident,
             AHEAD=plan.ahead, WHOLE=rows % plan.rows == 0 and width % plan.columns == 0, WIDE=interpreted(), **constants,
