@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gpubound.models.llama.decoder import PRESETS, Decoder
-from gpubound.plan.gpus import GIB, GPUS
-from gpubound.plan.memory import memory, reserved
-from gpubound.plan.step import META, StepConfig, outlined
-from gpubound.plan.time import seconds
+from gpubound.plan.costs import memory, reserved, seconds
+from gpubound.plan.step import GIB, GPUS, META, StepConfig, outlined
 from gpubound.train import AdamW
 from gpubound.train.lora_options import Lora
 

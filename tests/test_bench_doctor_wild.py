@@ -19,7 +19,7 @@ from benchmarks.doctor_wild.peers import score_peer, waiting_functions
 from benchmarks.doctor_wild.score import Script, score, scripts
 from gpubound.doctor.finding import KINDS, Finding
 from gpubound.doctor.fix import prove
-from gpubound.watch.source_line import Site
+from gpubound.watch.events import Site
 
 from . import forked
 from .doctor.verdicts import judged, looped

@@ -17,7 +17,7 @@ from gpubound import cli, device, measure
 from gpubound.cli import bench
 from gpubound.errors import BudgetError, DeviceError, MeasureError
 from gpubound.measure import Ceilings, Machine
-from gpubound.measure.limits import Gpu
+from gpubound.measure.ceiling import Gpu
 from gpubound.version import __version__
 from tests.messages import message
 

@@ -30,7 +30,7 @@ class GraphError(GpuboundError):
     """A graph cannot be captured, or may no longer be replayed."""
 
     hazards: tuple = ()
-    """The lines that no graph can hold, each with its cause, where such lines are the reason (graph/operations.py)."""
+    """The lines that no graph can hold, each with its cause, where such lines are the reason (graph/discover.py)."""
 
 
 class GenerateError(GpuboundError):

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from gpubound.doctor.price.prices import Measurements
-from gpubound.doctor.record.sampled import Samples
+from gpubound.doctor.record.located import Samples
 from gpubound.doctor.record.tape import Tape
+from gpubound.watch.events import Place, Site, Stack
 from gpubound.watch.ledger import LedgerRow
-from gpubound.watch.source_line import Place, Site, Stack
 
 from .tapes import Synthetic
 

@@ -10,9 +10,8 @@ from gpubound.doctor.finding import KINDS, Finding, Verdict
 from gpubound.doctor.price.idle import idle_times
 from gpubound.doctor.price.prices import Measurements, Prices
 from gpubound.doctor.report.files import page, sarif
-from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import adds_up, conclusion, late_for, parts, rounded, unnamed
-from gpubound.watch.source_line import Site
+from gpubound.doctor.report.words import adds_up, conclusion, late_for, parts, rounded, screen, unnamed
+from gpubound.watch.events import Site
 
 from .verdicts import looped
 

@@ -9,7 +9,7 @@ import torch
 
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.errors import DataError
-from gpubound.watch.source_line import Site
+from gpubound.watch.events import Site
 from tests.messages import message
 
 LINE = Site(os.path.abspath("train.py"), 88, "step", "if loss.item() > best:", 89)

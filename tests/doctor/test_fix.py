@@ -9,7 +9,7 @@ import yaml
 from gpubound.doctor.finding import Finding
 from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair, targets
 from gpubound.watch import watch
-from gpubound.watch.source_line import Site
+from gpubound.watch.events import Site
 from tests.messages import message, refusal, same_texts
 
 

@@ -10,7 +10,7 @@ import pytest
 from gpubound.doctor.finding import Finding
 from gpubound.doctor.fix.repair import Repair, Target, expected_ms, patched, repair
 from gpubound.errors import DataError
-from gpubound.watch.source_line import Site
+from gpubound.watch.events import Site
 from tests.messages import message, refusal
 
 from .verdicts import judged, looped

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from gpubound.doctor.fix.later import HELPER, NAME
+from gpubound.doctor.fix.step import HELPER, NAME
 
 from .test_fix import mended
 

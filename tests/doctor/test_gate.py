@@ -9,7 +9,7 @@ import pytest
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.gate import Allowance, Budgets, gate, read_allowances, read_baseline
 from gpubound.errors import DataError
-from gpubound.watch.source_line import Site
+from gpubound.watch.events import Site
 from tests.messages import message
 
 ITEM = Finding("sync", Site("train.py", 88, "step", "if loss.item() > best:", 88), None, "", None, 2, 1.0, "replayed", "", "")

@@ -8,7 +8,7 @@ import torch
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record.run import of_run
-from gpubound.doctor.report.text import brief
+from gpubound.doctor.report.words import brief
 from gpubound.train import records
 from gpubound.watch import pretend
 from tests.messages import message

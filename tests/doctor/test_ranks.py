@@ -13,9 +13,9 @@ from gpubound.cli.doctor import Doctor
 from gpubound.cli.doctor_actions import check_fix
 from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.ranks import merged
-from gpubound.doctor.report.text import screen
+from gpubound.doctor.report.words import screen
+from gpubound.watch.events import Site
 from gpubound.watch.pretend import simgpu
-from gpubound.watch.source_line import Site
 from tests.messages import message, refusal
 
 from ..distributed.processes import on_ranks

@@ -10,7 +10,7 @@ from gpubound.doctor.finding import KINDS, Finding, Verdict
 from gpubound.doctor.report import write_reports
 from gpubound.doctor.report.files import fingerprint, sarif
 from gpubound.version import __version__
-from gpubound.watch.source_line import Site
+from gpubound.watch.events import Site
 
 from .verdicts import ITEM, TORCH, judged, looped, measured
 

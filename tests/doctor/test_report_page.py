@@ -18,7 +18,7 @@ from gpubound.doctor.record.tape import Tape
 from gpubound.doctor.report import files as page_module
 from gpubound.doctor.report.files import Pick, page, program, snippet
 from gpubound.measure.timing import Ratio
-from gpubound.watch.source_line import Place, Site
+from gpubound.watch.events import Place, Site
 from tests.messages import message
 
 from .tapes import AUTOGRAD, MAIN, Synthetic

@@ -8,7 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from gpubound.doctor.report import words
-from gpubound.doctor.report.text import screen
+from gpubound.doctor.report.words import screen
 from tests.messages import message
 
 from .verdicts import ITEM, judged, looped

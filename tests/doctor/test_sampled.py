@@ -9,14 +9,13 @@ import torch
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.price.prices import Prices
-from gpubound.doctor.record import sampled as sampled_module
+from gpubound.doctor.record import located as sampled_module
+from gpubound.doctor.record.located import MOST, SampledPhase, Samples
 from gpubound.doctor.record.phases import Period, Phases
-from gpubound.doctor.record.sampled import MOST, SampledPhase, Samples
-from gpubound.doctor.report.text import screen
-from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts
+from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts, screen
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.doctor.rules.host import ELSEWHERE, ENVIRONMENTS, in_the_way, loop_around, loop_of
-from gpubound.watch.source_line import Site, Stack, stack_of
+from gpubound.watch.events import Site, Stack, stack_of
 
 from .evidences import STEPS, at, replace, row, seen, steps
 

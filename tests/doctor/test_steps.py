@@ -6,7 +6,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from gpubound.doctor.finding import Verdict
-from gpubound.doctor.record import repeating
+from gpubound.doctor.record import script
 from gpubound.doctor.record.script import Steps
 from gpubound.doctor.report.words import notes
 from tests.messages import message
@@ -75,9 +75,9 @@ def test_a_marker_that_names_nothing_is_a_sentence(marker):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    monkeypatch.setattr(repeating, "FEWEST", 5)
-    monkeypatch.setattr(repeating, "UPDATES", 5)
-    monkeypatch.setattr(repeating, "PATIENT", 20)
+    monkeypatch.setattr(script, "FEWEST", 5)
+    monkeypatch.setattr(script, "UPDATES", 5)
+    monkeypatch.setattr(script, "PATIENT", 20)
 
 
 class Counted(Steps):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpubound.doctor.record.tape import Call, Mark, Span, Tape, chosen, lines_by_mark, match_lines
-from gpubound.watch.source_line import Place, Site
+from gpubound.watch.events import Place, Site
 from tests.messages import message
 
 from .tapes import Synthetic

@@ -6,7 +6,7 @@ from gpubound.doctor.finding import Finding, Verdict
 from gpubound.doctor.price.idle import idle_times
 from gpubound.doctor.price.prices import Measurements, Replay
 from gpubound.doctor.record.tape import Tape
-from gpubound.watch.source_line import Place, Site
+from gpubound.watch.events import Place, Site
 
 from .tapes import Synthetic
 

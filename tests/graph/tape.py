@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gpubound.graph.operations import launches_passed_to, tensors_in
+from gpubound.graph.discover import launches_passed_to, tensors_in
 from gpubound.graph.reachable import storage_key
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from gpubound.graph import attention_ahead as ahead, capture
-from gpubound.graph.attention_ahead import attention_ahead
+from gpubound.graph import capture, recording as ahead
+from gpubound.graph.recording import attention_ahead
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from gpubound import trace
 from gpubound.errors import GenerateError
 from gpubound.graph import capture
 from gpubound.graph.guards import ReentryGuard
-from gpubound.graph.lent_memory import LentMemory, released
+from gpubound.graph.runner import LentMemory, released
 
 
 def guard():

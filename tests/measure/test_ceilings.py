@@ -11,7 +11,7 @@ import torch
 
 from gpubound import measure, trace
 from gpubound.errors import MeasureError
-from gpubound.measure import Machine, ceiling, limits, timing
+from gpubound.measure import Machine, ceiling, timing
 from tests.messages import message
 
 FIGURES = {
@@ -33,7 +33,7 @@ def measured(monkeypatch, tmp_path):
         torch.rand(1)
         return dict(FIGURES)
 
-    monkeypatch.setattr(limits, "of_cpu", of_cpu)
+    monkeypatch.setattr(ceiling, "of_cpu", of_cpu)
     monkeypatch.setattr(trace, "_printed", set())
     monkeypatch.setattr(ceiling, "_unsaved", {})
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
@@ -73,7 +73,7 @@ def under_load(monkeypatch, *shares):
         share = left.pop(0) if len(left) > 1 else left[0]
         return {name: figure / share if name.endswith("_us") else figure * share for name, figure in FIGURES.items()}
 
-    monkeypatch.setattr(limits, "of_cpu", of_cpu)
+    monkeypatch.setattr(ceiling, "of_cpu", of_cpu)
     return left
 
 
@@ -219,10 +219,10 @@ def test_matrix_rate_by_name_and_by_dtype(measured):
 
 
 def test_the_cpu_is_measured_whole(monkeypatch):
-    monkeypatch.setattr(limits, "_cpu_buffer_bytes", lambda quick: 1 << 20)
-    product_rate = limits._product_rate
-    monkeypatch.setattr(limits, "_product_rate", lambda most, *rest: product_rate(64, *rest))
-    found = limits.of_cpu(quick=True)
+    monkeypatch.setattr(ceiling, "_cpu_buffer_bytes", lambda quick: 1 << 20)
+    product_rate = ceiling._product_rate
+    monkeypatch.setattr(ceiling, "_product_rate", lambda most, *rest: product_rate(64, *rest))
+    found = ceiling.of_cpu(quick=True)
     assert found.keys() == FIGURES.keys()
     assert all(figure > 0 for figure in found.values())
 
@@ -251,15 +251,15 @@ def test_a_slow_machine_multiplies_smaller_matrices(slow_machine, gigaflops, mos
     """0.8 GFLOP/s is bf16 on a CPU with AVX2 alone: eight products of 2,048 rows would take it 172 s."""
     clock, rows = slow_machine(gigaflops * 1e9)
     cpu = torch.device("cpu")
-    rate = limits._product_rate(2048, torch.float32, cpu, lambda fn: limits._timed(fn, cpu, 7, 0.5).low_s)
+    rate = ceiling._product_rate(2048, torch.float32, cpu, lambda fn: ceiling._timed(fn, cpu, 7, 0.5).low_s)
     assert rate == pytest.approx(gigaflops * 1e9) and max(rows) == most and clock[0] < seconds
 
 
 @pytest.mark.parametrize(("memory_gib", "mib"), [(1, 64), (64, 1024)])
 def test_the_cpus_buffers_leave_memory_free(monkeypatch, memory_gib, mib):
     real = measure.machine()
-    monkeypatch.setattr(limits, "machine", lambda: Machine(**{**vars(real), "host_memory_bytes": memory_gib << 30}))
-    assert limits._cpu_buffer_bytes(quick=False) <= mib << 20
+    monkeypatch.setattr(ceiling, "machine", lambda: Machine(**{**vars(real), "host_memory_bytes": memory_gib << 30}))
+    assert ceiling._cpu_buffer_bytes(quick=False) <= mib << 20
 
 
 def test_machine_facts():

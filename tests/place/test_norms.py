@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gpubound as gb
-from gpubound.place.candidates import Fused
-from gpubound.place.norms import recognise
+from gpubound.place.candidates import Fused, recognise
 
 from .models import assert_close, place, rows
 

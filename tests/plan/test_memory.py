@@ -13,10 +13,8 @@ from gpubound.device import CONTEXT, memory_size
 from gpubound.layers.linear_product import LEAST_BYTES
 from gpubound.models.llama.checkpoint import hf_config, load_hf, outline
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
-from gpubound.plan.gpus import GPUS, LINK
-from gpubound.plan.memory import in_host_memory, memory, phases, saved, total
-from gpubound.plan.step import META, StepConfig, outlined, step_of
-from gpubound.plan.time import seconds
+from gpubound.plan.costs import in_host_memory, memory, phases, saved, seconds, total
+from gpubound.plan.step import GPUS, LINK, META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
 from gpubound.train.lora_options import Lora
 from gpubound.train.objectives.word_loss import NextToken

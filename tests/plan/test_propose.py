@@ -8,11 +8,9 @@ import torch
 
 from gpubound.models.llama.checkpoint import hf_config
 from gpubound.models.llama.decoder import PRESETS
-from gpubound.plan.gpus import GPUS
-from gpubound.plan.memory import total
+from gpubound.plan.costs import collectives, seconds, total
 from gpubound.plan.propose import FREE, proposals, summed_once
-from gpubound.plan.step import step_of
-from gpubound.plan.time import collectives, seconds
+from gpubound.plan.step import GPUS, step_of
 from gpubound.train.recipe import Recipe
 from gpubound.train.recipe_checks import MOST_ACCUMULATE
 

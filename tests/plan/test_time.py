@@ -20,11 +20,9 @@ from gpubound.distributed import Ranks, join
 from gpubound.distributed.fsdp import shard
 from gpubound.distributed.local_shard import is_sharded
 from gpubound.models.llama.decoder import Decoder, DecoderConfig
-from gpubound.plan import time
-from gpubound.plan.gpus import GPUS
-from gpubound.plan.memory import memory
-from gpubound.plan.step import META, StepConfig, outlined, step_of
-from gpubound.plan.time import Collective, collectives, seconds
+from gpubound.plan import costs
+from gpubound.plan.costs import Collective, collectives, memory, seconds
+from gpubound.plan.step import GPUS, META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.lora_options import Lora
 from gpubound.train.recipe import Recipe
@@ -86,7 +84,7 @@ def test_slower_links_and_memory_and_recomputing_take_longer(monkeypatch):
     assert total(replace(H200, copy=H200.copy / 2)) > total()
     assert total(captured=False, rows=1, accumulate=32) > total(rows=1, accumulate=32)
     before = [total(), total(sharded=True)]
-    monkeypatch.setattr(time, "NVLINK", 1e9)
+    monkeypatch.setattr(costs, "NVLINK", 1e9)
     assert total() > before[0] and total(sharded=True) > before[1]
 
 

@@ -12,7 +12,7 @@ import torch
 
 import gpubound as gb
 from gpubound.errors import DataError, DeviceError, RewardError
-from gpubound.graph.lent_memory import LentMemory
+from gpubound.graph.runner import LentMemory
 from gpubound.rl import loop as home
 from gpubound.rl.batches import advantages, micro_batches
 from gpubound.rl.episodes import Episode

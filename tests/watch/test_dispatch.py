@@ -3,8 +3,8 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gpubound.watch.events import Place
 from gpubound.watch.op_mode import SAMPLE, Clones, Uploads, repeats_layout
-from gpubound.watch.source_line import Place
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)

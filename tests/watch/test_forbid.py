@@ -8,8 +8,8 @@ import torch
 
 from gpubound.errors import StallError
 from gpubound.watch import events, no_stall
+from gpubound.watch.events import site_of
 from gpubound.watch.guard import comment
-from gpubound.watch.source_line import site_of
 from tests.messages import message, refusal
 
 from .planted import PLANTS, Kit

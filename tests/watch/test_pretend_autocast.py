@@ -3,8 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from gpubound.watch.pretend import simgpu
-from gpubound.watch.pretend_ops import FP32, LOWER, WIDEST
+from gpubound.watch.pretend import FP32, LOWER, WIDEST, simgpu
 
 
 def test_cuda_s_autocast_has_these_ops_too():

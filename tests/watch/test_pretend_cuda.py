@@ -10,9 +10,8 @@ from torch import nn
 
 import gpubound as gb
 from gpubound.watch import watch
-from gpubound.watch.pretend import SimTensor
+from gpubound.watch.pretend import COMPOSED, SimTensor
 from gpubound.watch.pretend_cuda import cuda_is_pretended
-from gpubound.watch.pretend_ops import COMPOSED
 
 CUDA = torch.device("cuda", 0)  # what this file sees, as any but gpubound's
 

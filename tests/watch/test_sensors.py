@@ -12,7 +12,7 @@ import torch
 from torch._utils import CallbackRegistry
 
 from gpubound.errors import BudgetError
-from gpubound.watch import events, ops, pretend, sensors, source_line, watch
+from gpubound.watch import events, events as source_line, ops, pretend, sensors, watch
 from tests.messages import message
 
 from ..kernels.apart import apart

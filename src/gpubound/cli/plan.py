@@ -63,8 +63,8 @@ def main(argv: Sequence[str]) -> int:
         options = arguments(PlanOptions, argv, "plan", with_aliases(known, theirs, argv, OPTIONS))
         options = override_length(options, known)
     from ..device import memory_size
-    from ..plan.gpus import GIB, MOST_GPUS, gpu_named  # torch takes two seconds: options are read first
     from ..plan.propose import assumptions, proposals, text
+    from ..plan.step import GIB, MOST_GPUS, gpu_named  # torch takes two seconds: options are read first
 
     for name, most in (("gpus", MOST_GPUS), ("rows", 1000)):
         if not 0 < (value := getattr(options, name)) <= most:

@@ -26,7 +26,7 @@ from ..distributed import ALONE, Ranks
 from ..distributed.failures import SMALLER
 from ..doctor.finding import Verdict
 from ..doctor.record.run import of_run
-from ..doctor.report.text import brief
+from ..doctor.report.words import brief
 from ..errors import DeviceError, MeasureError
 from ..files import explain_disk_full, locked, write_atomic
 from ..formatting import counted, hint, quantity

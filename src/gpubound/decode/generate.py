@@ -18,7 +18,7 @@ from ..device import label, plainly, resolve
 from ..errors import GenerateError
 from ..formatting import unexpected
 from ..graph.guards import NotCopyable, ReentryGuard
-from ..graph.lent_memory import LentMemory
+from ..graph.runner import LentMemory
 from ..kernels.dispatch import hasten
 from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of

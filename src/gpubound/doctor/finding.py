@@ -19,8 +19,7 @@ from typing import Any
 
 from ..errors import DataError
 from ..formatting import hint
-from ..watch.events import KINDS as EVENTS, Cause
-from ..watch.source_line import Site
+from ..watch.events import KINDS as EVENTS, Cause, Site
 
 VERSION = 1
 CERTAINTIES = ("measured", "replayed", "estimate", "counted")  # the surest first; a counted finding has no price

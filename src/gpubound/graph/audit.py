@@ -19,13 +19,12 @@ from ..device import label
 from ..errors import GraphError
 from ..trace import hooked
 from ..watch import watch
-from ..watch.events import cause_of
+from ..watch.events import Site, cause_of, here, site_of_error
 from ..watch.ops import leave, listen
-from ..watch.source_line import Site, here, site_of_error
 from . import Certificate, capture
 from .captured import name_of
+from .discover import Hazard, tensors_in
 from .guards import StaticInputs
-from .operations import Hazard, tensors_in
 from .reachable import Reachable
 from .recording import choose_device
 

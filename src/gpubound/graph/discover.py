@@ -3,6 +3,12 @@
 Operations pass through a dispatch mode, which autograd carries into its own threads. Python's own reads (`tolist`, `numpy`)
 pass through a function mode. Triton kernels and kernels compiled at run time pass through neither, so their launches are
 patched while a call is watched. An extension's launches are not intercepted: tensors that they use must be named in `state=`.
+
+Rules about operations say which arguments one writes, the first values of the tensors it creates, and why no graph can hold it.
+A failed capture raises "operation not permitted when stream is capturing" without a line. So every operation of an eager call
+is inspected first. The same rules hold on a CPU, so that a run without a GPU reports what would fail on one.
+
+Launches that bypass the dispatcher are patched: those of Triton, of its interpreter, and of kernels compiled at run time.
 """
 
 import contextlib
@@ -10,28 +16,280 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..watch.events import Cause
-from ..watch.ops import OpMode
-from ..watch.source_line import Origins, Place, here
-from .memory import CopyBudget, Generators, Snapshot, StorageCopy
-from .operations import (
-    HOST_WRITE,
-    FirstValue,
-    Hazard,
-    cause_in_call,
-    cause_in_operation,
-    first_value,
-    launches_passed_to,
-    tensors_in,
-    written,
+from ..device import has_triton, interpreted
+from ..errors import GraphError
+from ..trace import hooked
+from ..watch import ops
+from ..watch.events import (
+    DOWNLOAD,
+    HOST_DATA,
+    NUMBER,
+    PRINT,
+    READ,
+    THROUGH,
+    UPLOAD,
+    WAIT,
+    Cause,
+    Origins,
+    Place,
+    Site,
+    here,
+    shape,
+    site_of_error,
 )
+from ..watch.ops import OpMode
+from .memory import CopyBudget, Generators, Snapshot, StorageCopy
 from .reachable import storage_key
+
+_NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms, though their schemas do not declare it
+_CONSTANTS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
+_FILLED = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}  # which argument is the value
+_EMPTY = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+
+
+@dataclass(frozen=True)
+class FirstValue:
+    """First value of a tensor that the function created: a fill value, uninitialised, or computed."""
+
+    place: Place
+    call: int
+    fill: Any = None
+    empty: bool = False
+
+
+_TENSOR_TYPES = frozenset({Tensor, nn.Parameter})
+_OTHER_TYPES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})  # the common ones without a tensor
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return every tensor with memory in the arguments of an operation or a launch.
+
+    A wrapper (DTensor, for example) has such tensors inside; a tensor descriptor has one as `base`.
+    """
+    tensors: list[Tensor] = []
+    _collect(tree, tensors)
+    return tensors
+
+
+def _collect(tree: Any, tensors: list[Tensor]) -> None:
+    # A watched call of 16 layers has 3,000 operations, so common types are compared first.
+    kind = type(tree)
+    if kind in _TENSOR_TYPES:
+        tensors.append(tree)
+    elif kind in _OTHER_TYPES:
+        return
+    elif isinstance(tree, (list, tuple, dict)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            _collect(item, tensors)
+    elif is_traceable_wrapper_subclass(tree):
+        for name in tree.__tensor_flatten__()[0]:
+            _collect(getattr(tree, name), tensors)
+    elif isinstance(tensor := tree if isinstance(tree, Tensor) else getattr(tree, "base", None), Tensor):
+        tensors.append(tensor)
+
+
+def written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the arguments that an operation writes; of a collective, whose schema does not declare them, all."""
+    tensors: list[Tensor] = []
+    if getattr(func, "namespace", "") == "c10d":
+        _collect((args, kwargs), tensors)
+    for position, name in _writes(func):
+        _collect(args[position] if position < len(args) else kwargs.get(name), tensors)
+    return tensors
+
+
+@cache
+def _writes(func: Any) -> list[tuple[int, str]]:
+    """Return the position and name of each argument that an operation writes according to its schema."""
+    schema = getattr(func, "_schema", None)
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(() if schema is None else schema.arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in _NORM_STATISTICS
+    ]
+
+
+def first_value(op: Any, args: tuple, created: Tensor, place: Place, call: int) -> FirstValue:
+    """Return the first value of a tensor that `op` has created."""
+    name = getattr(op, "_opname", "")
+    if name in _EMPTY:
+        return FirstValue(place, call, empty=True)
+    if name in _CONSTANTS:
+        return FirstValue(place, call, fill=_CONSTANTS[name])
+    if name in _FILLED and len(args) > _FILLED[name] and isinstance(args[_FILLED[name]], (bool, int, float)):
+        return FirstValue(place, call, fill=args[_FILLED[name]])
+    if name == "lift_fresh" and created.numel() == 1 and created.device.type == "cpu":
+        return FirstValue(place, call, fill=created.detach().numpy().item())
+    return FirstValue(place, call)
+
+
+HOST_WRITE = Cause("writes a CPU tensor, which a replay would not do again", "keep it on the device")
+
+# Remedies that differ inside a graph.
+_GRAPH_REMEDIES = {
+    UPLOAD: "make it there, pass it as an input, or read from pinned memory that stays",
+    DOWNLOAD: "return the tensor and read it after the replay",
+    WAIT: "return the tensor and read it after the replay",
+    PRINT: "return it and print after the replay",
+    HOST_DATA: "make it before the capture, or from sizes alone (torch.full, torch.arange)",
+}
+
+# Python calls that read the data without an operation that a dispatcher would see.
+_CALLS = {"tolist": READ, "numpy": DOWNLOAD, "__array__": DOWNLOAD, "cpu": DOWNLOAD, "__repr__": PRINT, "__format__": PRINT}
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """One line that a graph cannot hold."""
+
+    place: Place
+    cause: Cause
+
+    def __str__(self) -> str:
+        cause = THROUGH.get(self.place.through, self.cause) if self.cause in (READ, HOST_WRITE) else self.cause
+        what = f"{cause.does}; {_GRAPH_REMEDIES.get(cause, cause.remedy)}"
+        if (line := self.place.line) is not None:
+            return f"{_quoted(line)} {what}"
+        if self.place.built is not None:
+            return f"the backward of {_quoted(self.place.built)} {what}"
+        return f"an operation of the backward pass {what}"
+
+
+def _quoted(site: Site) -> str:
+    """Return a line's text, truncated to 90 characters, and its location."""
+    return f"`{site.code if len(site.code) <= 90 else site.code[:87] + '...'}` at {site.at}"
+
+
+def refuse(name: str, hazards: list[Hazard]) -> GraphError:
+    """Return the error that lists each line of code once."""
+    first, *others = lines = list(dict.fromkeys(map(str, hazards)))
+    text = f": {first}." if not others else f", {len(lines)} places stop it:\n" + "\n".join(f"  {line}." for line in lines)
+    error = GraphError(f"cannot capture {name}{text}")
+    error.hazards = tuple(hazards)
+    return error
+
+
+def cause_in_call(function: Callable, args: tuple, device: torch.device) -> Cause | None:
+    """Return the cause if a call of torch's Python interface reads `device` without an operation."""
+    reads = bool(args) and isinstance(args[0], Tensor) and args[0].device == device
+    return _CALLS.get(getattr(function, "__name__", "")) if reads else None
+
+
+def cause_in_operation(op: Any, args: tuple, kwargs: dict, device: torch.device, call: tuple) -> Cause | None:
+    """Return why a graph cannot hold an operation, or None. `call` is the Python call (function, args) that it belongs to."""
+    if _assigns_number(op, args, device, call):
+        masked = "index" in op._opname and any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        return None if masked else NUMBER  # torch turns x[mask] = number into masked_fill
+    for move in ops.moves(op, args, kwargs, home=device):
+        if not _graph_holds(op, args, device, move):
+            return move.cause
+    reads, shapes = _data_dependent(op)
+    if reads and any(tensor.device == device for tensor in tensors_in(args)):
+        return READ
+    if shapes and not ops.decides(op):
+        return shape("give it a fixed size, with a mask for the unused part")
+    return None
+
+
+@cache
+def _data_dependent(op: Any) -> tuple[bool, bool]:
+    """Return whether an operation reads its tensors' values on the host, and whether its shapes depend on them."""
+    tags = getattr(op, "tags", ())
+    return torch.Tag.data_dependent_output in tags, torch.Tag.dynamic_output_shape in tags
+
+
+# The argument that is the value of an operation that `x[...] = value` becomes.
+_ASSIGNED = {"index_put": 2, "_index_put_impl": 2, "_unsafe_index_put": 2, "copy": 1, "_to_copy": 0}
+
+
+def _assigns_number(op: Any, args: tuple, device: torch.device, call: tuple) -> bool:
+    """Return whether a Python number is written into a tensor: on a GPU it is a CPU tensor, on a CPU only `call` shows it."""
+    position = _assigned_position(op)
+    if position is None:
+        return False
+    function, call_args = call
+    is_assignment = getattr(function, "__name__", "") == "__setitem__"
+    if not is_assignment and position < 2:
+        return False  # a plain copy
+    value = args[position]
+    return value.numel() == 1 and (value.device != device or (is_assignment and not isinstance(call_args[-1], Tensor)))
+
+
+@cache
+def _assigned_position(op: Any) -> int | None:
+    return _ASSIGNED.get(getattr(op, "_opname", "").rstrip("_"))
+
+
+def _graph_holds(op: Any, args: tuple, device: torch.device, move: ops.Move) -> bool:
+    """Return whether a graph holds a move: a copy to or from pinned memory is a node, a single number on the CPU a constant.
+
+    A download into new memory is refused: no replay would write to the memory that the caller reads.
+    """
+    if move.cause is HOST_DATA:
+        return device.type == "cpu" and args[0].numel() == 1
+    return move.pinned and not (move.kind == "d2h" and op._opname == "_to_copy")
+
+
+# Parts of CUDA's and torch's errors when a capture breaks, and their meanings. The first match wins.
+_FAILURES = (
+    ("offset for a CUDA generator not in", "draws from a generator that the graph does not know; pass it in state="),
+    ("capturable is False", "steps an optimizer that counts on the host; build it with capturable=True"),
+    ("called a synchronizing CUDA operation", f"{WAIT.does}; {_GRAPH_REMEDIES[WAIT]}"),
+    ("legacy stream", "works on the legacy default stream; use the current stream"),
+    (
+        "stream is capturing",
+        "does what a capture forbids: a wait for the device, a blocking copy or an allocation outside the pool",
+    ),
+    ("capture", "breaks the capture: a wait for the device, a blocking copy, or work on a stream that does not join it"),
+)
+
+
+def broken_capture(name: str, error: BaseException) -> GraphError | None:
+    """Return the GraphError for an exception that the capture caused; None for the function's own error."""
+    text = str(error)
+    for sign, meaning in _FAILURES:
+        if sign in text:
+            line = site_of_error(error)
+            where = _quoted(line) if line is not None else "an operation of the backward pass"
+            return GraphError(f"cannot capture {name}: {where} {meaning} ({text.strip().splitlines()[0]}).")
+    return None
+
+
+@contextlib.contextmanager
+def launches_passed_to(callback: Callable[[list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
+    """Replace every launch of this thread and of autograd's threads by `callback(tensors, launch)`, which must launch."""
+    caller = threading.get_ident()
+
+    def launch(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != caller and torch._C._current_autograd_node() is None:
+            return original(*args, **kwargs)
+        return callback(tensors_in((args[1:], kwargs)), lambda: original(*args, **kwargs))
+
+    with contextlib.ExitStack() as patches:
+        for owner, name in _launchers():
+            patches.enter_context(hooked(owner, name, launch))
+        yield
+
+
+def _launchers() -> list[tuple[type, str]]:
+    """Return the methods that launch kernels. Triton is imported here: the first watched call may be the first to launch."""
+    launchers: list[tuple[type, str]] = []
+    if has_triton():
+        launchers.append((import_module("triton.runtime.jit").JITFunction, "run"))
+    if has_triton() and interpreted():
+        launchers.append((import_module("triton.runtime.interpreter").InterpretedFunction, "run"))
+    kernel = getattr(import_module("torch.cuda._utils"), "_CudaKernel", None)
+    return [*launchers, (kernel, "__call__")] if kernel is not None else launchers
+
 
 # A kernel may write all its tensor arguments. Weights and larger tensors count as written only if their bytes change.
 LARGE = 256 << 20

@@ -12,12 +12,14 @@ docs/comparison.md says how to use them and what each leaves out.
 from ..formatting import in_words as in_words
 from .ceiling import (
     Ceilings as Ceilings,
+    Machine as Machine,
     ceilings as ceilings,
+    gpus as gpus,
+    machine as machine,
     mfu as mfu,
     share as share,
     train_flops_per_token as train_flops_per_token,
 )
-from .limits import Machine as Machine, gpus as gpus, machine as machine
 from .timing import (
     Comparison as Comparison,
     Prepared as Prepared,

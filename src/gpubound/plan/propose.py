@@ -18,10 +18,8 @@ from ..train.muon import Muon
 from ..train.recipe import Recipe
 from ..train.recipe_checks import MOST_ACCUMULATE
 from ..train.sharding import FULL
-from .gpus import GIB, HOP_US, LINK, NVLINK, GpuRates
-from .memory import FRAGMENTS, in_host_memory, memory, total
-from .step import StepConfig, step_of
-from .time import EAGER, Collective, bound_by, collectives, seconds
+from .costs import EAGER, FRAGMENTS, Collective, bound_by, collectives, in_host_memory, memory, seconds, total
+from .step import GIB, HOP_US, LINK, NVLINK, GpuRates, StepConfig, step_of
 
 SIMILAR = 0.02  # of the speed: predictions are off by more
 FREE = 0.05  # of the memory stays free for peaks that are not predicted and other processes

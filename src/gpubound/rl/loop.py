@@ -24,7 +24,7 @@ from ..distributed.rendezvous import rank_and_world
 from ..errors import DeviceError, GenerateError, RewardError
 from ..files import explain_disk_full, locked
 from ..formatting import hint, quantity, readable
-from ..graph.lent_memory import released
+from ..graph.runner import released
 from ..monitor import RunTape
 from ..trace import notice, say
 from ..train.adapters import base_of

@@ -31,9 +31,8 @@ from ..errors import GraphError
 from ..formatting import readable
 from ..graph import Captured, capture
 from ..graph.certify import Lend, lend_nothing
-from ..graph.lent_memory import LentMemory
 from ..graph.memory import bytes_of
-from ..graph.runner import open_gate
+from ..graph.runner import LentMemory, open_gate
 from ..trace import fallback
 from .device_step import DeviceStep
 from .objectives import Objective

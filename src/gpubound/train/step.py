@@ -28,7 +28,7 @@ from ..distributed.ranks import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
 from ..graph.guards import NotCopyable
-from ..graph.lent_memory import LentMemory
+from ..graph.runner import LentMemory
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks

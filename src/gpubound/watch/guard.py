@@ -32,8 +32,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..errors import StallError
 from ..formatting import listed, nearest
 from . import ops
-from .events import Cause, cause_of
-from .source_line import Origins, Place, Site, here
+from .events import Cause, Origins, Place, Site, cause_of, here
 
 STALLS = ("sync", "h2d", "d2h")
 

@@ -18,10 +18,9 @@ from ..device import accelerator
 from ..errors import BudgetError
 from ..formatting import listed, nearest, readable
 from . import pretend
-from .events import KINDS
+from .events import KINDS, Origins, Place, Site, here
 from .op_mode import Calls, Dispatch, SimGpu
 from .sensors import Allocator, Collector, Compiles, Fallbacks, GpuTrace, Kernels, Sensor, Triton
-from .source_line import Origins, Place, Site, here
 
 # Totals by name: the kinds of rows that they sum, and the field.
 TOTALS: dict[str, tuple[str, str]] = {

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..device import accelerator
 from . import ops, pretend
-from .events import SCALARS
+from .events import SCALARS, Place, here
 from .sensors import Sensor
-from .source_line import Place, here
 
 if TYPE_CHECKING:
     from .ledger import Ledger

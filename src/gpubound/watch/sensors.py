@@ -20,7 +20,7 @@ import torch
 
 from .. import trace
 from ..device import interpreted
-from .source_line import Place, site_in
+from .events import Place, site_in
 
 if TYPE_CHECKING:
     from .ledger import Ledger

@@ -1,4 +1,4 @@
-"""Let gb.TrainStep make the whole step of a plain loop, which it captures in CUDA graphs.
+"""Let gb.TrainStep make the whole step of a plain loop, which it captures in CUDA graphs; write files in another thread.
 
     optimizer.zero_grad()                  loss = train_step([(x, y)]).loss
     loss = criterion(model(x), y)
@@ -8,14 +8,384 @@
 The forward becomes a function, autocast included, and TrainStep makes the optimizer: where it was made, if the loop is in a
 function that reads it or is given it, and before the loop otherwise. Taken only where nothing else stands between, and where
 nothing else uses the optimizer: a scheduler or a checkpoint of it would see another one.
+
+Files are written while the loop goes on:
+
+    torch.save(net.state_dict(), path)             write_later(torch.save, net.state_dict(), path)
+    save_image(x, path, normalize=True)            write_later(save_image, x, path, normalize=True)
+
+What is written is a copy, made on the device when the line runs: later steps change the weights. One thread writes one file
+after another, and what fails is raised at the next call, or when Python ends. Taken only where nothing in the script may read
+what was written, and where no other stream and no graph is used: the thread launches on the default stream.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from .later import NAME as WRITE_LATER
-from .plain_loop import STEP, PlainLoop, batch_of, names_in, plain_loop
-from .source import Edit, Patch, Refused, SourceText, constant, imported, last_name, name_of
+from .source import (
+    LOOPS,
+    Edit,
+    Patch,
+    Refused,
+    SourceText,
+    called_on,
+    constant,
+    imported,
+    imported_lines,
+    iterated,
+    last_name,
+    name_of,
+    stored,
+)
+
+NAME = "write_later"
+HELPER = f"""\
+import atexit
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+_writer, _written = ThreadPoolExecutor(1), []
+atexit.register(lambda: [each.result() for each in _written])
+
+
+def {NAME}(write, value, *arguments, **options):
+    while _written and (len(_written) > 3 or _written[0].done()):  # few copies at a time
+        _written.pop(0).result()  # raises what went wrong
+    value = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    _written.append(_writer.submit(write, value, *arguments, **options))
+"""
+READING = (
+    "load", "open", "exists", "isfile", "getsize", "listdir", "glob", "iterdir", "remove", "unlink", "rmtree", "copy", "copy2",
+    "copyfile", "copytree", "move", "rename", "replace", "run", "call", "system", "Popen", "upload_file",
+)  # fmt: skip
+STREAMS = (
+    b"cuda.Stream", b"cuda.stream(", b"CUDAGraph", b"cuda.graph", b"make_graphed_callables", b"gpubound", b"torch.compile",
+)  # fmt: skip
+
+
+def propose_later(source: SourceText, line: int) -> list[Edit]:
+    statement = source.statement_at(line, "save", "save_image", NAME)
+    if (call := _called(statement)) is not None and last_name(call) == NAME:
+        return []  # together with another finding of the line
+    loops = [outer for outer in source.above(statement) if isinstance(outer, LOOPS)]
+    if not _writes(statement) or not loops or source.scope(statement) is not source.scope(loops[-1]):
+        raise Refused("wanted torch.save(value, path) or save_image(value, path) in a loop")
+    source.check_imports_torch()
+    if any(word in source.data for word in STREAMS):
+        raise Refused("the file uses streams or graphs, which work of another thread may disturb")
+    for other in source.calls():
+        within = source.scope(other) is not source.tree or other.lineno >= loops[-1].lineno
+        if within and last_name(other) in READING:
+            raise Refused(f"line {other.lineno} may read what is written: {last_name(other)}()")
+    has_helper = f"def {NAME}(".encode() in source.data
+    used = {NAME, "_writer", "_written", "atexit", "copy", "ThreadPoolExecutor"} & {
+        n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    if used and not has_helper:
+        raise Refused(f"the name {min(used)} is taken in this file")
+    edits = [] if has_helper else imported_lines(source, *HELPER.splitlines())
+    for each in source.block(statement):
+        if (writing := _called(each)) is not None and _writes(each):
+            start, function = source.start(writing), source.end(writing.func)
+            bracket = source.data.index(b"(", function)
+            edits.append(Edit(start, bracket + 1, f"{NAME}({source.text(writing.func)}, "))
+    return edits
+
+
+def _called(statement: ast.stmt) -> ast.Call | None:
+    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+
+
+def _writes(statement: ast.stmt) -> bool:
+    """Return whether a statement writes its first argument into a file, whose path is written here."""
+    call = _called(statement)
+    if call is None or len(call.args) < 2 or any(isinstance(each, ast.Starred) for each in call.args):
+        return False
+    path = call.args[1]
+    joined = isinstance(path, ast.Call) and name_of(path.func) == "os.path.join"
+    text = isinstance(path, (ast.JoinedStr, ast.BinOp)) or (isinstance(path, ast.Constant) and isinstance(path.value, str))
+    return (name_of(call.func) == "torch.save" or last_name(call) == "save_image") and (joined or text)
+
+
+LATER = Patch(
+    "later", frozenset({"checkpoint", "host_work", "d2h", "sync"}), "a copy is written in another thread", propose_later
+)  # fmt: skip
+
+
+STEP = "train_step"  # the name that an optimizer given to a function gets
+
+
+@dataclass(frozen=True)
+class Creation:
+    """Place where the optimizer is created, and its name in the loop."""
+
+    statement: ast.Assign
+    model: str  # its name there
+    outside: bool  # of the function with the loop
+    given: dict[str, str]  # parameters of that function -> the names that its one call gives
+    renamed: list[Edit]  # of the parameter, and in the call
+
+
+@dataclass(frozen=True)
+class PlainLoop:
+    """The statements of a plain training loop."""
+
+    loop: ast.For | ast.While
+    creation: Creation
+    model: str
+    zero: ast.stmt
+    forward: list[ast.stmt]
+    backward: ast.stmt
+    clip: str  # the largest norm, as source text; empty: not clipped
+    kept: list[ast.stmt]  # between backward and the step, which read the loss alone
+    step: ast.stmt
+    loss: str
+
+
+def plain_loop(source: SourceText, line: int) -> PlainLoop:
+    """Return the statements of a step whose `optimizer.step()` is in this line, or in the loop that begins there."""
+    loops = [node for node in ast.walk(source.tree) if isinstance(node, (ast.For, ast.While)) and node.lineno == line]
+    steps = [statement for loop in loops for statement in loop.body if called_on(statement, "step")]
+    within = [n for loop in loops for n in ast.walk(loop) if isinstance(n, ast.stmt) and called_on(n, "step")]
+    if within and len(steps) != 1:
+        lines = " and ".join(str(number) for number in sorted({n.lineno for n in within}))
+        alone = "line {} makes the step under a condition or in a nested loop"
+        raise Refused(alone.format(lines) if len(within) == 1 else f"the loop makes several steps, in lines {lines}")
+    step = source.statement_at(steps[0].lineno if len(steps) == 1 else line, "step")
+    optimizer = called_on(step, "step")
+    if not optimizer:
+        raise Refused("the line is no plain optimizer.step()")
+    loop = source.parents[step]
+    if not isinstance(loop, (ast.For, ast.While)) or step not in loop.body:
+        raise Refused("optimizer.step() does not stand in the body of a loop by itself")
+    body = loop.body
+    at = body.index(step)
+    backward = next((n for n in reversed(body[:at]) if called_on(n, "backward")), None)
+    zero = [n for n in body if called_on(n, "zero_grad")]
+    if backward is None or len(zero) != 1:
+        raise Refused("the loop has no single zero_grad(), loss.backward(), optimizer.step()")
+    loss = called_on(backward, "backward")
+    creation, model = _creation(source, step, zero[0], optimizer)
+    if called_on(zero[0], "zero_grad") not in (optimizer, model):
+        raise Refused(f"zero_grad() is called on neither {optimizer} nor {model}")
+    between = [n for n in body[body.index(backward) + 1 : at] if n is not zero[0]]
+    clips = [n for n in between if _norm(n, model)]
+    remaining = [n for n in between if n not in clips]
+    if len(clips) > 1 or not all(_reads_only(statement, loss) for statement in remaining):
+        raise Refused("something stands between backward() and optimizer.step()")
+    clip = _norm(clips[0], model) if clips else None
+    if clip is not None and (changing := names_in(clip) & stored(source.scope(step))):
+        raise Refused(f"the norm to clip to is {min(changing)}, which the function assigns")
+    if any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in ast.walk(source.tree)):
+        used = next(node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and node.attr == "grad")
+        raise Refused(f"line {used.lineno} uses gradients itself")
+    forward = [n for n in body[: body.index(backward)] if n is not zero[0]]
+    first = next((n for n, statement in enumerate(forward) if model in names_in(statement)), len(forward))
+    parts = [list(assignments(source, statement)) for statement in forward[first:]]
+    assigned = [n for part in parts for n in part]
+    if not all(parts) or not assigned or loss not in stored(assigned[-1]):
+        raise Refused(f"between the model's call and {loss or 'the loss'}.backward() stands more than plain assignments")
+    norm = source.text(clip) if clip is not None else ""
+    return PlainLoop(loop, creation, model, zero[0], forward[first:], backward, norm, remaining, step, loss)
+
+
+def assignments(source: SourceText, statement: ast.stmt) -> Iterator[ast.Assign]:
+    """Yield a plain assignment to names, or those in a block of autocast; nothing for any other statement."""
+    if isinstance(statement, ast.With):
+        if all(_is_autocast(source, item) for item in statement.items):
+            parts = [list(assignments(source, inner)) for inner in statement.body]
+            yield from (n for part in parts for n in part) if all(parts) else ()
+    elif isinstance(statement, ast.Assign):
+        targets = [part for t in statement.targets for part in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        if all(isinstance(target, ast.Name) for target in targets):
+            yield statement
+
+
+def _is_autocast(source: SourceText, item: ast.withitem) -> bool:
+    """Return whether a block is one of autocast: a call of it, or a name that is only assigned such calls."""
+    values = [item.context_expr]
+    if name := name_of(item.context_expr):
+        assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
+        values = [n.value for n in assignments if any(name_of(target) == name for target in n.targets)]
+        values = [
+            part for value in values for part in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
+        ]
+    calls = [last_name(value) for value in values if isinstance(value, ast.Call)]
+    return item.optional_vars is None and len(calls) == len(values) > 0 and set(calls) <= {"autocast", "nullcontext"}
+
+
+def _norm(statement: ast.stmt, model: str) -> ast.expr | None:
+    """Return the largest norm of `clip_grad_norm_(model.parameters(), norm)`; None for any other statement."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if isinstance(call, ast.Call) and last_name(call) in ("clip_grad_norm_", "clip_grad_norm"):
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "max_norm")]
+        if len(arguments) == len(call.args) + len(call.keywords) == 2 and parameters_of(arguments[0]) == model:
+            return arguments[1]
+    return None
+
+
+def _reads_only(statement: ast.stmt, loss: str) -> bool:
+    """Return whether a statement reads the loss, and calls nothing but its methods: it may stand after the step as well."""
+    plain = isinstance(statement, ast.AugAssign) or (isinstance(statement, ast.Assign) and loss not in stored(statement))
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    return plain and all(_root(call) == loss for call in calls)
+
+
+def _root(node: ast.expr) -> str:
+    """Return "loss" of `loss.detach().item()`."""
+    while not isinstance(node, ast.Name):
+        inner = node.func if isinstance(node, ast.Call) else getattr(node, "value", None)
+        if inner is None:
+            return ""
+        node = inner
+    return node.id
+
+
+def _creation(source: SourceText, step: ast.stmt, zero: ast.stmt, optimizer: str) -> tuple[Creation, str]:
+    """Return where the optimizer of one model's parameters is made, and the model's name in the loop."""
+    scope = source.scope(step)
+    name, keywords, renamed, allowed = optimizer, {}, [], {id(zero), id(step)}
+    home: ast.AST = scope
+    if isinstance(scope, ast.FunctionDef) and optimizer in (parameter.arg for parameter in scope.args.args):
+        call = _only_call(source, scope)
+        keywords = _given(call, scope)
+        home, name = source.scope(call), keywords.get(optimizer, "")
+        parameter = next(each for each in scope.args.args if each.arg == optimizer)
+        argument = next((each for each in (*call.args, *(k.value for k in call.keywords)) if name_of(each) == name), None)
+        if argument is None or not name:
+            raise Refused(f"the call in line {call.lineno} does not give {optimizer} by a name")
+        keyword = next((each for each in call.keywords if each.arg == optimizer), None)
+        edits = [_renaming(source, parameter, optimizer), Edit(source.start(argument), source.end(argument), STEP)]
+        renamed = edits + ([_renaming(source, keyword, optimizer)] if keyword else [])
+        allowed.add(id(source.statement(call)))
+    assignments = [n for n in ast.walk(source.tree) if isinstance(n, ast.Assign)]
+    created = [n for n in assignments if any(name_of(target) == name for target in n.targets)]
+    if len(created) == 1 and home is not source.tree and _is_top_level(source, created[0]):
+        home = source.tree  # the function reads a global
+    if len(created) != 1 or (
+        source.parents[created[0]] is not home and not (home is source.tree and _is_top_level(source, created[0]))
+    ):
+        raise Refused(f"{name} is not made once, in this function or its caller, and outside of any block")
+    for node in ast.walk(source.tree):
+        used = isinstance(node, ast.Name) and node.id in (optimizer, name) and isinstance(node.ctx, ast.Load)
+        if used and id(statement := source.statement(node)) not in allowed:
+            original_call = statement.value if isinstance(statement, ast.Assign) else None
+            scheduled = isinstance(original_call, ast.Call) and last_name(original_call).endswith(("LR", "Scheduler"))
+            hint = "; give the step schedule=gb.Schedule(...) instead, by hand" if scheduled else ""
+            raise Refused(f"{name_of(node)} is used in another way in line {statement.lineno}{hint}")
+    created_call = created[0].value
+    model = parameters_of(created_call.args[0]) if isinstance(created_call, ast.Call) and created_call.args else ""
+    if not model or len(created[0].targets) != 1:
+        raise Refused(f"{name} is not made of model.parameters(), of a model with a plain name")
+    inside = next((parameter for parameter, outer in keywords.items() if outer == model), model)
+    return Creation(created[0], model, home is not scope, keywords, renamed), inside
+
+
+def _is_top_level(source: SourceText, statement: ast.stmt) -> bool:
+    """Return whether a statement is the module's own, or under `if __name__ == "__main__":`."""
+    parent = source.parents[statement]
+    main = isinstance(parent, ast.If) and source.parents[parent] is source.tree and "__name__" in names_in(parent.test)
+    return parent is source.tree or (main and isinstance(parent, ast.If) and statement in parent.body)
+
+
+def _only_call(source: SourceText, function: ast.FunctionDef) -> ast.Call:
+    """Return the one call of a function of this file, by its name."""
+    calls = [call for call in source.calls() if name_of(call.func) == function.name]
+    named = [n for n in ast.walk(source.tree) if isinstance(n, ast.Name) and n.id == function.name]
+    if len(calls) != 1 or len(named) != 1:
+        raise Refused(f"{function.name}() is given the optimizer, and is not called in one place alone")
+    return calls[0]
+
+
+def _given(call: ast.Call, function: ast.FunctionDef) -> dict[str, str]:
+    """Return the names that a call gives to a function's parameters."""
+    pairs = list(zip((parameter.arg for parameter in function.args.args), call.args))
+    pairs += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg is not None]
+    return {parameter: name for parameter, value in pairs if (name := name_of(value)) and "." not in name}
+
+
+def _renaming(source: SourceText, node: ast.arg | ast.keyword, name: str) -> Edit:
+    start = source.line_start(node.lineno) + node.col_offset
+    return Edit(start, start + len(name.encode()), STEP)
+
+
+def parameters_of(call: ast.expr) -> str:
+    """Return "model" of `model.parameters()`; empty for anything else."""
+    if not isinstance(call, ast.Call) or last_name(call) != "parameters" or call.args or call.keywords:
+        return ""
+    model = name_of(call.func).removesuffix(".parameters")
+    return "" if "." in model else model
+
+
+def batch_of(source: SourceText, plain: PlainLoop, outermost: ast.stmt) -> list[str]:
+    """Return the names of a step's data that the forward reads: assigned by the loop or its body before, in that order.
+
+    A value computed from a counter is a number, which a graph would repeat. A value selected by a counter, `batches[step]`, is
+    data.
+    """
+    body, first = plain.loop.body, plain.loop.body.index(plain.forward[0])
+    assigned, counters = _loop_names(plain.loop)
+    for statement in body[:first]:
+        assigned |= _ordered(statement)
+        picked = isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript)
+        counters |= stored(statement) if counters & names_in(statement) and not picked else set()
+    own: set[str] = set()
+    read: list[str] = []
+    for statement in [n for part in plain.forward for n in assignments(source, part)]:
+        loads = [n.id for n in ast.walk(statement.value) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+        read += [name for name in loads if name not in own]
+        own |= stored(statement)
+    if wrong := set(read) & ((stored(outermost) - assigned.keys()) | counters):
+        raise Refused(f"the forward reads {min(wrong)}, which changes and is no part of the batch")
+    if plain.creation.outside and (wrong := _only_inside(source, plain, set(read) - assigned.keys() - {plain.model})):
+        raise Refused(f"the forward reads {min(wrong)}, which only the function with the loop has")
+    outputs = own - {plain.loss}
+    for node in ast.walk(source.scope(plain.loop)):
+        inside = any(statement is node or statement in source.above(node) for statement in plain.forward)
+        if isinstance(node, ast.Name) and node.id in outputs and isinstance(node.ctx, ast.Load) and not inside:
+            raise Refused(f"{node.id} is used outside the forward, in line {node.lineno}")
+    batch = [name for name in assigned if name in read]
+    if not batch:
+        raise Refused("the forward reads nothing that changes from step to step")
+    return batch
+
+
+def _only_inside(source: SourceText, plain: PlainLoop, read: set[str]) -> set[str]:
+    """Return names that the function with the loop has, and the place where the optimizer is made has not by these names."""
+    function = source.scope(plain.loop)
+    own = stored(function)
+    if isinstance(function, ast.FunctionDef):
+        own |= {parameter.arg for parameter in function.args.args}
+    return {name for name in read & own if plain.creation.given.get(name) != name}
+
+
+def _loop_names(loop: ast.For | ast.While) -> tuple[dict[str, None], set[str]]:
+    """Return the names that a loop assigns, in their order, and those of them that count."""
+    if not isinstance(loop, ast.For):
+        return {}, set()
+    over, arguments = iterated(loop)
+    counters: set[str] = set()
+    if over in ("range", "trange"):
+        counters = stored(loop.target)
+    elif over == "enumerate" and isinstance(loop.target, ast.Tuple):
+        counters = stored(loop.target.elts[0])
+    elif over == "zip" and isinstance(loop.target, ast.Tuple):
+        pairs = zip(loop.target.elts, arguments)
+        ranges = [target for target, call in pairs if isinstance(call, ast.Call) and name_of(call.func) == "range"]
+        counters = set().union(*map(stored, ranges))
+    return _ordered(loop.target), counters
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def _ordered(node: ast.AST) -> dict[str, None]:
+    """Return the names that are assigned here, in the order of the source."""
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return dict.fromkeys(n.id for n in sorted(names, key=lambda n: (n.lineno, n.col_offset)))
+
 
 IMPORT = "import gpubound as gb"
 NARROW = ("bfloat16", "float16", "half")  # names of 16-bit numbers, which a cast of the model has
@@ -28,7 +398,7 @@ KERNELS = ("foreach", "fused")  # options that choose kernels, not numbers
 def propose(source: SourceText, line: int) -> list[Edit]:
     if b"GradScaler" in source.data:
         raise Refused('the file uses a GradScaler; write gb.TrainStep(..., precision="fp16"), which has its own, by hand')
-    if WRITE_LATER in names_in(source.tree):
+    if NAME in names_in(source.tree):
         raise Refused("another thread launches work while it writes, which would end a capture")
     if _casts(source):
         raise Refused("the file uses 16-bit numbers outside of autocast; write gb.TrainStep(..., precision=...) by hand")

@@ -16,9 +16,9 @@ from statistics import mean, median
 from typing import Any
 
 from ...errors import MeasureError
+from ...watch.events import LIBRARY, Place, owner
 from ...watch.ledger import LedgerRow
-from ...watch.source_line import LIBRARY, Place, owner
-from ..record.sampled import Samples
+from ..record.located import Samples
 from ..record.tape import Span, Tape, chosen
 from .idle import Bar, HostDependencies, Stalls, idle_times
 from .simulator import Simulator, fit_simulator

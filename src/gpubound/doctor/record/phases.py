@@ -32,8 +32,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 
 from ...formatting import in_words
 from ...trace import hooked
+from ...watch.events import Place, here
 from ...watch.sensors import statistics
-from ...watch.source_line import Place, here
 from .kineto import read_trace
 from .script import StopScript
 from .tape import SPAN, Tape

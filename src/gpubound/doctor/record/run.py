@@ -16,17 +16,16 @@ from ...device import label
 from ...errors import MeasureError
 from ...version import __version__
 from ...watch import pretend
+from ...watch.events import Place
 from ...watch.ledger import LedgerRow
 from ...watch.pretend_cuda import cuda_is_pretended
-from ...watch.source_line import Place
 from ..finding import Verdict
 from ..price.prices import Line, Measurements, line_of
 from ..rules.compute import idle
 from ..rules.diagnose import diagnose
 from .kineto import read_trace
-from .located import LocatedPhase, SurveyPhase, WatchedPhase
+from .located import LocatedPhase, SampledPhase, SurveyPhase, WatchedPhase
 from .phases import Period, Phase, Phases, RecordedPhase, TimedPhase
-from .sampled import SampledPhase
 from .script import Script, Steps, StopScript
 from .tape import lines_by_mark, match_lines
 

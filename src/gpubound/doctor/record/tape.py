@@ -19,7 +19,7 @@ from difflib import SequenceMatcher
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from ...watch.source_line import Place
+from ...watch.events import Place
 
 MARK, SPAN = "stall|", "span|"
 

@@ -26,7 +26,7 @@ from ...files import make_folder, read_json, write_atomic
 from ...pages import check_page, environment, write_page
 from ...trace import printable
 from ...version import __version__
-from ...watch.source_line import Place, Site
+from ...watch.events import Place, Site
 from ..finding import KINDS, Finding, Verdict
 from ..fix.prove import Proof
 from ..price.idle import Gap, Stalls

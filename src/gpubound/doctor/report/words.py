@@ -1,12 +1,18 @@
-"""Words of a verdict that every report shares, and the sentence that each begins with."""
+"""Words of a verdict that every report shares, the sentence that each begins with, and the report on the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from io import StringIO
 from math import floor
 
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from ...trace import printable
-from ..finding import GPU_TIME, KINDS, Finding, Verdict
+from ..finding import COUNTS, GPU_TIME, KINDS, Finding, Verdict
 from ..fix.calls import WORKERS
 from ..rules.diagnose import HARMLESS
 from ..rules.remedies import ANEW
@@ -352,3 +358,122 @@ def _reason(finding: Finding) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.0095 else f"{100 * share:.1f} %"
+
+
+NARROW = 100  # columns; a narrower screen shows a finding in several lines
+FINDINGS = 8  # shown; those after the eighth cost little
+HARMLESS_SHOWN = 3  # named; the rest are counted
+COLOURS = {"busy": "green", "host_late": "red", "unlocated": "yellow"}
+
+
+def screen(
+    verdict: Verdict, width: int = 100, colour: bool = False, everything: bool = False, files: Sequence[str] = ()
+) -> str:
+    """Return the text of the screen, `width` columns wide. `everything` lists all harmless findings; `files` are named at the
+    end."""
+    out = StringIO()
+    console = Console(
+        file=out, width=max(width, 40), force_terminal=colour, color_system="standard" if colour else None, no_color=not colour,
+        highlight=False, markup=False, emoji=False, legacy_windows=False,
+    )  # fmt: skip
+    for part in _parts(verdict, console.width, everything, files):
+        console.print(part)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+
+
+def _parts(verdict: Verdict, width: int, everything: bool, files: Sequence[str]) -> Iterator[RenderableType]:
+    yield _text(conclusion(verdict), "bold")
+    yield Text()
+    yield _text(f"doctor  {verdict.script}", "bold")
+    yield _text(machine(verdict), "dim")
+    yield from (_text(note, "dim") for note in notes(verdict))
+    if verdict.step_ms is not None:
+        yield _step(verdict)
+    if verdict.step_ms and (limits := ceilings(verdict)):
+        texts = [f"{milliseconds(ms)} ({verdict.step_ms / ms:.2f}x) {assumption}" for ms, assumption in limits if ms]
+        yield _text(f"CEILING {'; '.join(texts)}", "bold")
+    yield from (_text(line) for line in late_for(verdict))
+    shown = verdict.findings if everything else verdict.findings[:FINDINGS]
+    if shown:
+        yield Text()
+        yield from [_table(shown)] if width >= NARROW else _list(shown)
+    else:
+        yield _text("no finding", "green")
+    if rest := verdict.findings[len(shown) :]:
+        dearest = "" if rest[0].ms is None else f", the dearest of them {price(rest[0])}"
+        yield _text(f"{len(rest)} more{dearest} (--all lists them)")
+    for line in (*together(verdict), *adds_up(verdict), *_harmless(verdict, everything), *verdict.unlocated):
+        yield _text(line)
+    yield from (_text(line, "dim") for line in without(verdict))
+    if files:
+        yield _text(f"written: {', '.join(files)}", "dim")
+
+
+def brief(verdict: Verdict) -> list[str]:
+    """Return the verdict in a few lines, for the end of a run that describes itself."""
+    lines = [] if verdict.step_ms is None else [_step(verdict).plain]
+    counted = [f"{verdict.counts[name]:.3g} {what}" for name, what in COUNTS.items() if name in verdict.counts]
+    if counted:
+        lines.append(f"a step has {' and '.join(counted)}")
+    for number, finding in enumerate(verdict.findings, 1):
+        lines.append(clean(f"{number}. {place_of(finding)}  {code_of(finding)}: {summary(finding)}"))
+    if counted and not verdict.findings:
+        lines.append("no finding")
+    return [*lines, *without(verdict)]
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text(clean(text), style)
+
+
+def _step(verdict: Verdict) -> Text:
+    """Return one line: the step, and its shares in percent."""
+    line, percentages = Text(), rounded(shares(verdict))
+    line.append(f"STEP {milliseconds(verdict.step_ms or 0.0)}", "bold")
+    for share, name in SHARES.items():
+        if share in percentages:
+            line.append(f"   {name} ").append(f"{percentages[share]:.0f}%", COLOURS.get(share, ""))
+    if verdict.lead_ms is not None:
+        line.append(f"   host ahead {milliseconds(verdict.lead_ms)}")
+    return line
+
+
+def _where(finding: Finding) -> Text:
+    lines = [(place_of(finding), "bold"), (code_of(finding), ""), (through(finding), "dim")]
+    return Text("\n").join(_text(text, style) for text, style in lines if text)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("ms/step", justify="right", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("where", ratio=5, overflow="fold")
+    table.add_column("fix", ratio=4, overflow="fold")
+    for number, finding in enumerate(findings, 1):
+        cost = "-" if finding.ms is None else milliseconds(finding.ms).removesuffix(" ms")
+        kind = _text(f"{kind_of(finding)}\n{times(finding)}").append(f"\n{finding.certainty}", "dim")
+        table.add_row(str(number), Text(cost, "bold"), kind, _where(finding), _fix(finding))
+    return table
+
+
+def _list(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    for number, finding in enumerate(findings, 1):
+        head = f"{number}. {price(finding)}  {kind_of(finding)}, {times(finding)}, {finding.certainty}"
+        yield _text(head, "bold")
+        yield Padding(_where(finding), (0, 0, 0, 3))
+        yield Padding(Text("fix: ").append_text(_fix(finding)), (0, 0, 0, 3))
+
+
+def _fix(finding: Finding) -> Text:
+    text = _text(finding.fix)
+    return text.append("  [patch]", "green") if finding.patch else text
+
+
+def _harmless(verdict: Verdict, everything: bool) -> Iterator[str]:
+    shown = verdict.harmless if everything else verdict.harmless[:HARMLESS_SHOWN]
+    for finding in shown:
+        code = code_of(finding)
+        yield f"harmless: {place_of(finding)}  {code}{', ' if code else ''}{times(finding)}, {price(finding)}"
+    if rest := len(verdict.harmless) - len(shown):
+        yield f"harmless: {rest} more (--all lists them)"

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from ...formatting import readable
+from ...watch.events import Place
 from ...watch.ledger import LedgerRow
-from ...watch.source_line import Place
 from ..price.prices import Measurements, Prices, line_of, named
 from ..record.tape import Span
 from .remedies import create_on_device

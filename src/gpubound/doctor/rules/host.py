@@ -13,11 +13,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ...watch.events import MASKING
+from ...watch.events import LIBRARY, MASKING, Place, Site, owner
 from ...watch.ledger import LedgerRow
-from ...watch.source_line import LIBRARY, Place, Site, owner
 from ..price.prices import Line, Measurements, Prices, line_of
-from ..record.sampled import SWITCH_S
+from ..record.located import SWITCH_S
 from .compute import EVERY, busiest, computing
 from .remedies import acts, parsed
 from .waits import StallCandidate, estimate, spans_of, writes_checkpoint

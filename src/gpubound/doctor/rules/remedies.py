@@ -7,9 +7,8 @@ import linecache
 import re
 from functools import lru_cache
 
-from ...watch.events import DRAWING, NUMBER, SCALARS, cause_of
+from ...watch.events import DRAWING, NUMBER, SCALARS, Site, cause_of
 from ...watch.ledger import LedgerRow
-from ...watch.source_line import Site
 
 # Files in which a library reads or copies, and what its caller can do about it.
 LIBRARIES = {

@@ -7,10 +7,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from ...formatting import readable
-from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD
+from ...watch.events import DOWNLOAD, EMPTIED, HOST_DATA, MASKING, UPLOAD, Place
 from ...watch.ledger import LedgerRow
 from ...watch.ops import DOWN, UP
-from ...watch.source_line import Place
 from ..finding import KINDS
 from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
