@@ -64,6 +64,15 @@ def test_extend_draft_matches(at, device, monkeypatch):
     assert chunk.token[:, at].tolist() == [4, 5, 6]
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_keep_stream_matches(tokens, device):
+    x, to = draw(device, torch.float32, 2 * tokens, 40), draw(device, torch.float32, 2 * tokens, 100)
+    position = torch.arange(2 * tokens, device=device, dtype=INT).view(2, tokens)
+    _, kept, _, _, first, _ = agree("keep_stream", x, to, 60, position, ints(device, 7, 7), 0, limit=0)
+    assert torch.equal(kept[:, 60:], x) and first.tolist() == [0, tokens]
+    agree("keep_stream", x, to, 0, None, None, 0, limit=0)
+
+
 def test_the_doors(device):
     """Through choice and self-test: the token's row of the table, normed, beside the feature."""
     chunk, both, token = outputs(1, 2, device), zeros(device, 1, 4), ints(device, 0)
@@ -79,6 +88,8 @@ def test_the_doors(device):
     kernels.begin_draft(rows, text, ints(device, 0), x.repeat(2, 1), Reads(table, norm, norm), chunk, place, last, both)
     torch.testing.assert_close(both[:, :2], torch.tensor([[1.0, 1.0], [0.0, 2**0.5]], device=device))
     assert (chunk.token[0, 0], place.tolist(), last.item()) == (1, [[0, 1]], 0)
+    kernels.keep_stream(x.repeat(2, 1), both, 2)
+    assert both[:, 2:].tolist() == [[0.0, 5.0]] * 2
 
 
 def test_errors():
@@ -94,4 +105,5 @@ def test_errors():
         lambda: kernels.extend_draft(None, None, targets, token, x[:2], read, chunk, 0, both[:2]),
         lambda: kernels.extend_draft(zeros("cpu", 2, 4), None, targets, token, x[:2], read, chunk, 3, None),
         lambda: kernels.extend_draft(None, None, targets, token, x[:2], read, chunk, 1, both),
+        lambda: kernels.keep_stream(x, both, 5),
     )

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import begin_draft, extend_draft
+from ..kernels import begin_draft, extend_draft, keep_stream
 from ..kernels.decode_product import EARLY, LATE, Norm
 from ..kernels.dispatch import can_launch
 from ..kernels.draft_inputs import Reads
@@ -48,15 +48,12 @@ class HiddenStates:
         self._lengths: Tensor | None = None
         self._prompt: dict[int, Tensor] = {}
 
-    def begin(self, position: Tensor) -> None:
-        """Begin a step of tokens at `position`, (B, T) or (B,)."""
-        self.position[: len(position)] = position.view(len(position), -1)[:, 0]
-
-    def keep(self, number: int, x: Tensor) -> None:
-        """Keep the stream x (B T, hidden) before layer `number` of a step."""
+    def keep(self, number: int, x: Tensor, position: Tensor, mode: int) -> None:
+        """Keep the stream x (B T, hidden) before layer `number` of a step of tokens at `position`, (B, T) or (B,)."""
         for at, layer in enumerate(self.layers):
             if layer == number:
-                self.rows[: len(x), at * self.hidden : (at + 1) * self.hidden] = x
+                begins = (position.view(len(position), -1), self.position[: len(position)]) if at == 0 else (None, None)
+                keep_stream(x, self.rows[: len(x)], at * self.hidden, *begins, EARLY if mode else 0)
 
     def begin_prompt(self, lengths: Tensor) -> None:
         """Begin a prefill of prompts of these lengths (B,)."""

@@ -220,7 +220,7 @@ class LayerGroup:
         with entered(self.device):
             for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
                 if self.hidden_states is not None:
-                    self.hidden_states.keep(number, x)
+                    self.hidden_states.keep(number, x, position, mode)
                 together.append((attention, (attention.compute if own_kernels else attention.gemm_compute)(x, position, mode)))
                 if attention.weights.joined:
                     continue
@@ -450,8 +450,6 @@ class FusedRunner(ViewRunner):
         if self.inputs is not None:
             self.inputs.step(token.flatten(), x, rows <= self.gemv_rows)
         mode, own_kernels = self.mode(rows), rows <= max(self.gemv_rows, self.tiled_rows)
-        if self.hidden_states is not None:
-            self.hidden_states.begin(position)
         for group in self.spans:
             x, position = x.to(group.device), position.to(group.device)
             group.step(x, position, mode, own_kernels)

@@ -23,7 +23,7 @@ from .decode_product import (
 )
 from .delta_rule import delta_step as delta_step
 from .divergence import divergence as divergence
-from .draft_inputs import begin_draft as begin_draft, extend_draft as extend_draft
+from .draft_inputs import begin_draft as begin_draft, extend_draft as extend_draft, keep_stream as keep_stream
 from .expert_choice import gate_rows as gate_rows, select_experts as select_experts
 from .experts import (
     add_routed as add_routed,

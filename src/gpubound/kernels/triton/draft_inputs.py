@@ -18,6 +18,18 @@ PARTS = 1024  # partial maxima at a time
 
 
 @triton.jit
+def _keep_stream_kernel(x_ptr, to_ptr, position_ptr, first_ptr, column, width, H, rows, T: tl.constexpr, BLOCK: tl.constexpr,
+                        ROWS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _start(DEPENDENT)
+    n, col = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(to_ptr + n * width + column + col, tl.load(x_ptr + n * H + col, mask=col < H, other=0.0), mask=col < H)
+    if position_ptr is not None:  # noqa: SIM102  this is a constant of the compiler, the program's number is not
+        if n == 0:
+            b = tl.arange(0, ROWS)
+            tl.store(first_ptr + b, tl.load(position_ptr + b * T, mask=b < rows, other=0), mask=b < rows)
+
+
+@triton.jit
 def _normed(x, norm_ptr, eps, col, H, GAIN: tl.constexpr):
     gain = tl.load(norm_ptr + col, mask=col < H, other=0.0).to(tl.float32) + GAIN
     return x / tl.sqrt(tl.sum(x * x, 0) / H + eps) * gain
@@ -94,6 +106,19 @@ def _plan(reads: Reads, embed: Tensor | None, dependent: int) -> tuple[tuple[int
     shape = (*reads.table.shape, *((0, 0) if embed is None else embed.shape))
     constants = {"BLOCK": block, "TILE": block, "EMBEDDED": reads.embedded.offset, "FEATURE": reads.feature.offset}
     return shape, constants | options(max(1, min(8, block // 256)), dependent)
+
+
+@torch.no_grad()
+def keep_stream(
+    x: Tensor, to: Tensor, column: int, position: Tensor | None = None, first: Tensor | None = None, dependent: int = 0
+) -> tuple[Tensor, ...]:
+    block, (rows, tokens) = power_of_two(x.shape[1]), (1, 1) if position is None else position.shape
+    _keep_stream_kernel[(len(x),)](
+        x, to, position, first, column, to.shape[1], x.shape[1], rows, T=tokens, BLOCK=block, ROWS=power_of_two(rows),
+        **options(max(1, min(8, block // 256)), dependent),
+    )  # fmt: skip
+    bump_versions(to, first)
+    return (to,) if first is None else (to, first)
 
 
 @torch.no_grad()
