@@ -134,9 +134,12 @@ def measured(
     for count in drafted:
         speculate = gpubound.Draft(head, count, tensor_cores=True)
         decoders[count] = gpubound.decoder(model, max_length=LENGTH + 64, speculate=speculate)
-    for decoder in decoders.values():
-        for prompt in (texts["chat"][0], texts["code"][0]) * 2:  # which captures
-            decoder.generate(prompt, max_new_tokens=new)
+    for decoder in decoders.values():  # a prompt's graph is made when its length comes again
+        for _ in range(2):
+            for some in texts.values():
+                decoder.generate(some[0], max_new_tokens=new)
+                for prompt in some:
+                    decoder.generate(prompt, max_new_tokens=2)
     say(f"{len(decoders)} decoders are ready")
     table = []
     for kind, some in texts.items():
