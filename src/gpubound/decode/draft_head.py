@@ -52,8 +52,9 @@ class HiddenStates:
         """Keep the stream x (B T, hidden) before layer `number` of a step of tokens at `position`, (B, T) or (B,)."""
         for at, layer in enumerate(self.layers):
             if layer == number:
-                begins = (position.view(len(position), -1), self.position[: len(position)]) if at == 0 else (None, None)
-                keep_stream(x, self.rows[: len(x)], at * self.hidden, *begins, EARLY if mode else 0)
+                rows, places = len(position), position.view(len(position), -1)
+                begins = (places, self.position[:rows]) if at == 0 else (None, None)
+                keep_stream(x, self.rows[: len(x)], at * self.hidden, begins[0], begins[1], EARLY if mode else 0)
 
     def begin_prompt(self, lengths: Tensor) -> None:
         """Begin a prefill of prompts of these lengths (B,)."""
