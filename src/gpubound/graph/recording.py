@@ -269,9 +269,7 @@ class Recording:
     def _record(self) -> None:
         for leaf in self.leaves:
             leaf.tensor.grad = leaf.start
-        # On the thread of the warm-up: each thread has its own handle of cuBLAS, with a workspace that would stay in the pool.
-        with contextlib.nullcontext() if self.warm_pool is None else torch.autograd.set_multithreading_enabled(False):
-            self.outputs = self.runner.record(self.name, self._call, self.generators.custom, self.external)
+        self.outputs = self.runner.record(self.name, self._call, self.generators.custom, self.external)
         for index, output in enumerate(tree_leaves(self.outputs)):
             check_open(f"output {index}", output)
         for leaf in self.leaves:

@@ -130,7 +130,12 @@ def run(module: nn.Module, cases: Sequence[Case], dtype: torch.dtype, spent: boo
     spent: free each parameter once its gradient is complete, in the last case: nothing reads it after that
     """
     named: Named = {}
-    with for_comparison(module, train_all=True), torch.enable_grad(), mode(module, training=False):
+    with (
+        for_comparison(module, train_all=True),
+        torch.enable_grad(),
+        mode(module, training=False),
+        torch.autograd.set_multithreading_enabled(False),  # a workspace of cuBLAS for another thread, 32 MiB, would stay
+    ):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}  # quantised ones have no gradient
         for number, case in enumerate(cases):
             x, keywords = case(dtype)
