@@ -116,7 +116,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def backward_here() -> Any:
-    """Return a context in which backward runs on this thread. Autograd's threads have handles of cuBLAS of their own, with a
+    """Return a context in which backward runs on this thread. Each of autograd's threads has a handle of cuBLAS, with a
     workspace of 32 MiB for every stream, which stays: 96 MiB after a training step's first call at 135m."""
     return torch.autograd.set_multithreading_enabled(False)
 
