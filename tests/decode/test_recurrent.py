@@ -123,6 +123,15 @@ def test_on_a_cpus_own_path(kind, monkeypatch):
         assert cases.likeliest(fast.model, cases.prompts(20, 1, 6, 9, 4)[one.prompt], one.tokens) == one.tokens
 
 
+@pytest.mark.parametrize("kind", DENSE)
+def test_a_graph_holds_a_prompt(kind, device):
+    """From the second of its size on: 24 layers of the delta rule are 3,000 launches."""
+    fast = decoder(kind, device, 1)
+    assert fast.body.captures_prefill
+    for seed in range(3):
+        cases.assert_greedy(fast, cases.prompts(20, seed=seed), 4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_in_the_interpreter(kind, interpret):

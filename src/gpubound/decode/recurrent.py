@@ -100,7 +100,6 @@ class ShortConv(RecurrentLayer):
 
 class GatedDelta(RecurrentLayer):
     op = "delta_step"
-    captures_prompts = False  # cuBLAS's triangular systems have not been tried in a graph
     weights: DeltaWeights
 
     def recur(self, rows: list[Tensor], position: Tensor, mine: slice, out: Tensor, mode: int) -> None:
