@@ -235,7 +235,7 @@ class Cache:
     targets: Tensor | None = None  # see LayerStore.write
     ends: Tensor | None = None
     shared: LayerStore | None = None  # the first one whose pages all rows share, by the one table
-    sharing = False  # whether attention reads what rows have in common once
+    sharing = 0  # lines of rows, of those of `group`, whose common keys attention reads once
     uneven = False  # whether attention splits the keys of long rows among more programs
     most = 0  # keys that steps are known to read of a row at most; 0: all positions
 
@@ -367,8 +367,8 @@ class Cache:
             cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
 
-    def group(self, groups: Iterable[list[int]], tokens: list[int]) -> None:
-        """Write which rows begin with the same tokens, and with how many (B)."""
+    def group(self, groups: Iterable[list[int]], tokens: list[int]) -> int:
+        """Write which rows begin with the same tokens, and with how many (B), and return in how many lines."""
         lines = [rows[at : at + MEMBERS] for rows in groups for at in range(0, len(rows), MEMBERS) if len(rows) > 1]
         places = [number * MEMBERS + place for number, line in enumerate(lines) for place in range(len(line))]
         members = [row for line in lines for row in line]
@@ -378,12 +378,13 @@ class Cache:
         counts[members] = torch.tensor([tokens[row] for row in members], dtype=torch.int32, device="cpu")
         self.common.rows.copy_(to_device(table.view_as(self.common.rows), self.device))
         self.common.counts.copy_(to_device(counts, self.device))
+        return len(lines)
 
     def shared_by(self, rows: int) -> SharedKeys | None:
         """Return what the first rows have in common, while attention reads it once."""
         if not self.sharing:
             return None
-        return SharedKeys(self.common.rows[: max(1, rows // 2)], self.common.counts[:rows])
+        return SharedKeys(self.common.rows[: self.sharing], self.common.counts[:rows])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at positions from `start` on.

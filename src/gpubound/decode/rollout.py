@@ -56,9 +56,8 @@ class Rollout:
 
     def __init__(self, decoder: "FastDecoder", request: RolloutRequest) -> None:
         self.decoder, self.request, self.variant = decoder, request, request.variant
-        self._grouped = decoder.body.grouped if request.samples > 1 else None
-        if self._grouped is not None and max(len(one.ids) for one in request.sequences) >= PAGE:
-            self.variant = self.variant._replace(shared=True)
+        shares = request.samples > 1 and max(len(one.ids) for one in request.sequences) >= PAGE
+        self._grouped = decoder.body.grouped if shares else None
         self.waiting = deque(request.sequences)
         self.size = decoder.bucket(min(len(self.waiting), decoder.max_batch))  # rows of a launch
         self.rows: list[Running | None] = [None] * self.size
@@ -255,7 +254,8 @@ class Rollout:
         """Write the pages and the adapters of the rows as they are now, which have one prompt, and whether some are long."""
         self._pages.upload()
         if self.decoder.body.splits_keys:
-            read = [one.launched + (0 if self.variant.shared else len(one.ids)) for one in self._row_owners if one is not None]
+            alone = self._grouped is None
+            read = [one.launched + alone * len(one.ids) for one in self._row_owners if one is not None]
             uneven = bool(read) and max(read) > max(LONG, 2 * sum(read) / len(read))
             self.variant = self.variant._replace(uneven=uneven)
         if self.request.chooses:
@@ -263,14 +263,16 @@ class Rollout:
 
     def _share(self) -> None:
         """Write which rows have a prompt in common, whose keys steps read once."""
-        if self._grouped is not None and self.variant.shared:
+        if self._grouped is not None:
             groups = defaultdict[int, list[int]](list)
             tokens = [0] * len(self._grouped.common.counts)
             for row, one in enumerate(self._row_owners):
                 if one is not None and not one.result.turn and len(one.ids) >= PAGE:
                     groups[one.result.prompt].append(row)
                     tokens[row] = len(one.ids)  # the last one's key is the same, too, once a row is beyond it
-            self._grouped.group(groups.values(), tokens)
+            lines = self._grouped.group(groups.values(), tokens)
+            sizes = 0, self.size // 8, self.size // 4  # a capture each; programs of lines that are empty take time
+            self.variant = self.variant._replace(shared=next((n for n in sizes if n >= lines), self.size // 2))
 
     def _prefill(self, batch: list[list[Running]], start: int = 0) -> None:
         """Prefill prompts, each for all of its samples, padded to few sizes, since each is a graph.

@@ -444,7 +444,7 @@ class SamplingVariant(NamedTuple):
     penalty: bool = False
     logprobs: bool = False
     tempered: bool = False  # log-probabilities after the temperature
-    shared: bool = False  # attention reads what rows have in common once
+    shared: int = 0  # lines of rows whose common keys attention reads once (Cache.group), or a few more
     uneven: bool = False  # attention splits the keys of long rows among more programs
     most: int = 0  # keys that attention reads of a row at most; 0: all positions
 
