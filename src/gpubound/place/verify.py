@@ -21,8 +21,7 @@ No run holds a second model: a gradient is freed once it is sampled, and that fp
 """
 
 import math
-from collections import Counter
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
