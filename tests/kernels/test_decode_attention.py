@@ -7,7 +7,7 @@ import torch
 
 from gpubound import kernels
 from gpubound.kernels import plans
-from gpubound.kernels.decode_attention import LayerCache
+from gpubound.kernels.decode_attention import LayerCache, listed
 from gpubound.kernels.decode_product import EARLY, LATE, Norm
 from gpubound.kernels.plans.types import AttentionPlan
 from gpubound.kernels.registry import load
@@ -81,6 +81,17 @@ def test_rows_may_read_more_keys_than_they_are_known_to(device, most):
         parity(case, 1e-5, splits=16, most=most)
         whole, bounded = (case("triton", splits=16, most=bound)[0] for bound in (0, most))
     assert most < 150 or torch.equal(whole, bounded)
+
+
+@pytest.mark.parametrize("dependent", [0, EARLY])
+def test_rows_have_the_parts_that_are_listed(device, dependent):
+    """In any order, one for a row that is nowhere, more or fewer than a row's keys have of 16, and entries of none."""
+    case = Case(device, torch.float32, [0, 40, 149, 48, -1])
+    counts = {2: 10, 1: 3, 3: 2, 0: 2, 4: 1}
+    entries = [listed(row, part, count) for row, count in counts.items() for part in range(count)]
+    with small_tiles(case):
+        parts = torch.tensor([*entries[::-1], -1, -1], device=device, dtype=torch.int32)
+        parity(case, 1e-5, splits=16, dependent=dependent, parts=parts)
 
 
 def test_a_row_gives_the_same_bits_in_any_batch(device):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import decode_attention, quantized_decode_attention, write_tokens
-from ..kernels.decode_attention import KINDS, Heads, LayerCache, Scratch, decode, encode, reads_shared
+from ..kernels.decode_attention import KINDS, MANY, Heads, LayerCache, Scratch, decode, encode, listed, reads_shared
 from ..kernels.invariant import MEMBERS, SharedKeys
 from ..kernels.latent_attention import LatentCache
 from ..kernels.write_tokens import as_integers
@@ -40,6 +40,9 @@ Pairs = list[tuple[Tensor, Tensor]]  # a layer's tensor, and what is written to 
 # Tiles that a program takes at least where rows' lengths differ widely. A row's 1,024 keys are one program's by default, where
 # there are many rows: 256 rows of 288 keys on average, H200, ms a step of 0.6b: equal lengths 4.34, exponential ones 5.41.
 UNEVEN = 24
+# Keys of a part where parts are listed: those of UNEVEN tiles. Of 256 rows of 333 keys on average, and 1,742 at most, 9,500 of
+# 12,288 programs of a grid have no part: a layer takes 113 us, with equal lengths 101.
+PART = 16 * UNEVEN
 
 
 @dataclass(frozen=True)
@@ -238,6 +241,7 @@ class Cache:
     sharing = 0  # lines of rows, of those of `group`, whose common keys attention reads once
     uneven = False  # whether attention splits the keys of long rows among more programs
     most = 0  # keys that steps are known to read of a row at most; 0: all positions
+    listed = 0  # entries of `parts` that attention reads in the place of a grid of rows and parts; 0: none
 
     def __init__(
         self,
@@ -290,6 +294,7 @@ class Cache:
         self._extended: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a prompt that later layers share
         together = torch.full((max(1, self.rows // 2), MEMBERS), -1, device=device, dtype=torch.int32)
         self.common = SharedKeys(together, torch.zeros(self.rows, device=device, dtype=torch.int32))
+        self.parts = torch.full((2 * self.rows,), -1, device=device, dtype=torch.int32)
         self.ringed = any(isinstance(store, WindowRing) for store in self.stores)
 
     @property
@@ -362,7 +367,10 @@ class Cache:
         op = decode_attention if self.kind is None else quantized_decode_attention
         store, place = self._indices[number]
         cache = store.of(place, slice(self.first, self.first + len(position)))
-        scratch = scratch._replace(tiles=min(scratch.tiles, UNEVEN) if self.uneven else scratch.tiles, most=self.most)
+        scratch = scratch._replace(most=self.most)
+        if self.uneven:
+            parts = self.parts[: self.listed] if self.listed and scratch.tiles >= UNEVEN else None
+            scratch = scratch._replace(tiles=min(scratch.tiles, UNEVEN), parts=parts)
         if not mode and reads_shared(cache, heads, out.dtype):
             cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
@@ -379,6 +387,20 @@ class Cache:
         self.common.rows.copy_(to_device(table.view_as(self.common.rows), self.device))
         self.common.counts.copy_(to_device(counts, self.device))
         return len(lines)
+
+    def list_parts(self, keys: list[int]) -> int:
+        """Write the parts of rows that read up to so many keys, the longest rows' first. Return how many `attend` is to read;
+        0 where it is not to read any: there are too many, or too few rows to fill a GPU with a program for each."""
+        counts = [min(-(-count // PART), 16) or 1 for count in keys]
+        step = max(1, len(keys) // 2)  # each number of entries is a capture
+        size = -(-sum(counts) // step) * step
+        if size > len(self.parts) or len(keys) * max((layer.kv_heads for layer in self.layers.values()), default=0) < MANY:
+            return 0
+        order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
+        entries = [listed(row, part, counts[row]) for row in order for part in range(counts[row])]
+        entries += [-1] * (size - len(entries))
+        self.parts[:size].copy_(to_device(torch.tensor(entries, dtype=torch.int32, device="cpu"), self.device))
+        return size
 
     def shared_by(self, rows: int) -> SharedKeys | None:
         """Return what the first rows have in common, while attention reads it once."""

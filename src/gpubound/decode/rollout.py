@@ -73,6 +73,7 @@ class Rollout:
         self._ended = False
         self._steps = 1  # of a launch
         self._since = 0  # steps since the last refill
+        self._common = [0] * decoder.max_batch  # first keys of each row that it reads together with others
         self._pages = PagePool(decoder.body.paged)
         notice(
             f"rollout: {self.size:,} rows of up to {decoder.max_length:,} tokens in a cache of "
@@ -265,12 +266,14 @@ class Rollout:
         """Write which rows have a prompt in common, whose keys steps read once."""
         if self._grouped is not None:
             groups = defaultdict[int, list[int]](list)
-            tokens = [0] * len(self._grouped.common.counts)
             for row, one in enumerate(self._row_owners):
                 if one is not None and not one.result.turn and len(one.ids) >= PAGE:
                     groups[one.result.prompt].append(row)
-                    tokens[row] = len(one.ids)  # the last one's key is the same, too, once a row is beyond it
-            lines = self._grouped.group(groups.values(), tokens)
+            several = [rows for rows in groups.values() if len(rows) > 1]
+            shared = {row for rows in several for row in rows}
+            # the last one's key is the same, too, once a row is beyond it
+            self._common = [len(one.ids) if one and row in shared else 0 for row, one in enumerate(self._row_owners)]
+            lines = self._grouped.group(several, self._common)
             sizes = 0, self.size // 8, self.size // 4  # a capture each; programs of lines that are empty take time
             self.variant = self.variant._replace(shared=next((n for n in sizes if n >= lines), self.size // 2))
 
@@ -348,9 +351,12 @@ class Rollout:
         if slots.ahead >= min(AHEAD, slots.lead) or not any(one is not None and one.left > 0 for one in self.rows):
             return False
         if self.decoder.body.splits_keys:
-            reached = max(len(one.ids) + one.launched for one in self._row_owners if one is not None) + self._steps
-            most = max(FEWEST, power_of_two(reached))
-            self.variant = self.variant._replace(most=most if most < self.decoder.max_length else 0)
+            read = [self._steps if one is None else len(one.ids) + one.launched + self._steps for one in self._row_owners]
+            most = max(FEWEST, power_of_two(max(read)))
+            own, cache = [count - common for count, common in zip(read, self._common)], self.decoder.body.grouped
+            self.variant = self.variant._replace(
+                most=most if most < self.decoder.max_length else 0, parts=cache.list_parts(own) if self.variant.uneven else 0
+            )
         return not slots.ahead or graphs.made(self.size, self._steps, self.variant)
 
     def _launch(self) -> None:

@@ -447,6 +447,7 @@ class SamplingVariant(NamedTuple):
     shared: int = 0  # lines of rows whose common keys attention reads once (Cache.group), or a few more
     uneven: bool = False  # attention splits the keys of long rows among more programs
     most: int = 0  # keys that attention reads of a row at most; 0: all positions
+    parts: int = 0  # entries of the list of rows' parts (Cache.list_parts), which attention reads if lengths are uneven
 
 
 class Stepper:
@@ -463,7 +464,8 @@ class Stepper:
         plain = variant.greedy and not variant.logprobs and body.finds_best(rows)
         settings = None if plain else slots.choice(slice(rows), variant.penalty)
         if body.grouped is not None:
-            body.grouped.sharing, body.grouped.uneven, body.grouped.most = variant.shared, variant.uneven, variant.most
+            cache = body.grouped
+            cache.sharing, cache.uneven, cache.most, cache.listed = variant.shared, variant.uneven, variant.most, variant.parts
         for step in range(steps):
             logits = body.step(state.token, state.position)
             if variant.tempered:

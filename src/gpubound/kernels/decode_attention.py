@@ -80,6 +80,12 @@ class Scratch(NamedTuple):
     finished: Tensor  # (B · K,) int32: programs of a row and kv head that are done. Zeros, and each launch leaves zeros
     tiles: int = 1  # of keys, that a program takes at least
     most: int = 0  # keys that rows are known to read at most; 0: all positions. With more, programs take larger parts
+    parts: Tensor | None = None  # (N,) int32, instead of `most`: each row's parts, one after the other (`listed`); or -1: none
+
+
+def listed(row: int, part: int, parts: int) -> int:
+    """Return an entry of `Scratch.parts`: part number `part` of the `parts` of a row. A row that reads none has one."""
+    return row + (part << 16) + (parts << 24)
 
 
 def decode_attention(
@@ -293,8 +299,10 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
     _check_heads(op, heads if new else heads._replace(k_norm=None), (D, H, K), device, new > 0)
-    (sums, finished, *_), why = scratch, "it has (rows, kv heads, splits, group, D + 2), and may have more rows than the call"
+    (sums, finished, *_, parts), why = scratch, "it has (rows, kv heads, splits, group, D + 2), or more rows than the call"
     require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
+    if parts is not None:
+        require(op, "scratch.parts", parts, torch.int32, ("parts",), device, "it lists the parts of rows")
     if cache.shared is not None:
         require(op, "cache.shared.rows", cache.shared.rows, torch.int32, ("groups", MEMBERS), device, "the kernel reads it")
         require(op, "cache.shared.counts", cache.shared.counts, torch.int32, (rows,), device, "it has one number for each row")

@@ -352,23 +352,27 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
 
 
 @triton.jit
-def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, counts_ptr, cos_ptr, sin_ptr,
-                             q_norm, k_norm, sinks, eps, scale, part_ptr, count_ptr, state_ptr, out_ptr, length_max, total,
-                             KV: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr,
-                             HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr,
-                             NORM: tl.constexpr, K_NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-                             Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr,
-                             TOKENS: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr,
-                             TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
-                             DEPENDENT: tl.constexpr):  # fmt: skip
+def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, counts_ptr, parts_ptr, cos_ptr,
+                             sin_ptr, q_norm, k_norm, sinks, eps, scale, part_ptr, count_ptr, state_ptr, out_ptr, length_max,
+                             total, KV: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, G: tl.constexpr,
+                             HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+                             PAIRS: tl.constexpr, NORM: tl.constexpr, K_NORM: tl.constexpr, OFFSET: tl.constexpr,
+                             INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr,
+                             CAP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
+                             MOST: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
+                             AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """FEW: a power of two for GROUP, and G: for tensor cores. PAGE: places a page, or None. MOST: the largest code, and KIND:
     what codes are multiplied as; or None. TILES: of N keys, that a part has at least. Q: heads that a query head takes in the
     product, 2 with a gate. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
     there (_pdl.py). With counts_ptr, what `_shared_keys_kernel` leaves in state_ptr is added to the first part, and nothing
-    else of a launch that may still run is read.
+    else of a launch that may still run is read. Without parts_ptr, the grid has each row's parts.
     """
     _begin(DEPENDENT)
-    b, kv, split = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1)
+    b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
+    if parts_ptr is not None:
+        entry = tl.load(parts_ptr + b, cache_modifier=".cg")
+        b, split = tl.where(entry < 0, 0, entry & 0xFFFF), tl.where(entry < 0, SPLITS, entry >> 16 & 0xFF)
+        splits = tl.maximum(entry >> 24, 1)
     D: tl.constexpr = 2 * HALF
     g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
     inside = i < HALF
@@ -387,7 +391,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     if counts_ptr is not None:
         begin = tl.load(counts_ptr + b)
         begin = tl.where((begin > 0) & (begin <= position), begin, 0)
-    chunk = tl.cdiv(tl.cdiv(position + 1 - begin, tl.num_programs(1)), N * TILES) * (N * TILES)
+    chunk = tl.cdiv(tl.cdiv(position + 1 - begin, splits), N * TILES) * (N * TILES)
     lo = begin + split * chunk
     parts = tl.where(known, tl.cdiv(position + 1 - begin, chunk), 0)
     hi = tl.minimum(lo + chunk, position if NEW > 0 else position + 1)  # the keys of this part, but not the token's new one
@@ -523,7 +527,7 @@ def decode_attention(
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
-    partial, finished, tiles, most_keys = scratch
+    partial, finished, tiles, most_keys, parts = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
@@ -552,11 +556,12 @@ def decode_attention(
 
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))  # those without a part take time
-        _decode_attention_kernel[(position.numel() * KV, along)](
-            qkv, position, *cache[:5], None if shared is None else shared.counts, cos, sin, q_weight, k_weight, sinks, eps,
-            scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, least, G, D // 2, HP, plan.keys, splits,
-            window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, pages,
-            most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0, num_stages=plan.stages,
+        grid = (position.numel() * KV, along) if parts is None else (len(parts) * KV, 1)
+        _decode_attention_kernel[grid](
+            qkv, position, *cache[:5], None if shared is None else shared.counts, parts, cos, sin, q_weight, k_weight, sinks,
+            eps, scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, least, G, D // 2, HP, plan.keys,
+            splits, window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens,
+            pages, most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0, num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else LATE if beside else 0),
         )  # fmt: skip
 
