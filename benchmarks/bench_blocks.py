@@ -26,8 +26,8 @@ from gpubound import capture, kernels, measure
 from gpubound.cli import arguments, guarded
 from gpubound.device import interpreted, label, resolve
 from gpubound.layers.linear_product import KEEP_ALL
-from gpubound.models.richards.config import MIXERS, MLPS
 from gpubound.models.richards.kernels import poly_attention
+from gpubound.models.richards.model import MIXERS, MLPS
 from gpubound.train.recompute import recompute_from
 
 from . import results

@@ -19,7 +19,7 @@ from gpubound.cli import arguments, guarded
 from gpubound.decode import MaskedSampler
 from gpubound.device import resolve
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.models.diffusion.block_cache import BlockCache
+from gpubound.models.diffusion.masked import BlockCache
 
 from . import results
 from .harness import Bench, chosen, release

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpubound.kernels import reference
 from gpubound.layers import RopeTable, RotaryAngles
 from gpubound.models.richards import RichardsConfig, TransformerBlock
-from gpubound.models.richards.config import MIXERS, MLPS
+from gpubound.models.richards.model import MIXERS, MLPS
 
 Plain = Callable[[Any, Tensor], Tensor]  # (our module, x) -> what it should give
 

@@ -50,7 +50,7 @@ def _made(config: Any, device: torch.device, dry: bool, codes: bool) -> Any:
     """In 16 bits, unless tiny; what transformers keeps in fp32 is fp32."""
     from transformers import DeepseekV4ForCausalLM
 
-    from gpubound.models.deepseek_v4.modules import in_fp4, keep_in_fp32
+    from gpubound.models.deepseek_v4.family import in_fp4, keep_in_fp32
 
     with device, in_fp4(codes):
         model = DeepseekV4ForCausalLM._from_config(config, dtype=torch.float32 if dry else torch.bfloat16).eval()
@@ -64,8 +64,8 @@ LAYERS = re.compile(r".*(self_attn\.(q_a|q_b|kv|o_a|o_b)|indexer\.q_b|shared_exp
 @torch.no_grad()
 def _in_fp8(model: Any) -> Any:
     """Its linear layers rounded to fp8, but the head, the compressors and what indexes share out."""
+    from gpubound.models.deepseek_v4.family import Fp8Linear
     from gpubound.models.deepseek_v4.kernels.products import BLOCK
-    from gpubound.models.deepseek_v4.modules import Fp8Linear
 
     for name, layer in [(name, module) for name, module in model.named_modules() if LAYERS.fullmatch(name)]:
         made, weight = Fp8Linear(layer, BLOCK), layer.weight.float()

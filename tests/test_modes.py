@@ -21,7 +21,7 @@ ROOT = Path(gb.__file__).parent
 FLOATS = ("empty", "eye", "linspace", "ones", "rand", "randn", "zeros")  # of the default dtype where none is given
 OTHERS = ("arange", "as_tensor", "full", "randint", "randperm", "tensor")
 # A module is made where and as its maker's modes say.
-MODULES = ("models/deepseek_v4/modules.py", "models/quantized/experts.py", "models/quantized/mxfp4.py")
+MODULES = ("models/deepseek_v4/family.py", "models/quantized/experts.py", "models/quantized/schemes.py")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from gpubound.layers.invariant import BatchInvariant
 from gpubound.layers.packed_attention import Segments
-from gpubound.models import gpt_oss, layer_types, sparse_experts
+from gpubound.models import gpt_oss, layer_types
 from gpubound.models.language_model import hidden_of
 
 from ..place.models import assert_close, assert_near, batch, place, tiny, tokens, training_run, twin
@@ -136,7 +136,7 @@ def test_experts_that_nobody_chose_have_no_gradient(dtype, device):
     exact.config = copy.deepcopy(exact.config)
     exact.config._experts_implementation = "eager"
     leaves, wide = (x, shares), [t.detach().double().requires_grad_() for t in (x, shares)]
-    y, want = sparse_experts.run_experts(experts, x, ids, shares, partial(gpt_oss.unit, experts)), exact(wide[0], ids, wide[1])
+    y, want = gpt_oss.run_experts(experts, x, ids, shares, partial(gpt_oss.unit, experts)), exact(wide[0], ids, wide[1])
     g = torch.randn(9, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     y.backward(g)
     want.backward(g.double())

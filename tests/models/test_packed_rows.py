@@ -12,8 +12,7 @@ import gpubound as gb
 from gpubound import trace
 from gpubound.models.language_model import first_row, hidden_of, logits_of, why_not_isolated
 from gpubound.models.llama.decoder import PRESETS, Decoder, DecoderConfig
-from gpubound.models.richards.config import RichardsConfig
-from gpubound.models.richards.model import RichardsDecoder
+from gpubound.models.richards.model import RichardsConfig, RichardsDecoder
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.objectives.word_loss import CausalLM, NextToken
 from gpubound.watch import watch

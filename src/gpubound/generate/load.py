@@ -25,7 +25,7 @@ from ..models.folder import (
     read_generation,
 )
 from ..models.hf_loading import load_foreign
-from ..models.quantized.choose import scheme_of
+from ..models.quantized.schemes import scheme_of
 from ..models.registry import family_of, is_named, is_quantized
 from ..trace import fallback
 from ..train.adapters import base_of, check_base, load_trained_state, merge, trained_state

@@ -24,10 +24,9 @@ from .folder import (
     read_config,
     stored_tensors,
 )
-from .quantized.choose import scheme_of
-from .quantized.fill import fill
-from .quantized.mxfp4 import Mxfp4, experts_in_codes
+from .quantized.schemes import Mxfp4, experts_in_codes, scheme_of
 from .registry import is_quantized, load_quantized
+from .storing import fill
 
 META = torch.device("meta")
 

@@ -1,10 +1,24 @@
-"""DeepSeek-V2 and V3, A.X-K1, GLM-4-MoE-Lite and Youtu: multi-head latent attention, whose cache holds one latent a token.
+"""Multi-head latent attention, whose cache holds one latent a token: DeepSeek-V2 and V3, A.X-K1, GLM-4-MoE-Lite, Youtu,
+MiniCPM3 and Mistral 4; and Ministral 3, of which Mistral 4 has the queries.
 
 DeepSeek-V3 is Kimi-K2's layout, too. Experts are read as those of models/mixtral.py. DeepSeek-V2 chooses them by a softmax,
 with groups ranked by the best of each.
+
+MiniCPM3: latent attention, with factors of the embeddings, of what each part adds to the stream, and of the logits.
+
+The decoder divides the stream by the factor of its additions, as models/granite.py does.
+
+Ministral 3: Mistral with queries that grow with the logarithm of their position, beyond the length of its first training.
+
+In a step of the decoder nothing scales the queries, so its texts end where the scale begins.
+
+Mistral 4: DeepSeek-V3's latent attention with Ministral 3's queries, and experts chosen by a softmax.
+
+Placing replaces norms, MLPs and the loss. Attention, whose queries grow with their position, and its loop stay transformers'.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,10 +34,11 @@ from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import MLP, must_be_called, normed_for
 from ..layers.fused_weights import Kernels, run_linear
 from ..layers.linear_product import format_of
-from .decoding import ExpertWeights, LatentAttentionWeights
-from .hf_modules import HFAttention, HFNorm, HFStack, attention, mlp, norm, stack
+from .decoding import ExpertWeights, LatentAttentionWeights, Shape
+from .granite import ScaledCausalLM, scaled_step
+from .hf_modules import SWAPS as LLAMA, HFAttention, HFNorm, HFStack, attention, causal_lm, mlp, norm, stack
 from .mixtral import SparseReader, sparse_causal_lm
-from .reader import HFAngles, linear_of
+from .reader import HFAngles, Reader, linear_of
 from .registry import Maker, Swap
 
 
@@ -143,7 +158,7 @@ def latent_stack(module: Any, _: Any) -> Swap:
     return swap
 
 
-SWAPS: dict[str, Maker] = {
+LATENT: dict[str, Maker] = {
     "RMSNorm": norm,
     "MLP": mlp,
     "Attention": latent_attention,
@@ -228,4 +243,111 @@ class DeepseekV2Reader(LatentReader):
         return ExpertRouting(None, False, float(router.routed_scaling_factor), count, kept, best=1)
 
 
-DECODING = {"DeepseekV2ForCausalLM": DeepseekV2Reader, "ForCausalLM": LatentReader}
+class ResidualScaledStack(LatentStack):
+    """Stack of blocks that multiply what each part adds to the stream."""
+
+    @staticmethod
+    def step(block: Any, x: Tensor, pending: Tensor | None, rope: Rope, mask: Mask = None) -> tuple[Tensor, Tensor]:
+        return scaled_step(block, block.residual_scale, x, pending, rope, mask)
+
+
+MINICPM3: dict[str, Maker] = LATENT | {
+    "Model": partial(stack, part=ResidualScaledStack),
+    "ForCausalLM": partial(causal_lm, part=ScaledCausalLM),
+}
+
+
+class MiniCPM3Reader(LatentReader):
+    READS = LatentReader.READS | {"scale_emb", "scale_depth", "dim_model_base"}
+    interleaved = False
+
+    @property
+    def factor(self) -> float:
+        return self.blocks[0].residual_scale
+
+    def shape(self) -> Shape:
+        return replace(super().shape(), logit_scale=1 / self.config.logits_scaling)
+
+    def attention(self, block: Any) -> LatentAttentionWeights:  # type: ignore[override]
+        weights = super().attention(block)
+        others: dict[str, Any] = {name: getattr(weights, name) for name in ("q_norm", "latent_norm")}  # not of the stream
+        return replace(
+            weights, **{name: norm and norm._replace(eps=norm.eps * self.factor**2) for name, norm in others.items()}
+        )
+
+
+BETA = "llama_4_scaling_beta"
+
+
+def first_scaled(config: Any) -> int:
+    """Return the first position whose queries are scaled."""
+    return config.rope_parameters["original_max_position_embeddings"]
+
+
+class ScaledAttention(HFAttention):
+    """`mix` takes the angles and, where some may be scaled, the positions."""
+
+    def mix(self, x: Tensor, rope: Any, mask: Mask = None) -> Tensor:
+        cos, sin, positions = rope
+        q, k, v = (t.transpose(1, 2) for t in self.project(x, (cos, sin)))
+        y, _ = self.attended(q, k, v, mask, position_ids=positions)
+        return self.output(y.flatten(-2))
+
+    def attended(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, cached: bool = False, position_ids: Tensor | None = None, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        if position_ids is not None:
+            often = torch.floor(position_ids / first_scaled(self.config))
+            scale = 1 + self.config.rope_parameters[BETA] * torch.log(1 + often)
+            q = q * scale[..., None, :, None].to(q.dtype)
+        return super().attended(q, k, v, mask, cached, **kwargs)
+
+
+class ScaledStack(HFStack):
+    def angles(self, x: Tensor, positions: Tensor | None) -> Any:
+        if positions is None and x.shape[1] > first_scaled(self.config):
+            positions = torch.arange(x.shape[1], device=x.device)
+        return *super().angles(x, positions), positions
+
+
+MINISTRAL3: dict[str, Maker] = LLAMA | {
+    "Attention": partial(attention, part=ScaledAttention),
+    "Model": partial(stack, part=ScaledStack),
+}
+
+
+class ScaledReader(Reader):
+    READS = frozenset({BETA})
+
+    def refusal(self, max_length: int) -> str | None:
+        first = first_scaled(self.config)
+        if self.config.rope_parameters.get(BETA) and max_length > first:
+            return f"its queries are scaled beyond {first} tokens, and max_length is {max_length}"
+        return super().refusal(max_length)
+
+
+MISTRAL4: dict[str, Maker] = {"RMSNorm": norm, "MLP": mlp, "ForCausalLM": sparse_causal_lm}
+
+
+class Mistral4Reader(ScaledReader, LatentReader):
+    READS = LatentReader.READS | ScaledReader.READS
+
+    def refusal(self, max_length: int) -> str | None:
+        if self.config.n_group > 1:
+            return f"its experts are in {self.config.n_group} groups, and chosen by a softmax"
+        return super().refusal(max_length)
+
+    def routing(self, block: Any) -> ExpertRouting | None:
+        router = block.gate
+        factor = float(router.routed_scaling_factor)
+        return None if factor == 1 else ExpertRouting(None, bool(router.norm_topk_prob), factor)
+
+
+SWAPS: dict[str, Any] = LATENT | {"minicpm3": MINICPM3, "ministral3": MINISTRAL3, "mistral4": MISTRAL4}
+DECODING: dict[str, Any] = {
+    "DeepseekV2ForCausalLM": DeepseekV2Reader,
+    "ForCausalLM": LatentReader,
+    "MiniCPM3ForCausalLM": MiniCPM3Reader,
+    "Ministral3ForCausalLM": ScaledReader,
+    "Mistral4ForCausalLM": Mistral4Reader,
+}

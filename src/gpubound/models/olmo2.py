@@ -1,7 +1,9 @@
-"""OLMo 2 and 3: norms after the parts of a block, and over whole rows of q and k.
+"""OLMo 2 and 3, EXAONE 4: norms after the parts of a block, and over whole rows of q and k.
 
 Its norms are between a part of a block and the residual add, so only the final norm can include an add. The loop still avoids
 what transformers does around each layer. OLMo 3 has a window in most layers, and angles by type of layer.
+
+EXAONE 4: OLMo 2's blocks with normed heads, and among layers with a window some that see all, without positions.
 """
 
 from functools import partial
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from ..layers.attention import Rope
 from ..layers.fused_weights import Kernels
-from .hf_modules import HFMLP, OPS, SWAPS as LLAMA, HFAttention, HFNorm, HFStack, stack, tried_causal_lm
+from .hf_modules import HFMLP, OPS, SWAPS as LLAMA, HFAttention, HFNorm, HFStack, attention, stack, tried_causal_lm
 from .layer_types import TypedStack, typed_attention, typed_stack
 from .reader import Reader, angle_types
 from .registry import Maker, Swap
@@ -55,7 +57,7 @@ def post_norm_stack(module: Any, _: Any) -> Swap:
     return stack(module, None, PostNormStack)
 
 
-SWAPS: dict[str, Maker] = LLAMA | {
+OLMO2: dict[str, Maker] = LLAMA | {
     "Attention": partial(typed_attention, part=WideNormAttention),
     "Model": post_norm_stack,
     "ForCausalLM": tried_causal_lm,
@@ -66,4 +68,32 @@ class PostNormReader(Reader):
     NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
-DECODING = {"ForCausalLM": PostNormReader}
+class NoPositionsAttention(HFAttention):
+    sliding_window: int | None
+    is_sliding: bool
+
+    def turns(self) -> bool:
+        return self.sliding_window is None or self.is_sliding
+
+    def window(self) -> int | None:
+        return self.sliding_window if self.is_sliding else None
+
+
+EXAONE4: dict[str, Maker] = OLMO2 | {
+    "Attention": partial(attention, part=NoPositionsAttention),
+    "Model": partial(typed_stack, part=TypedPostNormStack),
+}
+
+
+class NoPositionsReader(PostNormReader):
+    READS = frozenset({"sliding_window_pattern"})
+
+    def window(self, attention: Any) -> int:
+        return (attention.is_sliding and attention.sliding_window) or 0
+
+    def table(self, attention: Any) -> int | None:
+        return 0 if attention.sliding_window is None or attention.is_sliding else None
+
+
+SWAPS: dict[str, Any] = OLMO2 | {"exaone4": EXAONE4}
+DECODING: dict[str, Any] = {"ForCausalLM": PostNormReader, "Exaone4ForCausalLM": NoPositionsReader}

@@ -11,7 +11,7 @@ from .hf_modules import HFShiftedNorm, norm
 from .mixtral import SparseReader
 from .qwen3_5 import INPUTS, DeltaReader
 from .reader import HFAngles, weight_of
-from .recurrent_modules import gated_delta
+from .recurrent import gated_delta
 from .registry import Maker, Swap
 
 GROUPED = ("in_proj_qkvz", "in_proj_ba")

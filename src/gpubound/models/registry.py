@@ -4,12 +4,14 @@ Hugging Face modules are recognised by class name and module: `LlamaMLP` of tran
 subclass lives elsewhere, may compute something else, and is not recognised.
 
 A family's module has two tables by role of a module (Attention, MLP, ForCausalLM, ...): SWAPS, how placing replaces modules,
-and DECODING, how a model is decoded (decoding.py), or by class name where a module has readers of several families. It is
-imported on first use. A family with more than one file is a package, which has these tables in `family.py`.
+and DECODING, how a model is decoded (decoding.py). A module of several families has some of its SWAPS by model_type, each a
+table of its own, and some of its readers by class name. It is imported on first use. A family with more than one file is a
+package, which has these tables in `family.py`.
 
-SWAPS is {role: maker}. A maker gets a module and its decoder stack, and returns a `Swap`. Placing refuses modules that it must
-not replace, verifies the replacement with inputs such as `random_case` makes, and reports it. The replacement's `fused_kernels`
-describes its kernels for the report. Calls that it does not support go to the forward of the module's original class.
+SWAPS is {role: maker}, or {model_type: {role: maker}}. A maker gets a module and its decoder stack, and returns a `Swap`.
+Placing refuses modules that it must not replace, verifies the replacement with inputs such as `random_case` makes, and reports
+it. The replacement's `fused_kernels` describes its kernels for the report. Calls that it does not support go to the forward of
+the module's original class.
 
 A family that is trained by name, or loaded into our own model, is a package in TRAINABLE with a module `checkpoint.py`:
 
@@ -200,8 +202,6 @@ FAMILIES = {
     # module: {model_type: prefix of its class names}
     "hf_modules": {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"},
     "layer_types": {"ministral": "Ministral", "cwm": "Cwm"},
-    "ministral3": {"ministral3": "Ministral3"},
-    "seed_oss": {"seed_oss": "SeedOss"},
     "mixtral": {
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
@@ -217,16 +217,10 @@ FAMILIES = {
     "gemma3n": {"gemma3n": "Gemma3n"},
     "gemma4": {"gemma4": "Gemma4", "gemma4_unified": "Gemma4Unified"},
     "olmo": {"olmo": "Olmo"},
-    "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3"},
-    "phi3": {"phi3": "Phi3"},
-    "exaone4": {"exaone4": "Exaone4"},
-    "granite": {"granite": "Granite"},
-    "granite_hybrid": {"granitemoehybrid": "GraniteMoeHybrid"},
-    "hyperclovax": {"hyperclovax": "HyperCLOVAX"},
-    "interleaved": {"glm": "Glm", "glm4": "Glm4", "ernie4_5": "Ernie4_5", "helium": "Helium"},
+    "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3", "exaone4": "Exaone4"},
+    "granite": {"granite": "Granite", "granitemoehybrid": "GraniteMoeHybrid", "hyperclovax": "HyperCLOVAX"},
     "cohere": {"cohere": "Cohere", "cohere2": "Cohere2"},
-    "starcoder2": {"starcoder2": "Starcoder2"},
-    "phi": {"phi": "Phi"},
+    "phi": {"phi": "Phi", "phi3": "Phi3"},
     "gpt": {
         "gpt_neox": "GPTNeoX",
         "gpt2": "GPT2",
@@ -238,21 +232,26 @@ FAMILIES = {
         "stablelm": "StableLm",
         "nemotron": "Nemotron",
     },
-    "falcon_h1": {"falcon_h1": "FalconH1"},
-    "ungated": {"arcee": "Arcee", "jais2": "Jais2"},
+    "ungated": {"arcee": "Arcee", "jais2": "Jais2", "seed_oss": "SeedOss", "starcoder2": "Starcoder2"},
     "gpt_oss": {"gpt_oss": "GptOss"},
-    "lfm2": {"lfm2": "Lfm2", "lfm2_moe": "Lfm2Moe"},
     "latent": {
         "axk1": "AXK1",
         "deepseek_v2": "DeepseekV2",
         "deepseek_v3": "DeepseekV3",
         "glm4_moe_lite": "Glm4MoeLite",
         "youtu": "Youtu",
+        "minicpm3": "MiniCPM3",
+        "ministral3": "Ministral3",
+        "mistral4": "Mistral4",
     },
-    "mamba": {"bamba": "Bamba", "mamba2": "Mamba2"},
-    "minicpm3": {"minicpm3": "MiniCPM3"},
-    "mistral4": {"mistral4": "Mistral4"},
-    "nemotron_h": {"nemotron_h": "NemotronH"},
+    "hybrids": {
+        "bamba": "Bamba",
+        "mamba2": "Mamba2",
+        "falcon_h1": "FalconH1",
+        "nemotron_h": "NemotronH",
+        "lfm2": "Lfm2",
+        "lfm2_moe": "Lfm2Moe",
+    },
     "qwen3_5": {"qwen3_5": "Qwen3_5"},
     "qwen3_next": {"qwen3_next": "Qwen3Next", "qwen3_5_moe": "Qwen3_5Moe"},
     "qwen_vl": {"qwen2_5_vl": "Qwen2_5_VLText", "qwen3_vl": "Qwen3VLText"},
@@ -286,18 +285,23 @@ def role_of(module: nn.Module) -> str | None:
 def swaps_of(module: nn.Module) -> Mapping[str, Maker]:
     """Return the SWAPS table of the module's family, empty for an unknown family."""
     family, _ = _known(module)
-    return _module(family).SWAPS if family else {}
+    if family is None:
+        return {}
+    swaps = _module(family).SWAPS
+    return swaps.get(_type_of(module), swaps)
 
 
 def reader_of(model: Any) -> Reader | None:
     """Return the model's Reader, or None for an unknown family. Our own models have a class attribute `reader`."""
     if (own := getattr(type(model), "reader", None)) is not None:
         return own(model)
-    family, role = _known(model)
-    if is_wrapper(model):
-        family, role = _known(text_stack(model))[0], "ForCausalLM"
-    readers = _module(family).DECODING if family else {}
-    maker = readers.get(type(model).__name__) or readers.get(role)
+    known = text_stack(model) if is_wrapper(model) else model
+    family, role = _known(known)
+    if family is None:
+        return None
+    role = role if known is model else "ForCausalLM"
+    readers = _module(family).DECODING
+    maker = readers.get(f"{FAMILIES[family][_type_of(known)]}{role}") or readers.get(role)
     return None if maker is None else maker(model)
 
 
@@ -336,14 +340,18 @@ def _module(family: str) -> Any:
     return import_module(".family", module.__name__) if hasattr(module, "__path__") else module
 
 
+def _type_of(module: nn.Module) -> str:
+    """Return the model_type of transformers' module that has the module's class, or ""."""
+    home = getattr(type(module), "original", type(module)).__module__.split(".")
+    return home[2] if home[:2] == ["transformers", "models"] and home[3:] == [f"modeling_{home[2]}"] else ""
+
+
 def _known(module: nn.Module) -> tuple[str | None, str | None]:
     """Return (family, role) of a module, or (None, None)."""
-    kind = getattr(type(module), "original", type(module))
-    if kind.__module__.startswith("transformers.models."):
-        model_type = kind.__module__.split(".")[2]
-        for family, types in FAMILIES.items():
-            if model_type in types and kind.__module__.endswith(f".modeling_{model_type}"):
-                return family, kind.__name__.removeprefix(types[model_type])
+    kind, model_type = getattr(type(module), "original", type(module)), _type_of(module)
+    for family, types in FAMILIES.items():
+        if model_type in types:
+            return family, kind.__name__.removeprefix(types[model_type])
     return None, None
 
 

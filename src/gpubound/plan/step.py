@@ -17,8 +17,8 @@ from ..lora.base import FORMATS, suited
 from ..lora.layers import adapted_layers, names_in
 from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
-from ..models.quantized.fill import Held, stored_weights
 from ..models.registry import family_of, is_named
+from ..models.storing import Held, stored_weights
 from ..train.adamw import AdamW
 from ..train.adapters import check_published, published_scheme
 from ..train.flat_layout import FlatLayout, counted

@@ -18,10 +18,9 @@ from ..layers.quantized_base import Base
 from ..lora.base import FORMATS, InCodes, report_quantised, suited
 from ..lora.layers import adapted_layers
 from ..models.folder import has_config, read_config, weight_files
-from ..models.quantized.choose import scheme_of
-from ..models.quantized.fill import Held, stored_weights
 from ..models.quantized.scheme import Scheme
-from ..models.storing import allocate, read_parts, stored_state
+from ..models.quantized.schemes import scheme_of
+from ..models.storing import Held, allocate, read_parts, stored_state, stored_weights
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .checkpoint.files import checksum

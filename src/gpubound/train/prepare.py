@@ -24,7 +24,7 @@ from ..lora.base import FORMATS, InCodes, encode as quantise, report_quantised
 from ..measure.memory_phases import MemoryPhases
 from ..models.folder import read_config
 from ..models.language_model import LanguageModel
-from ..models.quantized.choose import scheme_of
+from ..models.quantized.schemes import scheme_of
 from ..models.registry import family_of, is_named
 from ..models.storing import read_parts
 from ..place import Placement, place, unplaced

@@ -5,7 +5,7 @@ import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
 
 import gpubound as gb
-from gpubound.models.deepseek_v4.modules import keep_in_fp32, rounded
+from gpubound.models.deepseek_v4.family import keep_in_fp32, rounded
 
 from .decode.cases import build, text
 

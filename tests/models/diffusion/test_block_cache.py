@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from gpubound import trace
 from gpubound.decode import MaskedSampler
 from gpubound.models import Decoder, DecoderConfig, RichardsConfig, RichardsDecoder
-from gpubound.models.diffusion.block_cache import BlockCache, why_uncached
+from gpubound.models.diffusion.masked import BlockCache, why_uncached
 from gpubound.models.language_model import hidden_of
 
 from ...train.both_ways import BothWays

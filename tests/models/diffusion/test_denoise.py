@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpubound.decode import NoiseSampler
-from gpubound.models.diffusion.noise import TARGETS
+from gpubound.models.diffusion.objective import TARGETS
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
 

@@ -8,7 +8,7 @@ from gpubound import GenerateError, trace
 from gpubound.data import train_tokenizer
 from gpubound.decode import MaskedSampler
 from gpubound.models import Decoder, DecoderConfig, RichardsConfig, RichardsDecoder
-from gpubound.models.diffusion.fill_schedule import fill_schedule
+from gpubound.models.diffusion.masked import fill_schedule
 from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.train import AdamW, TrainStep
 from gpubound.watch import no_stall, watch

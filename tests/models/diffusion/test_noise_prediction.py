@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.models.diffusion.noise import TARGETS, NoisePrediction
+from gpubound.models.diffusion.objective import TARGETS, NoisePrediction
 from gpubound.train import AdamW, TrainStep
 
 

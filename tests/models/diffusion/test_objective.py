@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from gpubound import Decoder, DecoderConfig, trace
-from gpubound.models.diffusion.noise import spread_times
-from gpubound.models.diffusion.objective import MaskedDiffusion
+from gpubound.models.diffusion.objective import MaskedDiffusion, spread_times
 from gpubound.train import AdamW, TrainStep
 from tests.train.both_ways import BothWays
 

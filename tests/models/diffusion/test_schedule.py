@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gpubound.models.diffusion.noise import TARGETS, alpha_bar, ddim_step, min_snr, noise_share, noised, parts_of, target_of
+from gpubound.models.diffusion.objective import TARGETS, alpha_bar, ddim_step, min_snr, noise_share, noised, parts_of, target_of
 
 TIMES = torch.tensor([0.05, 0.3, 0.62, 0.9])
 ROWS = alpha_bar(TIMES).double()

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import gpubound as gb
 from gpubound.models.hf_loading import load_foreign
 from gpubound.models.quantized import experts as fp4
-from gpubound.models.quantized.mxfp4 import MxExperts
+from gpubound.models.quantized.schemes import MxExperts
 
 transformers = pytest.importorskip("transformers")
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

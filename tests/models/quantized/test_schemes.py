@@ -9,8 +9,8 @@ from gpubound.layers.quantized_base import dequantised
 from gpubound.models import Decoder
 from gpubound.models.llama.checkpoint import load_hf
 from gpubound.models.quantized import gguf
-from gpubound.models.quantized.fill import numbers
 from gpubound.models.quantized.scheme import Coded
+from gpubound.models.storing import numbers
 
 from .cases import BLOCKS, FORMATS, gguf_tensor, write
 

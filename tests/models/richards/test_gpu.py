@@ -5,7 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
-from gpubound.models.richards.config import TABLES
+from gpubound.models.richards.model import TABLES
 
 from .test_decoding import greedy
 

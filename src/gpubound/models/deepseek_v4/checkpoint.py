@@ -1,6 +1,6 @@
 """Load a quantised DeepSeek-V4 checkpoint: fp8 weights with a scale per block, and fp4 experts with a scale per 32 weights.
 
-On a GPU, fp4 experts and fp8 linear layers stay quantised (modules.py). All other tensors are dequantised to the
+On a GPU, fp4 experts and fp8 linear layers stay quantised (family.py). All other tensors are dequantised to the
 model's dtype one at a time, so the peak memory is the model and one tensor. Names are those of the published files, for which
 transformers has a table, or transformers' names: layers.0.ffn.experts.3.w1.weight and .scale, or
 model.layers.0.mlp.experts.gate_up_proj and gate_up_proj_scale_inv.
@@ -22,9 +22,9 @@ from ...kernels.quantize import has_cores
 from ...trace import fallback, notice
 from ..folder import CURE, Stored, opened, stored_tensors
 from ..quantized.experts import keep_fp4
-from ..quantized.fp8 import wide
+from ..quantized.schemes import wide
+from .family import Fp8Linear, in_fp4, keep_in_fp32
 from .kernels.products import BLOCK, Fp8Blocks, scales_shape
-from .modules import Fp8Linear, in_fp4, keep_in_fp32
 
 BYTES = {torch.int8, torch.uint8}  # that hold two fp4 values each
 CODES = {"F8_E4M3": "fp8", "F8_E5M2": "fp8", "I8": "fp4", "U8": "fp4", "F4": "fp4"}  # by safetensors' dtype names

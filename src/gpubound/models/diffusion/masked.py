@@ -6,7 +6,7 @@ N tokens, N / k at a time (LLaDA's low-confidence remasking). With a `block` sho
 by block from the left, which most models need for long answers.
 
 With a `threshold`, a step writes every token of at least that probability, and at least one, until the block is full
-(Fast-dLLM's parallel decoding). With `cache`, most steps compute the positions of their block alone (block_cache.py).
+(Fast-dLLM's parallel decoding). With `cache`, most steps compute the positions of their block alone.
 
 A step has fixed shapes, and reads its number and the number of tokens to write from the device. It is captured once per shape.
 The host reads the tokens after the last step, or, to stream text, after the last step of each block. With a threshold it also
@@ -15,11 +15,23 @@ reads after each step whether the block is full.
 Guidance g > 0 also runs each row with its prompt masked, and takes logits + g · (logits - logits without the prompt).
 
 Legend: B rows, T positions of a row, N positions of a block, V tokens of the vocabulary.
+
+Keys and values are kept between the steps of a block (the dual cache of Fast-dLLM, Wu et al. 2025). A full pass computes all
+positions of a row, and stores their keys and values: of the prompt, of finished blocks, of the block itself, and of the masks
+after it. A pass of the block computes the block's positions alone. It replaces their keys and values, and attends to all that
+are stored.
+
+The result is approximate. Attention goes in both directions, so each token that is written changes the hidden states of all
+other positions from the second layer on, and with them their keys and values, which stay those of the last full pass. A pass of
+the block that directly follows a full pass of the same tokens is exact.
+
+Legend: B rows, L positions of a row, N positions of a block, K key and value heads, D width of a head.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any, Never
@@ -36,15 +48,147 @@ from ...graph import Captured, capture
 from ...graph.guards import ReentryGuard
 from ...kernels import sample
 from ...kernels.sampling import Into, Rows, Settings
+from ...layers.attention import Attention, Rope
+from ...layers.block import must_be_called, normed_for, run_blocks
 from ...layers.embedding_and_head import head_of
 from ...trace import fallback, notice
 from ..folder import MASK_ID
-from ..language_model import hidden_of, logits_of, why_not_head
+from ..language_model import LanguageModel, hidden_of, logits_of, why_not_head
 from ..registry import mode
-from .block_cache import BlockCache, why_uncached
-from .fill_schedule import FillSchedule, fill_schedule
-from .noise import MODES, MOST
-from .objective import is_causal, time_argument
+from .objective import MODES, MOST, is_causal, time_argument
+
+
+def why_uncached(model: Any) -> str | None:
+    """Return why keys and values of the model cannot be cached by `BlockCache`; None if they can."""
+    name = type(model).__name__
+    if not isinstance(model, LanguageModel):
+        return f"{name} is no gb.Decoder or gb.RichardsDecoder"
+    if getattr(model.config, "time", "none") != "none":
+        return f"the blocks of {name} read the time of each step"
+    for block in model.model.layers:
+        attention = block.self_attn
+        if not isinstance(attention, Attention) or type(attention).mix is not Attention.mix:
+            return f"its attention is a {type(attention).__name__}"
+        if must_be_called(block) or must_be_called(attention):
+            return "its blocks carry hooks or another forward"
+        if block.apart or block.gathered is not None:
+            return "its blocks are on several devices"
+    return None
+
+
+class BlockCache:
+    """Keys and values (B, L, K, D) of each layer, at fixed addresses, and the model's passes that write and read them."""
+
+    def __init__(self, model: Any, rows: int, length: int) -> None:
+        self.trunk: Any = model.model
+        attention, weight = self.trunk.layers[0].self_attn, self.trunk.embed_tokens.weight
+        sizes = len(self.trunk.layers), rows, length, attention.kv_heads, attention.head_dim
+        self.k, self.v = weight.new_zeros(2, *sizes)
+        self.number = {block: number for number, block in enumerate(self.trunk.layers)}
+        self.back = int(getattr(model.config, "shifted", False))  # how far before a token's position it is predicted
+
+    def full(self, ids: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the hidden states that predict the tokens at positions `at` (B, N) of ids (B, L), after a full pass.
+
+        mask  SDPA's, of padded rows
+        """
+        x = self._run(ids, None, None, mask)
+        place = (at - self.back).clamp(min=0)
+        return x.gather(1, place[..., None].expand(*at.shape, x.shape[-1]))
+
+    def block(self, ids: Tensor, at: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the same after a pass of the block's positions `at` alone, and of the one before them if it predicts."""
+        if self.back:
+            at = torch.cat([at[:, :1] - 1, at], 1)
+        x = self._run(ids.gather(1, at), at, at[:1] if mask is None else at, mask)  # unpadded rows begin at equal positions
+        return x[:, :-1] if self.back else x
+
+    def _run(self, ids: Tensor, at: Tensor | None, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        rope = None if self.trunk.rope is None else self.trunk.rope.of(ids, positions)
+        step = partial(self._block, at=at)
+        return run_blocks(self.trunk.layers, self.trunk.norm, self.trunk.embed(ids), rope, mask, step)
+
+    def _block(
+        self, block: Any, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Tensor | None, *, at: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run a block as layers.block.run_block does, with the keys and values of its positions (all, or `at`) stored."""
+        attention, mlp = block.self_attn, block.mlp
+        y, x = normed_for(attention, block.input_layernorm, x, pending)
+        q, *new = attention.project(y, rope)
+        number = self.number[block]
+        keys, values = stored = self.k[number], self.v[number]
+        for kept, one in zip(stored, new):
+            if at is None:
+                kept.copy_(one)
+            else:
+                kept.scatter_(1, at[..., None, None].expand_as(one), one)
+        y, _ = attention.attended(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask)
+        y, x = normed_for(mlp, block.post_attention_layernorm, x, attention.output(y.flatten(-2)))
+        return x, mlp(y) if must_be_called(mlp) else mlp.mix(y)
+
+
+@dataclass(frozen=True)
+class FillSchedule:
+    """Steps of a request: step s writes `reveals[s]` tokens of the block that begins `begins[s]` positions after the prompt."""
+
+    tokens: int
+    block: int
+    begins: list[int]
+    reveals: list[int]
+    threshold: float | None = None  # probability of tokens that any step writes; a full block skips the rest of its steps
+    refresh: int | None = 1  # steps of a block after which all positions are computed; None: at its first step alone
+
+    def by_block(self) -> Iterator[tuple[int, range]]:
+        """Yield (where a block begins, numbers of its steps)."""
+        for begin in range(0, self.tokens, self.block):
+            first = self.begins.index(begin)
+            yield begin, range(first, first + self.begins.count(begin))
+
+    def refreshes(self, number: int) -> bool:
+        """Return whether a step, counted in its block, computes all positions."""
+        return number == 0 if self.refresh is None else number % self.refresh == 0
+
+    @property
+    def partial(self) -> bool:
+        """True if some step computes the block's positions alone."""
+        return any(not self.refreshes(number) for _, numbers in self.by_block() for number in range(len(numbers)))
+
+
+def fill_schedule(
+    tokens: int, steps: int | None, block: int | None, threshold: float | None = None, refresh: int | None = 1
+) -> FillSchedule:
+    """Split `steps` among the blocks, and the tokens of a block among its steps. None: a step per token, one block."""
+    check_count("tokens", tokens)
+    if threshold is not None and steps is not None:
+        raise ValueError(
+            f"generate: steps: got {steps}, but with a threshold they follow from the probabilities; leave one out."
+        )
+    if threshold is not None and not 0 < threshold <= 1:
+        raise ValueError(f"generate: threshold: got {threshold!r}, wanted a probability above 0, and 1 at most.")
+    steps, block = tokens if steps is None else steps, tokens if block is None else block
+    check_count("steps", steps)
+    check_count("block", block)
+    if refresh is not None:
+        check_count("refresh", refresh)
+    if tokens % block:
+        raise ValueError(f"generate: block: got {block}, wanted a number that divides the {tokens} tokens to write.")
+    count = tokens // block
+    if not count <= steps <= tokens:
+        raise ValueError(
+            f"generate: steps: got {steps}, wanted {count} to {tokens}: at least one for each block of {block} tokens, and at "
+            f"most one for each token."
+        )
+    begins, reveals = list[int](), list[int]()
+    for number in range(count):
+        block_steps = _share(steps, count, number)
+        begins += [number * block] * block_steps
+        reveals += [_share(block, block_steps, step) for step in range(block_steps)]
+    return FillSchedule(tokens, block, begins, reveals, threshold, refresh)
+
+
+def _share(total: int, parts: int, part: int) -> int:
+    return total // parts + (part < total % parts)
+
 
 MOST_CACHED = 2  # shapes with keys and values: of 4,096 tokens LLaDA-8B has 2.1 GB a row
 

@@ -2,12 +2,10 @@
 
 A scheme (scheme.py) names the quantised layers of a folder and reads one of them at a time: its codes and scales are
 rearranged, and none of its numbers is rounded again. A weight that no format can hold is dequantised, as a counted fallback.
-choose.py finds the scheme of a folder, and fill.py fills a model.
 
-fp8.py          compressed-tensors and fine-grained FP8: a scale a weight, a row or a block
-int4.py         GPTQ, AWQ, and integers of compressed-tensors
-bitsandbytes.py NF4 and FP4, with and without double quantisation; int8
-mxfp4.py        experts of gpt-oss
+schemes.py      the schemes, and which one a folder has: FP8 of compressed-tensors and fine-grained FP8; GPTQ, AWQ and integers
+                of compressed-tensors; NF4, FP4 and int8 of bitsandbytes; MXFP4 experts of gpt-oss
+scheme.py       what a scheme is; models/storing.py fills a model
 experts.py      modules of experts over fp4 codes
 gguf.py         a GGUF file: its header, config and block formats
 """

@@ -1,5 +1,9 @@
 """Richards models: language models of named parts, and their folders in and out."""
 
 from .checkpoint import load_richards as load_richards, save_richards as save_richards
-from .config import RichardsConfig as RichardsConfig
-from .model import DiffusionBlock as DiffusionBlock, RichardsDecoder as RichardsDecoder, TransformerBlock as TransformerBlock
+from .model import (
+    DiffusionBlock as DiffusionBlock,
+    RichardsConfig as RichardsConfig,
+    RichardsDecoder as RichardsDecoder,
+    TransformerBlock as TransformerBlock,
+)

@@ -17,8 +17,7 @@ from ..folder import LARGEST, SPECIAL_IDS, Beyond, read_config
 from ..llama.checkpoint import for_text, sizes as sizes, small_variant
 from ..llama.decoder import PRESETS as LLAMA
 from ..storing import Weights, read_model, unread_model, write_model
-from .config import MIXERS, TABLES, RichardsConfig
-from .model import RichardsDecoder
+from .model import MIXERS, TABLES, RichardsConfig, RichardsDecoder
 
 FOREIGN = False
 MODEL_TYPE = "richards"

@@ -36,8 +36,7 @@ from ....kernels.decode_product import chained
 from ....layers.block import visiting
 from ...reader import weight_of
 from ...registry import reader_of
-from ..family import CompressedReader, StreamedLayerWeights, tensors_of
-from ..modules import rounded
+from ..family import CompressedReader, StreamedLayerWeights, rounded, tensors_of
 from .attention import LatentAttention
 from .mixture import GEMV_ROWS
 from .streams import Attend, Ends, SpanPass, StreamedLayer, StreamedSpan, When, bytes_kept, ends_of, streams_of, weights_of
