@@ -23,15 +23,11 @@ CODED = (  # whose MLPs no part of placing swaps
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 TEXTS = ("gemma4", "gemma4_unified")  # whose prompts with images no test has tried
 MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
-SPARSE = (
-    "mixtral",
-    "gpt_oss",
-    "granite_hybrid",
-    "latent",
-    "minicpm3",
-    "mistral4",
-    "qwen3_next",
-)  # whose MLPs are experts
+SPARSE = (  # whose MLPs are experts
+    *registry.FAMILIES["mixtral"], "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "granitemoehybrid", "minicpm3",
+    "mistral4", "qwen3_5_moe", "qwen3_next", "youtu",
+)  # fmt: skip
+GRIDS = ("qwen2_5_vl", "qwen3_vl")  # stacks of models of images and text
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -68,9 +64,10 @@ def loss(kind: str, swaps) -> str:
 def row(kind: str) -> list[str]:
     family = family_of(kind)
     module = import_module(f"gpubound.models.{family}.family" if family == "deepseek_v4" else f"gpubound.models.{family}")
-    swaps = {role: swap for role, swap in module.SWAPS.items() if (kind, role) != ("mamba2", "MLP")}  # its table is Bamba's
+    table = module.SWAPS.get(kind, module.SWAPS)
+    swaps = {role: swap for role, swap in table.items() if (kind, role) != ("mamba2", "MLP")}  # its table is Bamba's
     own = family in registry.RUNNERS
-    some = kind == "lfm2_moe" or (family in SPARSE and kind not in ("minicpm3", "youtu"))
+    some = kind == "lfm2_moe" or (kind in SPARSE and kind not in ("minicpm3", "youtu"))
     adapters = "none" if own or kind in PLAIN else "attention's" if some else "all"
     if kind in MIXED:
         return [
@@ -92,12 +89,12 @@ def row(kind: str) -> list[str]:
 def quantised_folders(kind: str, swaps) -> str:
     if kind == "gpt_neox":  # its q, k and v are rows of one weight, by head
         return "kept, decoded by its own forward"
-    coded = kind in CODED or (swaps.keys() & {"MLP", "TextMLP"} and family_of(kind) not in SPARSE)
+    coded = kind in CODED or (swaps.keys() & {"MLP", "TextMLP"} and kind not in SPARSE)
     return "decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
 
 
 def wrapper_row(kind: str) -> list[str]:
-    grid = kind in registry.FAMILIES["qwen_vl"] or kind in TEXTS or kind.startswith("qwen3_5")
+    grid = kind in GRIDS or kind in TEXTS or kind.startswith("qwen3_5")
     return [NAMES[kind], "texts" if grid else "texts and images"]
 
 
@@ -107,7 +104,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def text() -> str:
-    kinds = [kind for types in registry.FAMILIES.values() for kind in types if kind not in registry.FAMILIES["qwen_vl"]]
+    kinds = [kind for types in registry.FAMILIES.values() for kind in types if kind not in GRIDS]
     head = ["model", "`gb.place` swaps", "loss", "`gb.decoder`", "adapters in a decoder", "folders are read by"]
     head.append("[quantised folders](#quantised-folders)")
     inside = ["model of images and text", "`gb.decoder` generates from"]
