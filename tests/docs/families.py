@@ -24,8 +24,8 @@ PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
 TEXTS = ("gemma4", "gemma4_unified")  # whose prompts with images no test has tried
 MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
 SPARSE = (  # whose MLPs are experts
-    *registry.FAMILIES["mixtral"], "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "granitemoehybrid", "minicpm3",
-    "mistral4", "qwen3_5_moe", "qwen3_next", "youtu",
+    *registry.FAMILIES["mixtral"], "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "granitemoehybrid",
+    "minicpm3", "mistral4", "qwen3_5_moe", "qwen3_next", "youtu",
 )  # fmt: skip
 GRIDS = ("qwen2_5_vl", "qwen3_vl")  # stacks of models of images and text
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads

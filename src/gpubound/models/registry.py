@@ -219,7 +219,14 @@ FAMILIES = {
     "olmo": {"olmo": "Olmo"},
     "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3", "exaone4": "Exaone4"},
     "granite": {"granite": "Granite", "granitemoehybrid": "GraniteMoeHybrid", "hyperclovax": "HyperCLOVAX"},
-    "cohere": {"cohere": "Cohere", "cohere2": "Cohere2"},
+    "cohere": {
+        "cohere": "Cohere",
+        "cohere2": "Cohere2",
+        "glm": "Glm",
+        "glm4": "Glm4",
+        "ernie4_5": "Ernie4_5",
+        "helium": "Helium",
+    },
     "phi": {"phi": "Phi", "phi3": "Phi3"},
     "gpt": {
         "gpt_neox": "GPTNeoX",
