@@ -5,7 +5,7 @@ subclass lives elsewhere, may compute something else, and is not recognised.
 
 A family's module has two tables by role of a module (Attention, MLP, ForCausalLM, ...): SWAPS, how placing replaces modules,
 and DECODING, how a model is decoded (decoding.py). A module of several families has some of its SWAPS by model_type, each a
-table of its own, and some of its readers by class name. It is imported on first use. A family with more than one file is a
+separate table, and some of its readers by class name. It is imported on first use. A family with more than one file is a
 package, which has these tables in `family.py`.
 
 SWAPS is {role: maker}, or {model_type: {role: maker}}. A maker gets a module and its decoder stack, and returns a `Swap`.
