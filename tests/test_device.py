@@ -5,6 +5,8 @@ import os
 import platform
 import subprocess
 import sys
+import weakref
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -412,3 +414,37 @@ def test_beyond_a_limit_there_is_no_memory(unlimited):
         torch.empty(5 << 28, dtype=torch.uint8, device="cuda")
     policy.limit(None)
     torch.empty(5 << 28, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_looks_at_new_objects_alone(fails):
+    class Node:
+        """Of a cycle."""
+
+    def cycle():
+        node = Node()
+        node.own = node
+        return weakref.ref(node)
+
+    frozen = gc.get_freeze_count() > 0  # as the suite does
+    gc.unfreeze()
+    gc.disable()  # or it could come between
+    try:
+        old = cycle()
+        with suppress(KeyError), policy.collecting_new_objects():
+            new = cycle()
+            gc.collect()
+            assert old() is not None and new() is None
+            if fails:
+                raise KeyError
+        assert gc.get_freeze_count() == 0
+        gc.collect()
+        assert old() is None
+        gc.freeze()  # by the caller, who may have forked
+        with policy.collecting_new_objects():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        gc.enable()

@@ -14,7 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from ..device import label, plainly, resolve
+from ..device import collecting_new_objects, label, plainly, resolve
 from ..errors import GenerateError
 from ..formatting import unexpected
 from ..graph.guards import NotCopyable, ReentryGuard
@@ -367,7 +367,8 @@ def decoder(
     drafts = [] if source is None or head is not None else [base_of(source)]
     for draft in drafts:
         check_kind(draft)
-    with plainly(target if gpus is None else gpus[0]), torch.no_grad(), restore_on_error(model, *drafts):
+    home = target if gpus is None else gpus[0]
+    with plainly(home), torch.no_grad(), restore_on_error(model, *drafts), collecting_new_objects():
         runner: ModelRunner
         if exact:
             runner = ExactRunner(model, config)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device import without_autocast
+from ..device import collecting_new_objects, without_autocast
 from ..kernels.dispatch import SIXTEEN_BITS, Call, hasten
 from ..kernels.lora import blocks_of, product_size
 from ..kernels.norms import norm_shape
@@ -158,7 +158,7 @@ def add(
         planned = _planned(layers.values(), rank, alpha / rank, dropout)
         hasten(calls_of_any_batch(model, planned, base is not None), weight.device, weight.dtype)
     options = {"lora_dropout": dropout, "use_rslora": rslora, "use_dora": dora, "init_lora_weights": init}
-    with without_autocast(next(model.parameters()).device):  # it would round the lengths of rows
+    with collecting_new_objects(), without_autocast(next(model.parameters()).device):  # it would round the lengths of rows
         attach(model, layers, {"r": rank, "lora_alpha": alpha, **options}, name, "lora.add")
     if base is not None:
         quantize_base(model, base)

@@ -22,7 +22,7 @@ from weakref import finalize
 import torch
 from torch import Tensor, nn
 
-from ..device import without_autocast
+from ..device import collecting_new_objects, without_autocast
 from ..distributed import ALONE, Ranks, rendezvous
 from ..distributed.ranks import tell_if_alone, unwrapped
 from ..formatting import readable
@@ -212,7 +212,7 @@ class TrainStep(NotCopyable):
         shorter list, or the rest of an iterator, gives a smaller step, just as exact. Autocast (use `precision`) and no_grad
         around the call have no effect.
         """
-        with self._calling():
+        with self._calling(), collecting_new_objects() if self._first else nullcontext():
             return self._step(micro_batches)
 
     def add(self, micro_batch: Any) -> None:
