@@ -266,12 +266,17 @@ def test_a_table_that_the_first_call_makes_and_triton_reads():
         table = None
 
         def __call__(self, q):
+            made.append(self)
             if self.table is None:
                 angle = torch.arange(4.0)[:, None] * torch.tensor([1.0, 0.5])
                 self.table = angle.cos(), angle.sin()
             return rope(q, q, *self.table)[0]
 
-    turn = Turn()
+    made = list[Turn]()
+    turn, later = Turn(), Turn()
+    later(torch.randn(1, 4, 2, 4))
     captured = capture(turn, torch.randn(1, 4, 2, 4))
     other = torch.randn(1, 4, 2, 4)
+    capture(later, other)
+    assert made.count(turn) == made.count(later) - 1  # no call more than with a table that was there before
     assert torch.equal(captured(other), turn(other)) and captured.certificate.bitwise

@@ -150,10 +150,19 @@ class Recording:
     def _warm_up(self) -> None:
         """Make the watched calls."""
         with self._restored_on_error():
-            for first in (True, False, False):  # state that only the first call makes is made, used, and seen to have settled
+            before: dict[int, Tensor] = {}
+            for number in range(3):  # state that only the first call makes is made, used, and seen to have settled
+                first = number == 0
                 self.runner.release_cached()
+                if number == 2:
+                    before = {key: elements_of(tensor).clone() for key, tensor in self.discovery.made_and_written().items()}
                 with attention_ahead(self.runner.stream if first else None):
                     self.runner.run(lambda: self.discovery.run(self._warm_call))
+            self.unaltered = {
+                key
+                for key, tensor in self.discovery.made_and_written().items()
+                if key in before and torch.equal(before[key], elements_of(tensor))
+            }
             if self.discovery.hazards:
                 raise refuse(self.name, self.discovery.hazards)
             self._refuse_changed_inputs()
@@ -240,7 +249,7 @@ class Recording:
             elif first.fill is not None:
                 elements_of(use.tensor).fill_(first.fill)
             elif not first.empty:
-                if self.discovery.moves(key) or self._is_altered_by_a_call(use.tensor):
+                if self.discovery.moves(key) or (key not in self.unaltered and self._is_altered_by_a_call(use.tensor)):
                     raise self._moving(use.tensor, first)
                 continue  # a table that Triton kernels read: a kernel's arguments count as written until they are compared
             self.snapshot.add(use.tensor)
