@@ -258,6 +258,8 @@ def test_numpy_input():
     assert refusal(ValueError, lambda: capture(lambda x: x, torch.ones(2).numpy())) == message("graph/capture:numpy_input")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPU tensors need Triton's interpreter")
+@pytest.mark.interpreted
 def test_a_table_that_the_first_call_makes_and_triton_reads():
     """A kernel's arguments may be written; this one is not, so it is no state, and capture needs no call beforehand."""
     from gpubound.kernels import rope
