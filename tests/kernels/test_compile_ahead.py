@@ -77,6 +77,34 @@ def test_self_tests_begin_and_are_not_waited_for(kernel, monkeypatch):
     assert answers == [None] and [key[0] for key in dispatch._early] == ["rms_norm"] and ask() == "gpubound-selftest"
 
 
+def test_kernels_of_a_test_are_compiled_before_it_and_launched_by_it(kernel, monkeypatch):
+    monkeypatch.setattr(dispatch, "_verdicts", {})
+    monkeypatch.setattr(dispatch, "_early", {})
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+
+    def run(source, op, *key):
+        for block in (16, 32):  # forward and backward
+            kernel.run(None, 1, grid=(1,), warmup=False, BLOCK=block)
+        if op == "rope":
+            raise ValueError("only in its test")
+
+    def check(op, *key):
+        kernel.happened.append((op, threading.current_thread().name.partition("_")[0]))
+        return None if op == "swiglu" else "it failed"
+
+    monkeypatch.setattr(dispatch.selftest, "run", run)
+    monkeypatch.setattr(dispatch.selftest, "check", check)
+    ahead.test_ahead([("swiglu", (8,)), ("rope", ()), ("swiglu", (8,))], THERE, torch.bfloat16)
+    tests = list(dispatch._early.values())
+    assert not any(test.cancel() for test in tests)  # by who asks for its verdict
+    asked = [dispatch.verdict(op, THERE, torch.bfloat16, shape) for op, shape in (("swiglu", (8,)), ("rope", ()))]
+    assert asked == [None, "it failed"]
+    for op in ("swiglu", "rope"):
+        before = kernel.happened[: kernel.happened.index((op, "gpubound-selftest"))]
+        assert {entry[3] for entry in before if entry[0] == "compile"} >= {16, 32} and "launch" not in {e[0] for e in before}
+    assert [entry[0] for entry in kernel.happened].count("load") == 4
+
+
 def test_no_reference_computes_in_place_of_a_kernel(kernel, monkeypatch):
     """An update's would write by numbers of kernels that were not launched."""
     monkeypatch.setattr(dispatch, "_verdicts", {("adamw", THERE, torch.bfloat16, ()): "it is wrong here"})

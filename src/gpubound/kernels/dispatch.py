@@ -109,12 +109,16 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
 
     A shape must equal the one that the op passes to `implementation`, or the call compiles other kernels again.
     """
+    for key in not_begun(calls, device, dtype):
+        _early[key] = threads().submit(selftest.check, *key)
+
+
+def not_begun(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> list[Key]:
+    """Return the self-tests of these calls that were not begun, where there are kernels to test."""
     if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
-        return
-    for op, shape in dict.fromkeys(calls):
-        key = (op, device, dtype, shape)
-        if key not in _verdicts and key not in _early:
-            _early[key] = threads().submit(selftest.check, op, device, dtype, shape)
+        return []
+    keys = [(op, device, dtype, shape) for op, shape in dict.fromkeys(calls)]
+    return [key for key in keys if key not in _verdicts and key not in _early]
 
 
 @cache

@@ -22,14 +22,13 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) 
 
     Arguments of the caller's own shape make it test the kernels that the caller will run, and compile no others.
     """
-    arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
     test = f"its self-test in {dtype} on {device}"
     try:
         with entered(device):  # on a new thread the current device is the first, whatever the caller's is
-            got = _run(load("triton", op), arguments, device, dtype)
+            got = run("triton", op, device, dtype, shape)
     except Exception as error:  # compiling a kernel can raise anything; the reason is reported, never dropped
         return f"{test} raised {type(error).__name__}: {(str(error).strip().splitlines() or ['(no message)'])[0]}"
-    want = _run(load("reference", op), arguments, torch.device("cpu"), dtype)
+    want = run("reference", op, torch.device("cpu"), dtype, shape)
     if missing := want.keys() ^ got.keys():
         return f"{test} failed: only one of kernel and reference gives {', '.join(sorted(missing))}"
     # Products of products in tf32 of 128 x 128: a gradient was off by 2.2e-3.
@@ -39,6 +38,11 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) 
     if errors[worst] <= limit:
         return None
     return f"{test} failed: {worst} is off by {errors[worst]:.2e} relative to the reference (limit {limit:.0e})"
+
+
+def run(source: str, op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> dict[str, torch.Tensor]:
+    """Run the op's example forward and backward; return outputs and gradients by name."""
+    return _run(load(source, op), OPS[op].example(torch.Generator().manual_seed(0), *shape), device, dtype)
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -19,7 +19,8 @@ from torch import nn
 
 from .. import device as facts
 from ..errors import PlaceError
-from ..kernels.dispatch import hasten, runs
+from ..kernels.compile_ahead import test_ahead
+from ..kernels.dispatch import runs
 from ..layers.fused_weights import Projecting
 from ..lora import layers as lora_layers  # noqa: F401  registers the reader of projections that PEFT has adapted
 from ..trace import fallback
@@ -198,7 +199,8 @@ def place(
         is_plain, notes = candidates.is_plain(model), dict[str, Note]()
         leaves = list(candidates.leaves(model)) if fuse else []
         if fuse:
-            hasten((call for c in chain(leaves, candidates.wholes(model)) for call in c.swap.calls), target, coarsest(model))
+            calls = (call for c in chain(leaves, candidates.wholes(model)) for call in c.swap.calls)
+            test_ahead(calls, target, coarsest(model))
         whole = Exercise(model, example)
         result = Agreement(why=whole.trouble)
         try:
