@@ -53,7 +53,7 @@ def test_ahead(calls: Iterable[dispatch.Call], device: torch.device, dtype: torc
     """
     keys = dispatch.not_begun(calls, device, dtype)
     ready = [compile_ahead(partial(_run, key), device) for key in keys]
-    for key, loaded in zip(keys, ready):  # in separate threads: whoever asks for a test takes it from a queue
+    for key, loaded in zip(keys, ready):  # in separate threads: a verdict takes a test out of a queue
         dispatch._early[key] = test = Future[Any]()
         test.set_running_or_notify_cancel()
         threading.Thread(target=_check, args=(key, loaded, test), name="gpubound-selftest").start()
