@@ -61,7 +61,7 @@ class CachedLatentAttention(Part):
         return self._attend(q, latent, position, mode)
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
-        q, latent = self.gemm(self.down, self.read(x, mode)).split(self.widths, -1)
+        q, latent = self.gemm(self.down, self.read(x)).split(self.widths, -1)
         if self.q is not None:
             (q,) = self.linear(self.q, normed(q, self.weights.q_norm))
         return self._attend(q, latent, position, 0)

@@ -99,7 +99,7 @@ class MoELayer(Part):
     def gemm_step(self, x: Tensor, mode: int) -> None:
         if self.routes_all:
             return self.step(x, 0)
-        h, to = self.read(x, mode), self.target(x)
+        h, to = self.read(x), self.target(x)
         to += self.mixture()(h, *self._choose(self._router_input(x, h)))
         if self.shared is not None:
             to += self.shared.prompt(h)

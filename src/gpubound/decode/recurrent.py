@@ -43,7 +43,7 @@ class RecurrentLayer(Part):
         return self.mix(rows, position, mode)
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
-        h = self.read(x, mode)
+        h = self.read(x)
         return self.mix([self.gemm(product, h) for product in self.inputs], position, 0)
 
     def mix(self, rows: list[Tensor], position: Tensor, mode: int) -> Tensor:

@@ -476,7 +476,7 @@ class FusedRunner(ViewRunner):
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
         if rows > max(self.gemv_rows, self.head_rows):
-            return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows], mode))
+            return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
         best, norm = (self.best[:rows], self.arg[:rows]), self.live.norm
         if isinstance(norm, LayerNorm):
             x, norm = layer_norm_rows(x, norm, self.workspace.layer_normed[:rows], mode), None
