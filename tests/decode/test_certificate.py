@@ -56,6 +56,7 @@ def test_a_step_is_compiled_before_it_is_compared(kind, monkeypatch):
     """A model whose experts are chosen by kernels is not: garbage is no index."""
     want = gb.decoder(cases.build(kind), 2, cases.ROOM).generate([[1, 2, 3]], max_new_tokens=4).tokens
     order, steps = [], certificate._all_logits
+    lengths, play = [], certificate._play
 
     def ahead(call, device):
         call()
@@ -65,12 +66,18 @@ def test_a_step_is_compiled_before_it_is_compared(kind, monkeypatch):
         order.append("steps")
         return steps(body, ids, rows)
 
+    def play_prompts(decoder, prompts, *rest):
+        lengths.append(len(prompts[0]))
+        return play(decoder, prompts, *rest)
+
     monkeypatch.setattr(certificate, "compile_ahead", ahead)
     monkeypatch.setattr(certificate, "_all_logits", all_logits)
+    monkeypatch.setattr(certificate, "_play", play_prompts)
     decoder = gb.decoder(cases.build(kind), 2, cases.ROOM)
     assert decoder.generate([[1, 2, 3]], max_new_tokens=4).tokens == want
     dense = kind != "Mixtral"
     assert order[:3] == (["steps", "ready", "steps"] if dense else ["steps"]) and order.count("ready") == 2 * dense
+    assert lengths[0] == lengths[1]  # a shorter prompt has other kernels
 
 
 def test_a_decoder_of_ours_with_hooks_is_not_sent_to_what_refuses_it_too():

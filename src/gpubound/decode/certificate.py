@@ -283,7 +283,7 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     window = config_value(text, "sliding_window") or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     errors: tuple[float | None, ...] = (None, None, None)
-    ready = _compile_step(decoder, body)
+    ready = _compile_step(decoder, body, length)
     if not quick and body.exact() is not None:
         errors = _compare_logits(decoder, body, length, ready)
     ready()
@@ -295,15 +295,16 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
 
-def _compile_step(decoder: "FastDecoder", body: Any) -> Callable[[], Any]:
+def _compile_step(decoder: "FastDecoder", body: Any, length: int) -> Callable[[], Any]:
     """Begin to compile the kernels of a row's step, token and prompt while others run. Return a function that waits for them.
 
-    Only where no result of a kernel is an index for torch, as experts and pages are.
+    Only where no result of a kernel is an index for torch, as experts and pages are. The prompt has the certificate's length,
+    which the gated activation's kernel depends on.
     """
     if not body.launches_alike:
         return lambda: None
-    prompt, single = [0, 0, 0], Stepper(body, decoder.slots)
-    ids = torch.zeros(len(prompt), device=body.device, dtype=torch.int64)
+    prompt, single = [0] * length, Stepper(body, decoder.slots)
+    ids = torch.zeros(1, device=body.device, dtype=torch.int64)
 
     def step() -> None:
         _all_logits(body, ids, 1)
