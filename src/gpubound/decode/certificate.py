@@ -283,7 +283,7 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     window = config_value(text, "sliding_window") or 0  # as the model says, not as it was bound
     length = min(max(TOKENS, window + 4 if window <= SHORT else 0), decoder.max_length - 1)
     errors: tuple[float | None, ...] = (None, None, None)
-    ready = _compile_step(decoder, body, length)
+    ready = _compile_step(decoder, body, min(length, TOKENS))
     if not quick and body.exact() is not None:
         errors = _compare_logits(decoder, body, length, ready)
     ready()
