@@ -13,7 +13,7 @@ from gpubound.errors import MeasureError
 
 from .decode_goals import GOALS
 from .decode_start import MARK
-from .harness import Bench
+from .harness import Bench, compile_sources
 from .memory_rows import keep_phases, peaks_in
 
 BEYOND_BYTES = 100e6  # beyond weights and cache
@@ -22,6 +22,8 @@ BEYOND_BYTES = 100e6  # beyond weights and cache
 def measure_start(bench: Bench, name: str) -> None:
     """The same twice: the first process finds an empty Triton cache, the second one what the first has compiled."""
     goal = GOALS[name]
+    if bench.device.type == "cuda":
+        compile_sources()
     with tempfile.TemporaryDirectory(prefix="gpubound-triton-") as cache:
         for state in ("empty", "filled"):
             try:

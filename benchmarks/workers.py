@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from gpubound.device import share_of_cores
 from gpubound.errors import MeasureError
 
-from .harness import Bench
+from .harness import Bench, compile_sources
 from .serving import MARK, Job
 
 TRAIN = "benchmarks.train_worker"
@@ -39,6 +39,8 @@ class Worker:
         self, job: Job, module: str = TRAIN, kernels: str | None = None, variables: Mapping[str, str] = MappingProxyType({})
     ):
         self.who = job.who
+        if kernels is not None and job.device == "cuda":  # whose first step is timed
+            compile_sources()
         command = [sys.executable, "-m", module, json.dumps(asdict(job))]
         there = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         there |= ({} if kernels is None else {"TRITON_CACHE_DIR": kernels}) | variables

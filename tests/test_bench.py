@@ -3,6 +3,8 @@
 import sys
 from collections import Counter
 from importlib import import_module
+from importlib.util import cache_from_source
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ from benchmarks import bench_blocks, bench_graph, bench_kernels, bench_lora, ben
 from benchmarks.door import Drawer
 from benchmarks.doors import DOORS, linear_cross_entropy
 from benchmarks.families import FAMILIES
-from benchmarks.harness import Bench
+from benchmarks.harness import Bench, compile_sources
 from benchmarks.results import read
 from benchmarks.shapes import SHAPES
 from gpubound import trace
@@ -269,3 +271,11 @@ def test_bench_place_takes_turns_and_checks_the_loss(monkeypatch, tmp_path):
     assert found.keys() == {"eager", "bf16 rate"} and found["eager"].ratio == 2.0
     assert found["eager"].ours == pytest.approx(8192 / 0.1)
     assert found["bf16 rate"].ratio == pytest.approx(8192 / 0.1 * SHAPES["1b"].train_flops_per_token(2048) / 800e12, rel=1e-3)
+
+
+def test_a_first_step_finds_bytecode_as_an_installed_package_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    source = tmp_path / "module.py"
+    source.write_text("value = 1\n")
+    compile_sources(tmp_path)
+    assert Path(cache_from_source(str(source))).exists()
