@@ -15,7 +15,7 @@ from gpubound.models.llama.decoder import PRESETS, Decoder
 from gpubound.plan.costs import memory, reserved, seconds
 from gpubound.plan.step import GIB, GPUS, META, StepConfig, outlined
 from gpubound.train import AdamW
-from gpubound.train.lora_options import Lora
+from gpubound.train.fields import Lora
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {"h200": "nvidia-h200.jsonl", "h100": "nvidia-h100-80gb-hbm3.jsonl"}

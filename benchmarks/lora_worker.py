@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gpubound.lora
-from gpubound.train.cost import GAIN
+from gpubound.train.records import GAIN
 
 from .serving import Contender, Job, serve
 from .train_worker import llama, ours, use_liger, usual

@@ -26,7 +26,7 @@ from gpubound.distributed.fsdp import shard_deferred
 from gpubound.models import PRESETS, Decoder
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
-from gpubound.train.checkpoint.resume import convert_tensors
+from gpubound.train.checkpoint.checkpoints import convert_tensors
 from gpubound.train.loop import SETTLED
 from gpubound.train.recompute import blocks_of
 

@@ -19,8 +19,7 @@ from gpubound.generate.load import open_saved
 from gpubound.generate.speed import Speed
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
-from gpubound.train import export_metadata
-from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.checkpoint import Checkpoints, checkpoints
 from tests.messages import message, same_texts
 
 from . import by_heart
@@ -275,7 +274,7 @@ def test_which_is_newer_the_steps_tell_and_no_file_s_time(ckpt, tmp_path, done, 
     """A copy of a run, or a restored one, has its files in any order."""
     checkpoint(tmp_path, ckpt, 3)
     Tokenizer.load(ckpt).save(save_hf(load_hf(ckpt), tmp_path / "model"))
-    export_metadata.note(tmp_path / "model", "run", 1, done)
+    checkpoints.note_export(tmp_path / "model", "run", 1, done)
     for folder in ("model", "checkpoints/step-00000003"):
         for file in (tmp_path / folder).iterdir():
             os.utime(file, (1000 * (folder != taken),) * 2)  # what is taken looks older
@@ -286,7 +285,7 @@ def test_a_run_whose_export_is_in_its_own_folder(ckpt, tmp_path):
     checkpoint(tmp_path, ckpt, 3)
     Tokenizer.load(ckpt).save(save_hf(load_hf(ckpt), tmp_path))
     for done, taken in ((3, tmp_path), (2, tmp_path / "checkpoints" / "step-00000003")):
-        export_metadata.note(tmp_path, "run", 1, done)
+        checkpoints.note_export(tmp_path, "run", 1, done)
         assert open_saved(tmp_path, CPU).folder == taken
 
 

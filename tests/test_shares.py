@@ -10,7 +10,7 @@ from gpubound.cli.session import MatrixRate
 from gpubound.decode.request import Generated, Generation
 from gpubound.distributed import ALONE
 from gpubound.generate.speed import Speed
-from gpubound.train.cost import TokenFlops
+from gpubound.train.records import TokenFlops
 from tests.messages import message
 
 

@@ -10,9 +10,9 @@ from gpubound.distributed import ALONE, join
 from gpubound.distributed.fsdp import shard
 from gpubound.kernels.adamw import decode
 from gpubound.models import Decoder, DecoderConfig
-from gpubound.train.adamw8 import AdamW8bit
+from gpubound.train.adamw import AdamW8bit
 from gpubound.train.checkpoint import Checkpoints, joined, open_checkpoint
-from gpubound.train.checkpoint.resume import convert_tensors
+from gpubound.train.checkpoint.checkpoints import convert_tensors
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import on_ranks
 

@@ -17,8 +17,7 @@ from gpubound.kernels.tensor_state import seen
 from gpubound.lora.base import FORMATS, encode
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.place import place
-from gpubound.train.adamw8 import AdamW8bit
-from gpubound.train.muon import Muon
+from gpubound.train.adamw import AdamW8bit, Muon
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.distributed.test_fsdp import ADAMW, DTYPES, STEPS, WORDS, batch, counted_sums, distance, whole

@@ -18,9 +18,8 @@ from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.train import sharding
-from gpubound.train.adamw8 import AdamW8bit
-from gpubound.train.ema import Ema
-from gpubound.train.muon import Muon
+from gpubound.train.adamw import AdamW8bit, Muon
+from gpubound.train.loop import Ema
 from gpubound.train.recompute import blocks_of, recompute_from
 from tests.distributed.processes import each_on_ranks, on_ranks
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from gpubound import device as facts
 from gpubound.distributed import join
 from gpubound.distributed.local_shard import gathered
-from gpubound.train.checkpoint import Checkpoints, resume
+from gpubound.train.checkpoint import Checkpoints, checkpoints
 from gpubound.train.loop import Stop
 from gpubound.train.prepare import check_shared, prepare
 from tests.distributed.processes import on_ranks
@@ -29,7 +29,7 @@ def trained(todo, resume=False, asked_at=None, rank_asked=0):
     """What every rank knows of a run; at step `asked_at` rank `rank_asked` alone is asked to stop."""
     facts.interpreted = lambda: False  # the process is this test's
     with join(todo.device) as ranks:
-        run, records, stop = prepare(todo, resume, progress=False, ranks=ranks), [], Stop(ranks)
+        run, records, stop = prepare(todo, checkpoints, progress=False, ranks=ranks), [], Stop(ranks)
 
         def on_record(record):
             records.append(record)
@@ -144,10 +144,10 @@ def drawn(folder):
     """What each rank draws after it has saved its random numbers, and after it has taken them up again."""
     with join("cpu") as ranks:
         torch.manual_seed(0)
-        resume.seed_ranks(ranks, 0)
-        states = resume.rng_states(ranks, ranks.device)
+        checkpoints.seed_ranks(ranks, 0)
+        states = checkpoints.rng_states(ranks, ranks.device)
         before = torch.rand(1).item()
-        resume.restore_rng(states, ranks, ranks.device, 0, 0)
+        checkpoints.restore_rng(states, ranks, ranks.device, 0, 0)
         assert torch.rand(1).item() == before
         if ranks.first:
             torch.save(states, f"{folder}/2.pt")
@@ -156,7 +156,7 @@ def drawn(folder):
 
 def redrawn(path):
     with join("cpu") as ranks:
-        resume.restore_rng(torch.load(path), ranks, ranks.device, 0, 5)
+        checkpoints.restore_rng(torch.load(path), ranks, ranks.device, 0, 5)
         return torch.rand(1).item()
 
 

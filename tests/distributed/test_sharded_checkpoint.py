@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpubound.distributed import join
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
-from gpubound.train.checkpoint.resume import convert_tensors
+from gpubound.train.checkpoint.checkpoints import convert_tensors
 from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.messages import message
 

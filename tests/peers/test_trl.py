@@ -15,7 +15,7 @@ import gpubound as gb
 from gpubound.data import train_tokenizer
 from gpubound.data.tokenizer import Tokenizer as OurTokenizer
 from gpubound.rl.trl import rollout_func
-from gpubound.train.objectives.divergence import DistillationLoss
+from gpubound.train.objectives.chunked_head import DistillationLoss
 from gpubound.train.objectives.policy import Policy
 from gpubound.train.objectives.preference import Preference
 

@@ -16,7 +16,7 @@ from gpubound.models.llama.decoder import Decoder, DecoderConfig
 from gpubound.plan.costs import in_host_memory, memory, phases, saved, seconds, total
 from gpubound.plan.step import GPUS, LINK, META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
-from gpubound.train.lora_options import Lora
+from gpubound.train.fields import Lora
 from gpubound.train.objectives.word_loss import NextToken
 from gpubound.train.precision import precision as precision_named
 from gpubound.train.recipe import Recipe

@@ -24,7 +24,7 @@ from gpubound.plan import costs
 from gpubound.plan.costs import Collective, collectives, memory, seconds
 from gpubound.plan.step import GPUS, META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, TrainStep
-from gpubound.train.lora_options import Lora
+from gpubound.train.fields import Lora
 from gpubound.train.recipe import Recipe
 from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import on_ranks

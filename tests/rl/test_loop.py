@@ -21,7 +21,7 @@ from gpubound.rl.prompts import RLPrompt
 from gpubound.rl.recipe import RLRecipe
 from gpubound.rl.rewards import AnswerGroup, Scoring, read_rewards
 from gpubound.rl.run import RLRun, figures_of
-from gpubound.train.checkpoint.staging import Staging
+from gpubound.train.checkpoint.files import Staging
 from gpubound.train.loop import Stop
 from gpubound.train.step import TrainStep
 

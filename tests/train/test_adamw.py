@@ -10,9 +10,8 @@ from torch.profiler import ProfilerActivity, profile
 from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.kernels.accumulate import join_rows
 from gpubound.kernels.tensor_state import made_record
-from gpubound.train.adamw import Weights, _joined_parts
-from gpubound.train.adamw8 import _numbers, quantised_bytes
-from gpubound.train.flat_layout import ALIGN, lay_out
+from gpubound.train.accumulate import ALIGN, lay_out
+from gpubound.train.adamw import Weights, _joined_parts, _numbers, quantised_bytes
 from tests import messages
 
 from .test_build_model import peak

@@ -12,8 +12,8 @@ from gpubound.graph.runner import EagerRunner
 from gpubound.kernels.adamw import decode
 from gpubound.trace import hooked
 from gpubound.train import AdamW, AdamW8bit, Muon, Schedule, TrainStep
-from gpubound.train.adamw8 import QuantisedMoment, quantised_bytes
-from gpubound.train.flat_layout import matrices
+from gpubound.train.accumulate import matrices
+from gpubound.train.adamw import QuantisedMoment, quantised_bytes
 from tests.messages import message, refusal
 
 from .conftest import check_captured_skipped_and_resumed, cut, draw, run_spoiled, small, spoiled, summed

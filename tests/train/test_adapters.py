@@ -18,10 +18,10 @@ from gpubound.generate.load import open_saved
 from gpubound.layers.quantized_base import Base
 from gpubound.models import load_hf
 from gpubound.models.llama import checkpoint as llama
-from gpubound.train.cost import flops_of
-from gpubound.train.lora_options import Lora
+from gpubound.train.fields import Lora
 from gpubound.train.prepare import build_model, prepare
 from gpubound.train.recipe import Recipe
+from gpubound.train.records import flops_of
 from tests.messages import message, refusals
 
 from .runs import CHATS, assert_same, losses, recipe, texts, train

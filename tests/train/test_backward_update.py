@@ -7,7 +7,7 @@ from torch import nn
 from gpubound.layers.linear_product import linear
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
-from gpubound.train.backward_update import gradient_bytes
+from gpubound.train.device_step import gradient_bytes
 
 from .conftest import small, summed
 

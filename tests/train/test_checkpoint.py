@@ -10,8 +10,7 @@ import torch
 from gpubound import trace
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
-from gpubound.train.checkpoint.files import read_state, write_state
-from gpubound.train.checkpoint.staging import Staging
+from gpubound.train.checkpoint.files import Staging, read_state, write_state
 from tests.messages import message, refusal
 
 from .. import forked

@@ -12,7 +12,7 @@ from gpubound.errors import MeasureError
 from gpubound.lora.layers import active_in, adapted_layers
 from gpubound.monitor import RunTape
 from gpubound.train.adapters import trained_state
-from gpubound.train.cost import Price, frozen_alone
+from gpubound.train.records import Price, frozen_alone
 from tests.messages import message
 
 from .objectives.test_causal_lm import batch

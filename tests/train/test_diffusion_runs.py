@@ -9,7 +9,7 @@ from gpubound.data import Tokenizer
 from gpubound.models import RichardsConfig, RichardsDecoder
 from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.models.richards.checkpoint import sizes
-from gpubound.train.cost import flops_of
+from gpubound.train.records import flops_of
 
 from .runs import assert_same, losses, recipe, train
 

@@ -10,9 +10,8 @@ import pytest
 
 from gpubound.data import Corpus
 from gpubound.errors import DataError
-from gpubound.train.changes import ALLOWED, check_same, recipe_of
 from gpubound.train.data import check_data, source_names
-from gpubound.train.prepare import prepare
+from gpubound.train.prepare import ALLOWED, check_same, prepare, recipe_of
 from gpubound.train.recipe import PHASED
 from gpubound.train.stages import Stage
 from tests.messages import refusal

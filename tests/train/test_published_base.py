@@ -12,7 +12,7 @@ from gpubound.lora.base import dequantize_base
 from gpubound.models.llama.checkpoint import load_hf
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.adapters import check_published
-from gpubound.train.lora_options import Lora
+from gpubound.train.fields import Lora
 from tests.models.quantized.cases import write
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,7 +9,7 @@ import pytest
 from gpubound.errors import DataError
 from gpubound.formatting import readable
 from gpubound.train import TrainStep
-from gpubound.train.checkpoint.staging import Staging
+from gpubound.train.checkpoint.files import Staging
 from gpubound.train.prepare import prepare
 from tests.messages import message
 

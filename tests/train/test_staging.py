@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gpubound import trace
-from gpubound.train.checkpoint import staging as home
-from gpubound.train.checkpoint.staging import SPARE, Staging, fitting
+from gpubound.train.checkpoint import files as home
+from gpubound.train.checkpoint.files import SPARE, Staging, fitting
 from tests.messages import message
 
 TOTAL = 1 << 37

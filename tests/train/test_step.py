@@ -17,7 +17,7 @@ from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.kernels.adamw import join_fp32
 from gpubound.train import AdamW, AdamW8bit, Schedule, TrainStep
 from gpubound.train.adamw import Weights
-from gpubound.train.ema import Ema
+from gpubound.train.loop import Ema
 from tests.messages import message
 
 from .conftest import cut, draw, named, small, spoiled, summed, usual_step

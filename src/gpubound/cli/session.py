@@ -40,13 +40,12 @@ from ..monitor.tape import ABOUT
 from ..plan import first_that_fits, phases, step_of
 from ..trace import fallbacks, notice
 from ..train.convert import RECIPE, convert
-from ..train.cost import flops_of
 from ..train.data import check_data, known_tokenizer, open_data
 from ..train.loop import HOPELESS, Run, Stop
 from ..train.precision import precision
 from ..train.prepare import prepare
 from ..train.recipe import Recipe, check_model
-from ..train.records import Record
+from ..train.records import Record, flops_of
 from ..version import __version__
 from .train_options import load_yaml
 

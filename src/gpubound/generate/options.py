@@ -258,15 +258,15 @@ def find_source(path: str | Path, trust_remote_code: bool = False) -> "Path | Ch
     A model that is named by its hub name is downloaded first.
     """
     from ..train.checkpoint import Checkpoints, open_checkpoint
+    from ..train.checkpoint.checkpoints import newer_export
     from ..train.checkpoint.files import STATE
-    from ..train.export_metadata import newer
 
     path = _download(str(path), trust_remote_code) if not Path(path).exists() and is_hub_name(path) else Path(path)
     check_path(path)
     if (path / STATE).exists():
         return open_checkpoint(path)
     exports = [path] if _is_model(path) else [path / name for name in EXPORTS if _is_model(path / name)]
-    newest = newer(exports, Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest())
+    newest = newer_export(exports, Checkpoints(path / "checkpoints").latest() or Checkpoints(path).latest())
     if newest is None:
         raise ValueError(f"{path} holds neither a config.json nor a whole checkpoint; {WANTED}.")
     return newest

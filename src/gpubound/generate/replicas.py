@@ -34,8 +34,8 @@ from ..files import explain_disk_full, flock, regular, writing
 from ..formatting import shown
 from ..trace import logger, notice, say
 from ..train.checkpoint import Checkpoint
+from ..train.checkpoint.checkpoints import ORIGIN
 from ..train.checkpoint.files import STATE
-from ..train.export_metadata import ORIGIN
 from .batches import BatchGenerator, group_size, load
 from .options import Generate, base_of_adapter, find_source, is_adapter
 

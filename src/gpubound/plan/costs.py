@@ -16,8 +16,7 @@ from ..device import CONTEXT
 from ..kernels.nf4 import CHUNK as QUANTISED
 from ..kernels.quantize import MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
-from ..train.adamw8 import AdamW8bit
-from ..train.muon import Muon
+from ..train.adamw import AdamW8bit, Muon
 from ..train.objectives.chunked_head import CHUNK
 from ..train.offload import PART
 from .step import GIB, HOP_US, LINK, NVLINK, PRODUCTS, GpuRates, StepConfig, layer_shapes

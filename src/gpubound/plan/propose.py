@@ -14,7 +14,7 @@ from typing import Any
 
 from ..formatting import in_words, quantity, readable
 from ..measure import mfu
-from ..train.muon import Muon
+from ..train.adamw import Muon
 from ..train.recipe import Recipe
 from ..train.recipe_checks import MOST_ACCUMULATE
 from ..train.sharding import FULL

@@ -19,11 +19,10 @@ from ..measure import train_flops_per_token
 from ..models.llama.decoder import Decoder, DecoderConfig
 from ..models.registry import family_of, is_named
 from ..models.storing import Held, stored_weights
-from ..train.adamw import AdamW
+from ..train.accumulate import FlatLayout, counted
+from ..train.adamw import AdamW, Muon, count_by_rule
 from ..train.adapters import check_published, published_scheme
-from ..train.flat_layout import FlatLayout, counted
-from ..train.lora_options import Lora
-from ..train.muon import Muon, count_by_rule
+from ..train.fields import Lora
 from ..train.precision import Precision, precision as precision_named
 from ..train.recipe import Recipe, check_model
 from ..train.recompute import parse as parse_recompute

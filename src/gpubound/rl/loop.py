@@ -28,10 +28,9 @@ from ..graph.runner import released
 from ..monitor import RunTape
 from ..trace import notice, say
 from ..train.adapters import base_of
-from ..train.changes import newest_checkpoint
 from ..train.checkpoint import Checkpoints
 from ..train.loop import Stop
-from ..train.prepare import place_model
+from ..train.prepare import newest_checkpoint, place_model
 from ..train.recipe import check_out
 from ..train.step import TrainStep
 from .batches import RowShape, Sampled, advantages, micro_batches

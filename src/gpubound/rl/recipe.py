@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..train.field_types import check_type
-from ..train.lora_options import Lora
+from ..train.fields import Lora, check_type
 from ..train.recipe import Recipe
 
 ADVANTAGES = ("auto", "scaled", "centred")

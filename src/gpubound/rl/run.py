@@ -31,11 +31,9 @@ from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
 from ..trace import fallbacks
-from ..train import export_metadata
 from ..train.adapters import check_base, load_trained_state, merge as merge_adapters, trained_state
 from ..train.checkpoint import Checkpoint, Checkpoints, joined
-from ..train.checkpoint.checkpoints import WHERE
-from ..train.checkpoint.resume import restore_rng, rng_states
+from ..train.checkpoint.checkpoints import WHERE, claim_export, note_export, restore_rng, rng_states
 from ..train.device_step import StepResult
 from ..train.objectives.policy import Policy
 from ..train.step import TrainStep
@@ -239,7 +237,7 @@ class RLRun:
             raise ValueError(
                 "export: the policy is a module of yours; save it as it was made, with save_pretrained or state_dict."
             )
-        export_metadata.claim(path, self.id, overwrite)
+        claim_export(path, self.id, overwrite)
         family = family_of(recipe.model)
         with self.best_weights() as step:
             if recipe.adapters is None:
@@ -253,7 +251,7 @@ class RLRun:
                 load_trained_state(merged, trained_state(self.model))
                 merge_adapters(merged)
                 family.save(merged, path, self.tokenizer, overwrite=True)
-        export_metadata.note(path, self.id, step, self.done)
+        note_export(path, self.id, step, self.done)
         return path
 
     # Records

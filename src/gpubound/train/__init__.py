@@ -2,7 +2,7 @@
 
     gpubound.train(config, **keys) trains as the command `gpubound train` does            cli/train.py
     TrainStep      micro-batches in, weights updated, a launch a micro-batch, if captured    step.py
-    AdamW, Muon    the numbers of an optimizer                                  optimizer.py, adamw8.py, muon.py
+    AdamW, Muon    the numbers of an optimizer                                  adamw.py
     Schedule       learning rates, counted in updates                                         schedule.py
     Accumulators   exact fp32 gradient sums in one flat buffer, as parameter.main_grad        accumulate.py
     StepResult     device scalars; read() gives StepValues without holding the device up      device_step.py
@@ -19,10 +19,8 @@ from .. import _lazy
 
 if TYPE_CHECKING:
     from .accumulate import Accumulators as Accumulators
-    from .adamw import AdamW as AdamW
-    from .adamw8 import AdamW8bit as AdamW8bit
+    from .adamw import AdamW as AdamW, AdamW8bit as AdamW8bit, Muon as Muon
     from .device_step import StepResult as StepResult, StepValues as StepValues
-    from .muon import Muon as Muon
     from .schedule import Schedule as Schedule
     from .step import TrainStep as TrainStep
 
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "Accumulators": "accumulate",
     "AdamW": "adamw",
-    "AdamW8bit": "adamw8",
-    "Muon": "muon",
+    "AdamW8bit": "adamw",
+    "Muon": "adamw",
     "Schedule": "schedule",
     "StepResult": "device_step",
     "StepValues": "device_step",

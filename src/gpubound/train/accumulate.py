@@ -4,11 +4,17 @@ In bf16, 256 + 1 is 256: a gradient that is summed in the weights' 16 bits loses
 `main_grad`, an fp32 view of one flat buffer. The products of gpubound's layers add into it as they compute
 (kernels/accumulate.py); for all other parameters a hook takes the gradient that autograd computed. These are added to the
 buffer together, once a backward pass: a copy a parameter was 0.11 of the 1.06 ms of a small model's step.
+
+`FlatLayout` is the layout of the flat buffers that hold the trained weights, their gradients and moments. There is one buffer
+for the gradients, one for each moment, one for the weights: zeroing, the norm and the update are then one launch each, for any
+model. Parameters are sorted by dtype and, within a dtype, by whether they decay. Parameters that are adjacent in one storage,
+as q, k and v, stay adjacent in the same order: their gradients can then come from one product, too.
 """
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,8 +28,185 @@ from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, SymmetricSums
 from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, main_gradient, open_sums
 from ..kernels.tensor_state import drop_record, made_record
+from ..layers.fused_weights import overlapping
 from ..trace import notice
-from .flat_layout import FlatLayout, FlatSlot, lay_out
+from ..watch.pretend import PARAMETERS
+
+ADAMW, MUON = "adamw", "muon"  # the rules of update; AdamW's groups come first
+ALIGN = 64  # elements: 128 bytes at 16 bits, what the widest loads and the tensor cores ask for
+SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class FlatSlot:
+    """The position of a parameter: `start` counts elements from the beginning of the flat buffers."""
+
+    name: str
+    parameter: Parameter
+    start: int
+
+    def view(self, buffer: Tensor, base: int = 0) -> Tensor:
+        """Return this parameter's elements of `buffer` (beginning at element `base`), in the parameter's shape and strides."""
+        strides = torch.empty_like(self.parameter, device="meta").stride()  # contiguous where the parameter's have gaps
+        return buffer.as_strided(self.parameter.shape, strides, buffer.storage_offset() + self.start - base)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters of one dtype and rule: elements start to stop of the flat buffers; those before decay_stop decay."""
+
+    dtype: torch.dtype
+    rule: str
+    start: int
+    decay_stop: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The layout of all flat buffers. It allocates nothing."""
+
+    slots: tuple[FlatSlot, ...]
+    groups: tuple[Group, ...]
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        return self.groups[-1].stop
+
+    @property
+    def adamw_size(self) -> int:
+        return max((group.stop for group in self.groups if group.rule == ADAMW), default=0)
+
+    def bytes(self, masters: torch.dtype | None) -> dict[str, int]:
+        """Return the bytes of training besides moments and activations. `masters`: dtype of those of 16-bit weights."""
+        counts = [(group.dtype, group.stop - group.start) for group in self.groups]
+        return {
+            "weights": sum(n * dtype.itemsize for dtype, n in counts),
+            "masters": sum(masters.itemsize * n for dtype, n in counts if masters and dtype != torch.float32),
+            "gradient": 4 * self.size,
+        }
+
+    def slots_of(self, group: Group) -> list[FlatSlot]:
+        return [slot for slot in self.slots if group.start <= slot.start < group.stop]
+
+
+def matrices(name: str, parameter: Parameter) -> bool:
+    """Return True for what weight decay usually applies to: matrices and embeddings, not gains and biases."""
+    return parameter.dim() > 1
+
+
+def lay_out(
+    named: Iterable[tuple[str, Parameter]],
+    dtype: torch.dtype | None = None,
+    decays: Callable[[str, Parameter], bool] = matrices,
+    muon: Callable[[str, Parameter], bool] = lambda name, parameter: False,
+    others: Iterable[tuple[str, Tensor]] = (),
+) -> FlatLayout:
+    """Return the layout of the trained parameters, a tied one once, under its first name. `dtype` None keeps their dtypes.
+
+    `others` are tensors that are not moved, as a model's buffers: none may share memory with a trained parameter.
+    """
+    named = list(named)
+    chosen = _trained(named)
+    _check_apart(chosen, [*((name, p) for name, p in named if not p.requires_grad), *others])
+    rules = {id(p): (MUON if muon(name, p) else ADAMW, dtype or p.dtype, decays(name, p)) for name, p in chosen}
+    names = {id(p): name for name, p in chosen}
+    slots, groups, at = [], [], 0
+    for rule, wanted in sorted(dict.fromkeys(key[:2] for key in rules.values()), key=lambda key: key[0] == MUON):
+        start = at
+        for decaying in (True, False):
+            for run in _runs([p for _, p in chosen if rules[id(p)] == (rule, wanted, decaying)]):
+                for parameter in run:
+                    slots.append(FlatSlot(names[id(parameter)], parameter, at))
+                    at += parameter.numel()
+                at = -(-at // ALIGN) * ALIGN
+            if decaying:
+                decay_stop = at
+        groups.append(Group(wanted, rule, start, decay_stop, at))
+    return FlatLayout(tuple(slots), tuple(groups), chosen[0][1].device)
+
+
+def counted(dtype: torch.dtype, of_adamw: int, of_muon: int = 0) -> FlatLayout:
+    """Return the layout of this many elements, without the gaps that align parameters: its size, before there are weights."""
+    groups = [Group(dtype, ADAMW, 0, of_adamw, of_adamw)]
+    groups += [Group(dtype, MUON, of_adamw, of_adamw + of_muon, of_adamw + of_muon)] if of_muon else []
+    return FlatLayout((), tuple(groups), torch.device("meta"))
+
+
+def _trained(named: Iterable[tuple[str, Parameter]]) -> list[tuple[str, Parameter]]:
+    first: dict[int, tuple[str, Parameter]] = {}
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        if type(parameter) not in PARAMETERS:
+            raise ValueError(
+                f"parameters: {name} is a {type(parameter).__name__}, wanted a plain torch.nn.Parameter; "
+                f"run a lazy module once before, and do not shard or quantise what is trained."
+            )
+        if parameter.numel():
+            first.setdefault(id(parameter), (name, parameter))
+    if not first:
+        raise ValueError(
+            "parameters: none of them has requires_grad=True, wanted at least one; unfreeze what is to be trained."
+        )
+    chosen = list(first.values())
+    for name, parameter in chosen:
+        if parameter.dtype not in SUPPORTED:
+            raise ValueError(
+                f"parameters: {name} is {parameter.dtype}, wanted torch.float32, torch.bfloat16 or torch.float16; "
+                f"cast it, or freeze it with requires_grad_(False)."
+            )
+        if parameter.device != chosen[0][1].device:
+            raise ValueError(
+                f"parameters: {name} is on {parameter.device}, {chosen[0][0]} on {chosen[0][1].device}; "
+                f"move the model to one device before it is trained."
+            )
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameters: {name} was made inside torch.inference_mode(), and torch lets no such tensor train; "
+                f"make or load the model outside of it."
+            )
+        if parameter.is_meta:
+            raise ValueError(f"parameters: {name} is on the meta device and has no values yet; load the weights first.")
+    return chosen
+
+
+def _check_apart(chosen: list[tuple[str, Parameter]], others: list[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if a parameter shares memory with another tensor: they would be separate after the move."""
+    trained = {name for name, _ in chosen}
+    for pair in overlapping([*chosen, *others]):
+        if moved := [name for name in pair if name in trained]:
+            raise ValueError(
+                f"parameters: {pair[0]} and {pair[1]} are two tensors over the same memory, and {moved[0]} is to move into a "
+                f"flat buffer; tie them by giving both modules the one Parameter object."
+            )
+
+
+def _runs(parameters: list[Parameter]) -> list[list[Parameter]]:
+    """Group the parameters that are adjacent in one storage, in the storage's order."""
+    order = {id(p): i for i, p in enumerate(parameters)}
+    dense = [p for p in parameters if _dense(p)]
+    begins, ends = {_begin(p): p for p in dense}, {_end(p) for p in dense}
+    runs = [[p] for p in parameters if not _dense(p) or _begin(p) not in ends]
+    for run in runs:
+        while _dense(run[-1]) and (following := begins.get(_end(run[-1]))) is not None:
+            run.append(following)
+    return sorted(runs, key=lambda run: min(order[id(p)] for p in run))
+
+
+def _dense(p: Tensor) -> bool:
+    """Return whether a tensor has no gaps: by rows, or by columns, as the b of adapters that form one matrix by columns."""
+    return p.is_contiguous() or (p.dim() == 2 and p.t().is_contiguous())
+
+
+def _begin(p: Tensor) -> tuple[int, int]:
+    return p.untyped_storage().data_ptr(), p.data_ptr()
+
+
+def _end(p: Tensor) -> tuple[int, int]:
+    return p.untyped_storage().data_ptr(), p.data_ptr() + p.nbytes
+
 
 TOGETHER_BYTES = 64 << 20  # of gradients that are added together; more would not be worth the memory
 

@@ -24,7 +24,7 @@ from ..models.storing import Held, allocate, read_parts, stored_state, stored_we
 from ..trace import notice
 from .checkpoint import Checkpoint
 from .checkpoint.files import checksum
-from .lora_options import Lora
+from .fields import Lora
 from .objectives import Objective
 
 

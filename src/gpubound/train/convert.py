@@ -7,8 +7,7 @@ from typing import Any, get_args
 
 from ..formatting import listed, shown
 from .aliases import advice, read
-from .field_types import check_type
-from .lora_options import Lora
+from .fields import Lora, check_type
 from .recipe import Recipe
 
 RECIPE = {field.name: field for field in fields(Recipe)}

@@ -2,6 +2,8 @@
 
 The host launches a step, then reads the result of the step before (records.py), so it never waits for the device. `gpubound
 train` and `gpubound demo` display a run in the terminal.
+
+`Ema` is the exponential moving average of the weights, for validation and export.
 """
 
 import dataclasses
@@ -31,18 +33,76 @@ from ..measure.memory_phases import MemoryPhases
 from ..models.registry import family_of, mode, put_back
 from ..models.storing import stored_state
 from ..place import Placement
-from . import export_metadata
 from .adapters import add as add_adapters, load_trained_state, merge as merge_adapters, trained_state
-from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, joined
-from .checkpoint.resume import convert_tensors, restore_rng, rng_states
-from .cost import Price, frozen_alone, price_of
-from .ema import Ema
+from .checkpoint.checkpoints import (
+    WHERE,
+    Checkpoint,
+    Checkpoints,
+    claim_export,
+    convert_tensors,
+    joined,
+    note_export,
+    restore_rng,
+    rng_states,
+)
 from .objectives import Objective
 from .recipe import Recipe
-from .records import Record, StepRecorder
-from .references import PART as REFERENCE, reference_values, stored_values
-from .stages import Stage
+from .records import Price, Record, StepRecorder, frozen_alone, price_of
+from .stages import PART as REFERENCE, Stage, reference_values, stored_values
 from .step import TrainStep
+
+
+class Ema:
+    """An exponential moving average of the weights, by parameter name, taken at each `update()` without a host sync.
+
+    It reads the fp32 masters of 16-bit weights, and other weights themselves, from the step's flat buffers. A step that moved
+    no weight (not finite, or without items) leaves the average unchanged: the device compares its count of updates t with
+    the last one. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
+    """
+
+    def __init__(self, step: TrainStep, decay: float):
+        self.decay, self._step = decay, step
+        self._updates = step.updates  # a scalar on the device that each step writes
+        self._included = self._updates.clone()
+        self._weights = [weight for weight, _ in step.weights.values()]
+        self._flat = [torch.zeros_like(flat, dtype=torch.float32) for flat in step.flat_weights.flat]
+        step.flat_weights.add_to(self._flat, torch.ones_like(self._updates, dtype=torch.float32))
+        groups = zip(step.flat_weights.layout.groups, self._flat)
+        self.average = {
+            slot.name: slot.view(flat, group.start)
+            for group, flat in groups
+            for slot in step.flat_weights.layout.slots_of(group)
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self.decay)
+        weight = torch.where(self._updates > self._included, 1 - decay, 0.0).float()
+        self._step.flat_weights.add_to(self._flat, weight)
+        self._included.copy_(self._updates)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Set the weights to the average while inside."""
+        with put_back(self._weights):
+            self.settle()
+            yield
+
+    def settle(self) -> None:
+        """Set the weights to the average permanently."""
+        torch._foreach_copy_(self._weights, list(self.average.values()))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live average as a checkpoint stores it."""
+        state = self._step.global_state(joined(average=self.average))
+        return {name: state[f"average.{name}"] for name in self.average}
+
+    def load(self, average: dict[str, Tensor]) -> None:
+        """Continue from a state that `state()` gave, after the step's own state has been loaded."""
+        self._included.copy_(self._updates)
+        for name, tensor in self.state().items():
+            tensor.copy_(average[name])
+
 
 SETTLED = 3  # steps after which a run has allocated all the memory that its steps need
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps no run
@@ -355,7 +415,7 @@ class Run:
         def on_first(work: Callable[[], None]) -> None:
             self.ranks.together(lambda: work() if self.ranks.first else None)
 
-        on_first(lambda: export_metadata.claim(path, self.id, overwrite))
+        on_first(lambda: claim_export(path, self.id, overwrite))
         with self.best_weights() as step:
             if self.recipe.adapters is not None:
                 on_first(lambda: self._export_adapters(path, merge))
@@ -363,7 +423,7 @@ class Run:
                 save = partial(family.save, self.model, path, self.tokenizer, overwrite=True)
                 local_shard.export(save, stored_state(self.model), self.ranks)
         if self.ranks.first:
-            export_metadata.note(path, self.id, step, self.done)
+            note_export(path, self.id, step, self.done)
         return path
 
     def _export_adapters(self, path: Path, merge: bool) -> None:

@@ -2,7 +2,7 @@
 
 The copies of one part to the GPU, the update of the part before, and the copies of the one before that back to the host run at
 the same time, on three streams, through two buffers. The host launches all of it and waits for nothing, so the first copies run
-while backward does. Updated within backward (backward_update.py) most of them do. A step then takes at least as long as its
+while backward does. Updated within backward (device_step.py) most of them do. A step then takes at least as long as its
 bytes take over the link: a parameter of 10 bytes, both ways at once, 0.18 ms a million parameters at 55 GB/s.
 
 An update is elementwise, so it has the bits of an update that keeps its state on the GPU. Only the random numbers by which

@@ -23,7 +23,7 @@ from ..trace import fallback
 from .recompute import find_blocks
 
 if TYPE_CHECKING:
-    from .flat_layout import FlatLayout, FlatSlot
+    from .accumulate import FlatLayout, FlatSlot
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..formatting import hint, shown
-from .lora_options import Lora
+from .fields import Lora
 
 if TYPE_CHECKING:  # a command reads its options before it imports torch
     import torch
@@ -15,8 +15,7 @@ if TYPE_CHECKING:  # a command reads its options before it imports torch
 
     from ..data.tokenizer import Tokenizer
     from ..distributed import Ranks
-    from .adamw import AdamW
-    from .muon import Muon
+    from .adamw import AdamW, Muon
     from .objectives import Objective
     from .schedule import Schedule
     from .step import TrainStep
@@ -222,9 +221,7 @@ class Recipe:
     @property
     def numbers(self) -> "AdamW | Muon":
         """The optimizer's settings."""
-        from .adamw import AdamW
-        from .adamw8 import AdamW8bit
-        from .muon import Muon
+        from .adamw import AdamW, AdamW8bit, Muon
 
         assert self.lr is not None and self.weight_decay is not None  # filled in by __post_init__
         adamw = AdamW(self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)

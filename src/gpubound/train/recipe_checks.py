@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 from ..data.tokenizer import SPECIALS
 from ..models.registry import is_named
-from .backward_update import check as check_update_in_backward
-from .field_types import check_type
+from .device_step import check as check_update_in_backward
+from .fields import LORA, Lora, check_type
 from .graph_cache import MODES as GRAPH_MODES, MOST as MOST_SHAPES
-from .lora_options import LORA, Lora
 from .offload import check as check_offload
 from .precision import precision
 from .recompute import parse as parse_recompute

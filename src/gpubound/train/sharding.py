@@ -29,10 +29,8 @@ from ..layers.embedding_and_head import head_of
 from ..layers.linear_product import format_of
 from ..lora.layers import of_peft
 from ..trace import fallback, notice
-from .accumulate import Accumulators
-from .adamw import AdamW, Weights
-from .flat_layout import FlatLayout
-from .muon import Muon
+from .accumulate import Accumulators, FlatLayout
+from .adamw import AdamW, Muon, Weights
 from .offload import StateMemory
 from .precision import Precision
 from .torch_optimizer import TorchOptimizer

@@ -38,12 +38,9 @@ from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
 from .accumulate import Accumulators
-from .adamw import AdamW, Weights
-from .adamw8 import AdamW8bit
-from .backward_update import BackwardUpdate, check as check_update_in_backward, gradient_bytes
-from .device_step import DeviceStep, Loss, StepResult
+from .adamw import AdamW, AdamW8bit, Muon, Weights
+from .device_step import BackwardUpdate, DeviceStep, Loss, StepResult, check as check_update_in_backward, gradient_bytes
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
-from .muon import Muon
 from .objectives import OBJECTIVES, Objective, objective_class
 from .offload import HostMemory, check as check_offload, move_to_host
 from .precision import (
@@ -88,7 +85,7 @@ class TrainStep(NotCopyable):
                blocks
     overlap    compute weight gradients on a second stream during backward: for models too small to fill the GPU
     update_in_backward  each block's weights move as soon as backward has its gradient, whose memory the next block takes:
-               bit for bit the same numbers (backward_update.py). For accumulate=1, clip=None and AdamW on one GPU
+               bit for bit the same numbers (device_step.py). For accumulate=1, clip=None and AdamW on one GPU
     offload_optimizer  moments and masters are in pinned host memory, and pass through the GPU in parts as they are updated:
                bit for bit the same numbers, of "bf16-pure" rounded by other random numbers (offload.py). For AdamW on one GPU
     exact      forward computes products and attention by batch-invariant kernels, so that the log-probabilities of tokens are

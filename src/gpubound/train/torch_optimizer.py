@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from ..errors import GraphError
 from ..kernels import plan_update
 from ..trace import fallback
+from .accumulate import FlatLayout, lay_out
 from .adamw import FlatAdamW, Weights
-from .flat_layout import FlatLayout, lay_out
 from .precision import Precision, read, spelled
 from .schedule import is_rate
 

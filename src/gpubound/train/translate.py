@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formatting import shown
-from .alias_values import SCHEDULES, is_off
-from .aliases import SAME, normal, read_all
+from .aliases import SAME, SCHEDULES, is_off, normal, read_all
 
 Values = dict[str, Any]
 

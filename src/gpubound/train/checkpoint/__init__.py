@@ -3,8 +3,8 @@
 Checkpoints     the folder of a run's checkpoints: snapshot, write in the background, prune        checkpoints.py
 Checkpoint      one checkpoint on disk                                                             checkpoints.py
 files           state.json with sizes and checksums, and the safetensors file of one process       files.py
-Staging         copies from the device to the host while training continues                        staging.py
-resume          RNG states of the ranks, and conversion between replicated and sharded tensors     resume.py
+Staging         copies from the device to the host while training continues                        files.py
+resume          RNG states of the ranks, and conversion between replicated and sharded tensors     checkpoints.py
 """
 
 from .checkpoints import (

@@ -1,6 +1,6 @@
 """Checkpoints: each is complete or absent, and they are written while training continues.
 
-`snapshot` copies the tensors in stream order, so no step waits for the disk (staging.py). `write` lets a thread bring the
+`snapshot` copies the tensors in stream order, so no step waits for the disk (files.py). `write` lets a thread bring the
 copies to the host on a side stream and write a temporary folder, which is renamed once all of it is on disk: a run that is
 killed at any moment leaves its last complete checkpoint. Opening a checkpoint verifies its checksums.
 
@@ -11,13 +11,21 @@ killed at any moment leaves its last complete checkpoint. Opening a checkpoint v
 
 All ranks make every call. The first rank writes replicated tensors; of sharded ones each rank writes its own shards. The folder
 is renamed when the files of every rank are on disk. Any number of ranks opens the checkpoint of any other number.
+
+Some state depends on the ranks of a run: the RNG of each, and whether tensors are sharded. Each rank has its own RNG state,
+from which dropout and the noise of diffusion are drawn; rank 0 has that of a single process. Initial weights are drawn before,
+and are equal on every rank.
+
+An export's folder has a file with the step of its weights, and the number of steps that the run had done. `gpubound generate
+RUN` compares it with the checkpoints' steps. File times cannot be compared: those of a copied run differ.
 """
 
+import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,12 +40,11 @@ from ...distributed import ALONE, Ranks
 from ...distributed.local_shard import LocalShard, any_sharded, local_shard_of
 from ...distributed.ranks import tell_if_saved_apart
 from ...errors import DataError
-from ...files import sibling, writing
+from ...files import EXPORT as ORIGIN, check_replaceable, make_folder, read_json, sibling, write_atomic, writing
 from ...formatting import readable
 from ...trace import notice
 from . import files
-from .files import STATE
-from .staging import Staging
+from .files import STATE, Staging
 
 WHERE = "where"  # key of a checkpoint's facts: the folder that relative paths of its recipe start from
 NAME = re.compile(r"step-(\d{8,})$")
@@ -326,3 +333,113 @@ def path_from_here(checkpoint: Checkpoint, name: str) -> str:
     """Return the path `name` of this checkpoint's recipe; if it does not exist, relative to where the run was started."""
     original = os.path.join(checkpoint.facts.get(WHERE, ""), name)
     return original if not os.path.exists(name) and os.path.exists(original) else name
+
+
+MIXED = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbouring ranks and steps get distant seeds
+SEEDS = (1 << 63) - 1
+MASTER, MODEL = "step.master.", "model."
+SCALE = "step.scale."  # of 8-bit moments: stored by rank, so another number of ranks needs the scales of all
+
+
+def seed_ranks(ranks: Ranks, seed: int, step: int = 0) -> None:
+    """Seed every rank but the first differently."""
+    if not ranks.first:
+        torch.manual_seed((seed + MIXED * (ranks.rank + (step << 20))) & SEEDS)
+
+
+def rng_states(ranks: Ranks, device: torch.device) -> dict[str, Tensor]:
+    """Return the RNG states of every rank, by name. Waits for all ranks, not for the device."""
+    own = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        own["cuda"] = torch.cuda.get_rng_state(device)
+    return {_rng_name(kind, rank): state for rank, states in enumerate(ranks.gather(own)) for kind, state in states.items()}
+
+
+def restore_rng(tensors: dict[str, Tensor], ranks: Ranks, device: torch.device, seed: int, step: int) -> None:
+    """Restore this rank's RNG from what `rng_states` returned; a rank without a saved state is seeded."""
+    if (name := _rng_name("cpu", ranks.rank)) in tensors:
+        torch.set_rng_state(tensors[name])
+    else:
+        seed_ranks(ranks, seed, step)
+    if device.type == "cuda" and (name := _rng_name("cuda", ranks.rank)) in tensors:
+        torch.cuda.set_rng_state(tensors[name], device)
+    saved = sum(name.startswith("cpu") for name in tensors)
+    if saved != ranks.world:
+        fresh = f"; ranks from {saved} on draw dropout and noise anew" if saved < ranks.world else ""
+        notice(f"resume: saved by {saved} rank{'s'[: saved != 1]}, goes on with {ranks.world}{fresh}.")
+
+
+def _rng_name(kind: str, rank: int) -> str:
+    return f"{kind}.{rank}" if rank else kind
+
+
+def convert_tensors(checkpoint: Checkpoint, live: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors by the names of `live`, filling those in place; other tensors are new.
+
+    Replicas have 16-bit weights and fp32 masters. The shards of an FSDP model are fp32 and their own masters. So the fp32
+    weights of one are called step.master.NAME, and those of the other model.NAME.
+    """
+    shapes = checkpoint.shapes()
+    weights = {name: MODEL + name.removeprefix(MASTER) for name in (*shapes, *live) if name.startswith(MASTER)}
+    from_masters = {m: live[w] for m, w in weights.items() if m in shapes and m not in live and w in live}
+    to_masters = {w: live[m] for m, w in weights.items() if m in live and m not in shapes and w in shapes}
+    fitting = {name: tensor for name, tensor in live.items() if not name.startswith(SCALE)}
+    tensors = checkpoint.tensors(like=fitting, but=tuple(from_masters))
+    checkpoint.read(from_masters)
+    checkpoint.read(to_masters)
+    return tensors | {m: live[m] for m, w in weights.items() if w in to_masters}
+
+
+def claim_export(folder: Path, run: str, overwrite: bool = False) -> None:
+    """Mark `folder` as an export of this run before anything is written. Raise ValueError if it holds other files.
+
+    An export that is interrupted leaves the mark, so the run can write the folder again.
+    """
+    check_replaceable(folder, "export", run=run, overwrite=overwrite)
+    make_folder(folder)
+    write_atomic(folder / ORIGIN, json.dumps({"run": run}) + "\n")
+
+
+def note_export(folder: Path, run: str, step: int, done: int) -> None:
+    """Write the step of the exported weights, and the number of steps that the run had done."""
+    write_atomic(folder / ORIGIN, json.dumps({"run": run, "step": step, "done": done}) + "\n")
+
+
+def export_done_at(folder: Path) -> int | None:
+    """Return the number of steps that the run had done when it wrote this export, None if unknown."""
+    if not (folder / ORIGIN).exists():
+        return None
+    done = read_json(folder / ORIGIN, "export the run again").get("done")
+    if done is None:  # the export was interrupted
+        return None
+    if type(done) is not int:
+        raise DataError(f"{folder / ORIGIN}: done is {done!r}, wanted a number of steps; export the run again.")
+    return done
+
+
+def newer_export(exports: Sequence[Path], checkpoint: Checkpoint | None) -> Path | Checkpoint | None:
+    """Return the export of the latest step, or the checkpoint if its step is later.
+
+    If an export has no step, as from an older version or an interruption, file times are compared, with a notice.
+    """
+    if checkpoint is None and len(exports) == 1:
+        return exports[0]
+    steps = {folder: export_done_at(folder) for folder in exports}
+    without_step = next((folder for folder, done in steps.items() if done is None), None)
+
+    def age(folder: Path, step: int | None) -> float:
+        return _written(folder) if without_step or step is None else step
+
+    export = max(exports, key=lambda folder: age(folder, steps[folder]), default=None)
+    if export is None:
+        return checkpoint
+    later = checkpoint is not None and age(checkpoint.path, checkpoint.step) > age(export, steps[export])
+    if without_step:
+        chosen = checkpoint.path if later and checkpoint else export
+        notice(f"{without_step} does not say of which step it is; taken is {chosen}, because its files are the newest.")
+    return checkpoint if later else export
+
+
+def _written(folder: Path) -> float:
+    """Return the time when a model or a checkpoint was written."""
+    return max(file.stat().st_mtime for pattern in (STATE, "*config.json") for file in folder.glob(pattern))

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a model learns the next-token distribution of a frozen teacher (divergence.py has the losses).
+"""Knowledge distillation: a model learns the next-token distribution of a frozen teacher (chunked_head.py has the losses).
 
 The teacher reads the same batch in the same step, without gradients, in its own dtype; it is no part of the model, so neither
 optimizer nor checkpoints hold it. Both must have the same tokens. Logits of both exist for a few thousand tokens at a time.
@@ -21,8 +21,7 @@ from ...models.packed_rows import FIELDS, UNPACKED
 from ...models.registry import family_of, mode
 from ...place import place
 from ...trace import fallback
-from .chunked_head import IGNORE, Head
-from .divergence import DistillationLoss, head_losses, logits_loss, student_loss
+from .chunked_head import IGNORE, DistillationLoss, Head, head_losses, logits_loss, student_loss
 from .word_loss import WordLoss, check_arguments
 
 

@@ -21,8 +21,7 @@ from ...models.language_model import why_not_head
 from ...models.packed_rows import FIELDS
 from ...models.registry import mode
 from . import Objective
-from .chunked_head import CHUNK, IGNORE, Head
-from .divergence import DistillationLoss, student_loss
+from .chunked_head import CHUNK, IGNORE, DistillationLoss, Head, student_loss
 from .word_loss import check_tokens
 
 INPUTS = ("input_ids", "labels", "position_ids", *sorted(FIELDS))

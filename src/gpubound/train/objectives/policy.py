@@ -18,7 +18,8 @@ minus entropy · H(π). The loss is the mean over tokens, or of each answer's me
     dapo        tokens               0.2      0.28        Yu et al. 2025
     gspo        answers' tokens      3e-4     4e-4        Zheng et al. 2025
 
-In a batch's first step π_old is π itself, so ρ is 1, and only its gradient counts. The logits are never whole: see examples.py.
+In a batch's first step π_old is π itself, so ρ is 1, and only its gradient counts. The logits are never
+whole: see word_loss.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,8 +34,7 @@ from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
 from ..schedule import is_rate
 from .chunked_head import IGNORE, Head, Losses, head_loss, head_token_losses, token_losses
-from .examples import AnswerLoss, Examples, through_head
-from .word_loss import trained_besides_adapters
+from .word_loss import AnswerLoss, Examples, through_head, trained_besides_adapters
 
 LOGPROBS = ("sampler_logprobs", "old_logprobs", "reference_logprobs")
 FIELDS = ("advantages", *LOGPROBS)  # of a batch, besides the model's

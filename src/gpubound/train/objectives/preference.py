@@ -13,7 +13,7 @@ r = log π − log π₀ of each answer, the loss of a pair by `loss` is
 
 The reference is the model without its adapters where adapters train, else `reference` of the batch: log π₀ of each row.
 
-The logits are never whole: see examples.py.
+The logits are never whole: see word_loss.py.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
 from .chunked_head import IGNORE, head_token_losses, token_losses
-from .examples import AnswerLoss, Examples, through_head
-from .word_loss import trained_besides_adapters
+from .word_loss import AnswerLoss, Examples, through_head, trained_besides_adapters
 
 EXTRA = ("reference", "example")  # fields of a batch that are not the model's
 
