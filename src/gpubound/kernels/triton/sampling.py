@@ -1,11 +1,12 @@
 """Choice of the next token and the step of a row.
 
-`sample` has two launches. The programs of the first take a chunk of a row each. They read its logits once, for the largest and
-the sum of exponentials, before and after penalty and temperature. The second has a program a row: by those it draws a chunk, or
-takes the one with the largest logit, and then a token of it. Under top-k, top-p or min-p it reads the row itself: one pass is
-for the largest, another sets candidates aside, the thresholds are searched and the race is run among them. Disabled settings
-are skipped at run time, by their values on the device. Chunks are of one size, so that a row's bits do not depend on how many
-others there are.
+`sample` has three launches. The programs of the first take a chunk of a row each. They read its logits once, for the largest
+and the sum of exponentials, before and after penalty and temperature. The second has a program a row: by those it draws a
+chunk, or takes the one with the largest logit, and then a token of it. The third does so for rows under top-k, top-p or min-p,
+which it reads itself: one pass is for the largest, another sets candidates aside, the thresholds are searched and the race is
+run among them. In one launch with the second, the registers of a search left room for a row a multiprocessor: of 256 rows
+without, 17 us (H200). Disabled settings are skipped at run time, by their values on the device. Chunks are of one size, so that
+a row's bits do not depend on how many others there are.
 
 Of a row that it reads, results are kept for each lane until the end: reductions over a program are rare. Values are scaled so
 that the largest is 0. With 32 bits of noise an E_v is between 1.2e-10 and 22.9, so a token below log(1.2e-10 / 22.9) = -26.0
@@ -227,7 +228,7 @@ def _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row,
 
 
 TILE = 4096  # elements of a row at a time, 4 a thread: a search keeps five numbers for each, and 1024 threads have 64 registers
-CHUNK_WARPS = 4  # of a program of the first launch
+CHUNK_WARPS, DRAW_WARPS = 4, 8  # of a program that reads a chunk, and of one that draws a chunk and its token
 # One number a row is read or written here. Alignment gains nothing, and an `emitted` that is now and then aligned, such as the
 # next place of a ring of tokens, would have the kernel compiled again in the middle of a capture.
 ROWS = [f"{name}_ptr" for name in (*Rows._fields, *Settings._fields[:-1], "emitted", "logprob")]
@@ -405,7 +406,9 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
 def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seed_ptr, row_ptr, token_ptr,
                    position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr, logprob_ptr, embed_ptr, x_ptr,
                    chunk_ptr, values_ptr, quads_ptr, stride, V, chunks, words, H, stops, CHUNKS: tl.constexpr,
-                   CHUNK: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                   CHUNK: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, FILTERED: tl.constexpr,
+                   DEPENDENT: tl.constexpr):  # fmt: skip
+    """Give the rows under top-k, top-p or min-p their tokens (FILTERED), or the others."""
     b = tl.program_id(0).to(tl.int64)
     logits_ptr += b * stride
     values_ptr += b * tl.cdiv(V, BLOCK) * BLOCK
@@ -413,42 +416,43 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     if past_ptr is not None:
         past_ptr += b * V
     _start(DEPENDENT)
-    token = tl.load(token_ptr + b)
-    logprob = tl.full([], float("nan"), tl.float32)
-    if tl.load(alive_ptr + b) != 0:
-        temperature = tl.load(temperature_ptr + b)
-        inverse = tl.div_rn(1.0, tl.maximum(temperature, 1e-30))
-        top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
-        penalty = tl.load(penalty_ptr + b)
-        seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
-        if _filtered(top_k, top_p, min_p, V) & (temperature > 0.0):
-            best = tl.full([BLOCK], float("-inf"), tl.float32)
-            arg = tl.full([BLOCK], NOBODY, tl.int32)
-            for start in range(0, V, BLOCK):
-                i = start + tl.arange(0, BLOCK)
-                best, arg = _lead(_logits(logits_ptr, past_ptr, penalty, i, V), i, best, arg)
-            top, drawn = _leader(best, arg)
-            good = _finite(top)
-            if good:
-                count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, best,
-                                            top_k, top_p, min_p, BLOCK)  # fmt: skip
-                drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
-                if logprob_ptr is not None:
-                    logprob = _logprob(logits_ptr, drawn, V, BLOCK)
+    temperature = tl.load(temperature_ptr + b)
+    top_k, top_p, min_p = tl.load(top_k_ptr + b), tl.load(top_p_ptr + b), tl.load(min_p_ptr + b)
+    if (_filtered(top_k, top_p, min_p, V) & (temperature > 0.0)).to(tl.int32) == FILTERED:
+        token = tl.load(token_ptr + b)
+        logprob = tl.full([], float("nan"), tl.float32)
+        if tl.load(alive_ptr + b) != 0:
+            inverse, penalty = tl.div_rn(1.0, tl.maximum(temperature, 1e-30)), tl.load(penalty_ptr + b)
+            seed, position, row = tl.load(seed_ptr + b), tl.load(position_ptr + b), tl.load(row_ptr + b)
+            if FILTERED:
+                best = tl.full([BLOCK], float("-inf"), tl.float32)
+                arg = tl.full([BLOCK], NOBODY, tl.int32)
+                for start in range(0, V, BLOCK):
+                    i = start + tl.arange(0, BLOCK)
+                    best, arg = _lead(_logits(logits_ptr, past_ptr, penalty, i, V), i, best, arg)
+                top, drawn = _leader(best, arg)
+                good = _finite(top)
+                if good:
+                    count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, best,
+                                                top_k, top_p, min_p, BLOCK)  # fmt: skip
+                    drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
+                    if logprob_ptr is not None:
+                        logprob = _logprob(logits_ptr, drawn, V, BLOCK)
+            else:
+                drawn, good, highest, mass = _from_chunks(logits_ptr, past_ptr, penalty, chunk_ptr + 4 * b * chunks, chunks,
+                                                          temperature, inverse, seed, position, row, V, CHUNKS,
+                                                          CHUNK)  # fmt: skip
+                if (logprob_ptr is not None) & good:
+                    logprob = tl.load(logits_ptr + drawn).to(tl.float32) - highest - tl.log(mass)
+            _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
+                     V, stops, STOPS)  # fmt: skip
+            token = tl.where(good, drawn, token)
         else:
-            drawn, good, highest, mass = _from_chunks(logits_ptr, past_ptr, penalty, chunk_ptr + 4 * b * chunks, chunks,
-                                                      temperature, inverse, seed, position, row, V, CHUNKS, CHUNK)  # fmt: skip
-            if (logprob_ptr is not None) & good:
-                logprob = tl.load(logits_ptr + drawn).to(tl.float32) - highest - tl.log(mass)
-        _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
-                 V, stops, STOPS)  # fmt: skip
-        token = tl.where(good, drawn, token)
-    else:
-        tl.store(emitted_ptr + b, -1)
-    if logprob_ptr is not None:
-        tl.store(logprob_ptr + b, logprob)
-    if embed_ptr is not None:
-        _embedding(embed_ptr, x_ptr + b * H, token, words, H, BLOCK)
+            tl.store(emitted_ptr + b, -1)
+        if logprob_ptr is not None:
+            tl.store(logprob_ptr + b, logprob)
+        if embed_ptr is not None:
+            _embedding(embed_ptr, x_ptr + b * H, token, words, H, BLOCK)
 
 
 def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tuple[tuple, dict]:
@@ -488,10 +492,12 @@ def sample(
     room = batch * cdiv(words, shape[2]) * shape[2]  # for what is set aside; at worst everything
     values = torch.empty(room, device=device, dtype=torch.float32)
     quads = torch.empty(room // 4, device=device, dtype=torch.int32)
-    _sample_kernel[(batch,)](
-        logits, *scalars, *rows, emitted, seen, logprob, embed, x, masses, values, quads, logits.stride(0), words, chunks,
-        *_shape(embed), shape[0], max(4, power_of_two(chunks)), chunk, *shape[1:], **launch,
-    )  # fmt: skip
+    for filtered in (False, True):
+        _sample_kernel[(batch,)](
+            logits, *scalars, *rows, emitted, seen, logprob, embed, x, masses, values, quads, logits.stride(0), words, chunks,
+            *_shape(embed), shape[0], max(4, power_of_two(chunks)), chunk, *shape[1:], filtered,
+            **(launch if filtered else options(DRAW_WARPS, dependent)),
+        )  # fmt: skip
     written = changed(rows, emitted, seen, logprob, x)
     bump_versions(*written)
     return written
