@@ -11,6 +11,7 @@ from gpubound.kernels.plans.types import (
     ResidentPlan,
     RopePlan,
     RowPlan,
+    SplitPlan,
     TilePlan,
 )
 from gpubound.models.richards.kernels.plans import StridePlan, WalkPlan
@@ -112,6 +113,16 @@ def _held(job: Job) -> Iterator[Plan]:
         yield from (ResidentPlan(rows, columns, warps, held, ahead) for held in sorted(most))
 
 
+def _split(job: Job) -> Iterator[Plan]:
+    """Weights that are all asked for at once, or a loop; from half to twice as many programs as multiprocessors."""
+    outputs, width, _ = job.shape
+    for rows, columns, warps, parts in product((16, 64, 128), (64, 128, 256), (4, 8), (1, 2, 4, 8)):
+        slices, programs = width // columns // parts, outputs // rows * parts
+        if slices < 1 or width % parts or (parts > 1 and (job.way == "gated" or not 0.5 <= programs / job.chip.sms <= 2)):
+            continue
+        yield from (SplitPlan(rows, columns, warps, parts, stages) for stages in (*([0] if slices <= 8 else []), 3, 4, 6))
+
+
 OF_KIND = {
     RowPlan: _row,
     TilePlan: _tile,
@@ -122,4 +133,5 @@ OF_KIND = {
     WalkPlan: _walk,
     ProductPlan: _product,
     ResidentPlan: _held,
+    SplitPlan: _split,
 }

@@ -32,7 +32,7 @@ from .decode_peers import PLACES, PROMPT, prompts
 from .plans import table_line
 from .shapes import SHAPES
 
-OPS = ("product", "packed_product", "tiled_product", "decode_attention")
+OPS = ("product", "packed_product", "tiled_product", "split_product", "decode_attention")
 NEW = 129  # tokens a request: 128 steps behind the first
 WIN = 0.997  # of the time before: a plan that is nearer is today's, within the scatter of captures
 

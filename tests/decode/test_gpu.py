@@ -77,6 +77,18 @@ def test_graphs_of_any_length_give_what_single_launches_give(rows, how, decoders
     assert len({token for sequence in want for token in sequence.tokens}) > 20
 
 
+@pytest.mark.parametrize("rows", [33, 100])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+def test_steps_of_split_products_are_certified(kind, rows, monkeypatch):
+    """Certified against fp32 with as many rows, of which the last tile has less; a graph gives what single launches do."""
+    fast = served(kind, max_batch=rows)
+    assert rows in fast.body.split and rows in fast.body.row_counts() and fast.certificate.logits_error is not None
+    given = cases.prompts(*(5 + row % 9 for row in range(rows)))
+    want = fast.generate(given, max_new_tokens=40).tokens
+    eagerly(fast, monkeypatch)
+    assert fast.generate(given, max_new_tokens=40).tokens == want
+
+
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3", "SmolLM3", *cases.OTHERS, *cases.BESIDE])
 def test_a_graph_of_every_family(kind, monkeypatch):
     fast = served(kind, max_batch=3)

@@ -8,6 +8,9 @@ from gpubound.decode import transformer as ways
 from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
+from gpubound.kernels import plans
+from gpubound.kernels.plans import RULES
+from gpubound.kernels.plans.types import SplitPlan
 
 from . import cases
 
@@ -31,13 +34,44 @@ def logits(body: FusedRunner, rows: int, first: int = 3) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.fixture
+def several_parts(monkeypatch):
+    """Make products of these small models' weights share their sums, as large ones do."""
+    rule = RULES["split_product"]
+    parts = rule._replace(plan=lambda job: SplitPlan(16, 16, 4, 1 if job.way else 2, 2))
+    monkeypatch.setitem(RULES, "split_product", parts)
+    monkeypatch.setattr(plans, "_settled", {})
+
+
+@pytest.mark.parametrize("kind, layers", [("Qwen3", 1), pytest.param("Qwen2", 2, marks=pytest.mark.slow)])
+def test_products_in_parts_give_the_logits_of_those_by_torch(kind, layers, several_parts, monkeypatch):
+    """A norm of q and k; biases. Attention adds q, k and v, norms the stream, and all that is not written is NaN."""
+    model, found = cases.build(kind, torch.bfloat16, num_hidden_layers=layers), []
+    for sizes, split in ((ways.SPLIT, range(9, 129)), ((), range(17, 17))):
+        monkeypatch.setattr(ways, "SPLIT", sizes)
+        body = body_of(model, 18)
+        assert body.split == split
+        if body.workspace.parts is not None:
+            body.workspace.parts.fill_(float("nan"))
+        found.append(logits(body, 18))
+        assert body.workspace.pending is None  # the last norm has added the last parts
+    assert (found[0] - found[1]).norm() / found[1].norm() < 2e-2
+    kept = body_of(model, 18)
+    monkeypatch.setattr(ways, "SPLIT", ((1 << 40, 128),))
+    kept.rebind()
+    assert kept.split == range(9, 129)
+    kept.keep_hidden_states(None)  # a draft reads the stream between the layers
+    assert not kept.split and not kept.workspace.split
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Qwen3", "Gemma2", "Qwen2"])
 def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatch):
     """A norm of q and k; norms behind the parts, and so no copy of the stream; biases."""
     model = cases.build(kind, torch.bfloat16, num_hidden_layers=2)
     body = body_of(model, 4)
-    assert (body.gemv_rows, body.tiled_rows) == (1, 16) and (body.workspace.copy is None) == (kind == "Gemma2")
+    most = 16 if kind == "Gemma2" else 8  # then split products, which take no norms behind the parts
+    assert (body.gemv_rows, body.tiled_rows) == (1, most) and (body.workspace.copy is None) == (kind == "Gemma2")
     if body.workspace.copy is not None:
         body.workspace.copy.fill_(float("nan"))  # nobody reads it before it is written
     together = logits(body, 4)
@@ -83,6 +117,7 @@ def test_what_is_never_taken_together(dtype, build):
 
 def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatch):
     model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
+    monkeypatch.setattr(ways, "SPLIT", ())
     gate, both = ways.TILED, 2 * 32 * 40 * 2  # bytes of gate and up
     for sizes, most in (
         (gate, 16),
@@ -102,9 +137,11 @@ def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatc
 
 def test_the_table_and_the_certificate_know_each_way(monkeypatch):
     model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
-    for rows, known in ((1, {1}), (4, {1, 4}), (16, {1, 16}), (40, {1, 16, 40})):
+    monkeypatch.setattr(ways, "SPLIT", ((32 << 20, 24),))
+    for rows, known in ((1, {1}), (4, {1, 4}), (16, {1, 8, 16}), (40, {1, 8, 24, 40})):
         body = body_of(model, rows)
         assert body.row_counts() == known
         table = {what: how for what, how, _ in body.report()}
-        assert table.get(f"2 to {min(rows, 16)} rows", "").startswith("triton: tiled products") == (rows > 1)
-        assert ("more than 16 rows" in table) == (rows > 16)
+        assert table.get(f"2 to {min(rows, 8)} rows", "").startswith("triton: tiled products") == (rows > 1)
+        assert table.get(f"9 to {min(rows, 24)} rows", "").startswith("triton: split products") == (rows > 8)
+        assert ("more than 24 rows" in table) == (rows > 24)

@@ -95,6 +95,8 @@ SHAPED = {
     "sink_attention": (6, 2, 24, True, False),
     "sinkhorn": (3, 2),
     "sparse_attention": (32, True, False, True),
+    "split_gate_up": ("gelu_tanh", 9, 72, 40),
+    "split_product": (2, 9, 72, 20),
     "swiglu": (72, False),
     "swiglu_backward": (72,),
     "take_words": (True,),

@@ -96,7 +96,10 @@ def test_lines_are_those_of_the_table():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--ops", "norm"], "--ops: got norm, wanted some of product, packed_product, tiled_product, decode_attention"),
+        (
+            ["--ops", "norm"],
+            "--ops: got norm, wanted some of product, packed_product, tiled_product, split_product, decode_attention",
+        ),
         (["--behind", "9000"], "--behind: got 9000, wanted 1 to 8063"),
         ([], "no GPU is visible: steps are timed on one"),
     ],

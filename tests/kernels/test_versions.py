@@ -19,8 +19,9 @@ IN_PLACE = [
     "pick", "plan_update", "poly_attention_step", "propose", "quantize", "quantize_swiglu", "quantize_swiglu_backward",
     "quantized_add_product", "quantized_add_routed", "quantized_decode_attention", "quantized_norm_gate_up",
     "quantized_norm_product", "quantized_routed_down", "quantized_routed_gate_up", "route", "routed_down", "routed_gate_up",
-    "sample", "select_experts", "send_product", "send_products", "send_words", "short_conv", "sparse_attention", "take_words",
-    "tiled_add_product", "tiled_norm_gate_up", "tiled_norm_product", "turn_heads", "write_tokens",
+    "sample", "select_experts", "send_product", "send_products", "send_words", "short_conv", "sparse_attention",
+    "split_gate_up", "split_product", "take_words", "tiled_add_product", "tiled_norm_gate_up", "tiled_norm_product",
+    "turn_heads", "write_tokens",
 ]  # fmt: skip
 
 

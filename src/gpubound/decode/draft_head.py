@@ -95,7 +95,7 @@ class HeadAttention(CachedAttention):
     def operand(self, x: Tensor, mode: int, first: bool = False) -> tuple[Tensor, Norm | None]:
         return self.both[: len(x)], None
 
-    def read(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor, mode: int = 0) -> Tensor:
         return self.both[: len(x)].to(self.workspace.dtype)
 
     def write_prompt(self, both: Tensor, start: int) -> None:

@@ -56,7 +56,7 @@ from .runner import BatchState, ModelRunner, RunnerConfig, StepGraphs, Stepper
 from .running import RunningRequest
 from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
 from .text import TextCodec
-from .transformer import FusedRunner, gemv_rows, kernel_calls, tiled_gemm_rows
+from .transformer import SPLIT_FROM, FusedRunner, gemv_rows, kernel_calls, split_gemm_rows, tiled_gemm_rows
 from .weight_view import bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
@@ -437,7 +437,8 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.devi
         return family.runner(reader_of(model), config)
     if not isinstance(view, str):
         view = view if device in (None, view.device) else HostView(view, device)
-        hasten(kernel_calls(view, config.weights, tiled_gemm_rows(view, config) > 0, many), view.device, view.dtype)
+        tiled, split = tiled_gemm_rows(view, config) > 0, config.max_batch > SPLIT_FROM and split_gemm_rows(view, config) > 0
+        hasten(kernel_calls(view, config.weights, tiled, many, split), view.device, view.dtype)
         return FusedRunner(view, config)
     runner: ModelRunner
     if isinstance(model, LanguageModel) and model.runner:

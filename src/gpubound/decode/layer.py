@@ -52,6 +52,9 @@ class Workspace:
         self.peer: Any = None  # of placement/peers.py, where other devices have other slices of the same layers
         self.gemv_rows: int | None = None  # more rows are a tiled GEMM; None: there is none
         self.copy: Tensor | None = None  # of the stream in `dtype`, which a tiled GEMM reads
+        self.split = range(0)  # rows of steps whose products are in parts (kernels/split_product.py)
+        self.parts: Tensor | None = None  # room for those of a product, fp32
+        self.pending: Tensor | None = None  # parts that the stream still lacks: the next norm adds them
         self.step_inputs: Any = None  # (layers, rows, width): the layers' own inputs in a step (layer_inputs.py)
         self.prompt_inputs: Any = None  # (B, T, layers, width)
         self._buffers: dict[tuple, Tensor] = {}
@@ -65,6 +68,10 @@ class Workspace:
     def layer_normed(self) -> Tensor:
         """The stream after a LayerNorm, in fp32."""
         return self.buffer("layer_normed", self.rows, self.shape.hidden)
+
+    def take_pending(self) -> Tensor | None:
+        pending, self.pending = self.pending, None
+        return pending
 
     def buffer(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros, one buffer for all layers that ask for the same name and shape."""
@@ -121,17 +128,24 @@ class Part:
         self.gemm_add(self.gemm_compute(x, *arguments), x, arguments[-1])
 
     def gemm_add(self, h: Tensor, x: Tensor, mode: int) -> None:
-        """Add the last product of h to the stream x."""
+        """Add the last product of h to the stream x, or leave it to the next norm."""
+        if len(h) in self.workspace.split:
+            self.workspace.pending = self.split(self.last, h, mode)
+            return
         accumulate(self.target(x), h, self.last.matrices()[0], self.last.biases[0] if self.last.biases else None)
         if self.last.added is not None:
             self.last.added.add(h, self.target(x))
         self.finish(x, mode)
 
-    def read(self, x: Tensor) -> Tensor:
+    def read(self, x: Tensor, mode: int = 0) -> Tensor:
         """Return the normed stream, which GEMMs of many rows read. A norm that cuBLAS precedes begins 0.97 us after it by a
         dependent launch, other kernels 0.46 by a plain one (H200, 0.6b, 256 rows)."""
         h = self._normed[: len(x)]
-        return h if self.reads_normed else normed_rows(x, self.weights.norm, h)
+        return h if self.reads_normed else normed_rows(x, self.weights.norm, h, mode, self.workspace.take_pending())
+
+    def split(self, product: Any, h: Tensor, mode: int) -> Tensor:
+        """Return the parts (P, B, rows) of a product of h."""
+        return product.split_product(h, self.workspace.parts, mode)
 
     def operand(self, x: Tensor, mode: int, first: bool = False) -> tuple[Tensor, Norm | None]:
         """Return what the first product of few rows reads: the stream and its norm, or the stream after a LayerNorm."""
@@ -252,6 +266,10 @@ class CachedAttention(Part):
         return self._mixed[:rows]
 
     def gemm_compute(self, x: Tensor, position: Tensor, mode: int) -> Tensor:
+        if len(x) in self.workspace.split:
+            parts = self.split(self.qkv, self.read(x, mode), self.fenced(mode))
+            self._attend(len(x), parts, position, mode)
+            return self._mixed[: len(x)]
         qkv = self.gemm(self.qkv, self.read(x))
         self._attend(len(x), qkv, position, 0)  # a dependent launch after cuBLAS takes 0.4 us longer (H200, 350m, 32 rows)
         return self._mixed[: len(x)]
@@ -306,7 +324,11 @@ class DenseMLP(Part):
         return y
 
     def gemm_compute(self, x: Tensor, mode: int) -> Tensor:
-        return gated(self.weights.activation, self.gemm(self.gate_up, self.read(x)))
+        if len(x) not in self.workspace.split:
+            return gated(self.weights.activation, self.gemm(self.gate_up, self.read(x)))
+        y = self._gated[: len(x)]
+        self.gate_up.split_gate_up(self.read(x, mode), self.weights.activation, y, mode)
+        return y
 
     def prompt(self, h: Tensor) -> Tensor:
         """Return the MLP's output for normed h (B, T, hidden)."""
@@ -394,11 +416,11 @@ def normed(x: Tensor, norm: AnyNorm) -> Tensor:
     return x if norm is None else rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
-def normed_rows(x: Tensor, norm: AnyNorm, out: Tensor, mode: int = 0) -> Tensor:
-    """Write the normed stream to `out` and return it."""
+def normed_rows(x: Tensor, norm: AnyNorm, out: Tensor, mode: int = 0, parts: Tensor | None = None) -> Tensor:
+    """Write the normed stream to `out` and return it. With parts, those of an RMSNorm's op, add them to the stream first."""
     if isinstance(norm, LayerNorm):
         return layer_norm_rows(x, norm, out, mode)
-    return out.copy_(x) if norm is None else norm_rows(x, norm, out, mode)
+    return out.copy_(x) if norm is None else norm_rows(x, norm, out, mode, parts)
 
 
 def attend_prompt(

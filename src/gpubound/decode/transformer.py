@@ -27,6 +27,7 @@ from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
 from ..kernels.expert_choice import form_of_routing
 from ..kernels.row_ops import LayerNorm
+from ..kernels.split_product import MOST_PARTS
 from ..models.decoding import (
     AnyNorm,
     AttentionWeights,
@@ -66,6 +67,9 @@ FEW = 2
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
 TILED = ((32 << 20, 16), (96 << 20, 4))
 TILED_HEAD = True
+# The same of split GEMMs, beyond SPLIT_FROM rows or those of a tiled one.
+SPLIT = ((32 << 20, 128), (96 << 20, 32))
+SPLIT_FROM = 8
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
@@ -98,11 +102,29 @@ def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
 
 
 def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
-    """Return the most rows of a tiled GEMM; 0 where there is none.
+    """Return the most rows of a tiled GEMM; 0 where there is none. Split ones take over after SPLIT_FROM.
 
     It needs a dense model in bf16 without adapters: the kernels round x times its norm's gain, which may overflow in fp16. And
     one token a row, or tokens that need not have the bits of single ones.
     """
+    most = _by_bytes(live, config, TILED)
+    return min(most, SPLIT_FROM) if split_gemm_rows(live, config) else most
+
+
+def split_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
+    """Return the most rows of a split GEMM; 0 where there is none. It needs what a tiled one does, one token a row, and
+    RMSNorms before the parts alone, one of which adds what the part before leaves."""
+    plain = config.tokens == 1 and isinstance(live.norm, Norm)
+    for layer in live.layers if plain else ():
+        attention, mlp = layer.attention, layer.mlp
+        plain &= type(attention) is AttentionWeights and not attention.gated and not attention.joined and layer.factor is None
+        plain &= all(isinstance(part.norm, Norm) and part.post_norm is None for part in layer.parts)
+        plain &= isinstance(mlp, DenseWeights) and not mlp.parallel
+    return _by_bytes(live, config, SPLIT) if plain else 0
+
+
+def _by_bytes(live: WeightView | HostView, config: RunnerConfig, sizes: tuple[tuple[int, int], ...]) -> int:
+    """Return the rows of the first of `sizes` that has as many bytes as a layer's gate and up; 0 for other models."""
     parts = [layer.mlp for layer in live.layers if isinstance(layer.mlp, DenseWeights)]
     if any(layer.extra is not None or getattr(layer.attention, "v", layer) is None for layer in live.layers):
         return 0
@@ -111,13 +133,15 @@ def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
     if not plain or live.coded or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
         return 0
     largest = max(mlp.gate.weight.nbytes + mlp.up.weight.nbytes for mlp in parts)
-    return next((rows for most, rows in TILED if largest <= most), 0)
+    return next((rows for most, rows in sizes if largest <= most), 0)
 
 
-def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool = False, many: bool = False) -> list[Call]:
+def kernel_calls(
+    live: WeightView | HostView, weights: str | None, tiled: bool = False, many: bool = False, split: bool = False
+) -> list[Call]:
     """Return the products that the model's steps will call, so that their kernels' self-tests can begin in parallel.
 
-    tiled: include those of tiled GEMMs; many: those that add adapters to the results of cuBLAS.
+    tiled, split: include those of tiled and split GEMMs; many: those that add adapters to the results of cuBLAS.
     """
     (attention, *_), extra = live.layers[0], live.layers[0].extra
     mlp = next((layer.mlp for layer in live.layers if not isinstance(layer.mlp, NoWeights)), NoWeights())
@@ -153,6 +177,9 @@ def kernel_calls(live: WeightView | HostView, weights: str | None, tiled: bool =
         calls += [(product, form(None, 0.0)), ("activate_rows", unit) if prefix else (product, form(None, 0.0, unit=unit))]
     if tiled and not live.adapted:
         calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
+    if split and norm is not None:
+        calls += [("split_product", ()), ("split_gate_up", (activation,) if activation != "silu" else ())]
+        calls += [("norm_rows", form(norm)), ("norm_rows", (norm.offset, True))]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
         groups = [group for layer in live.layers for part in layer.parts for group in part.groups()]
         added = dict.fromkeys(filter(None, (form_of_layers(*group) for group in groups)))
@@ -399,6 +426,8 @@ class FusedRunner(ViewRunner):
         self.taken += 1
         self.form.begin(live.model, self.device, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
+        most = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else 0
+        self.split = range(self.tiled_rows + 1, max(most, self.tiled_rows) + 1)
         self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -407,7 +436,11 @@ class FusedRunner(ViewRunner):
         copied = self.tiled_rows > 0 and plain and usual
         for group in self.spans:
             space = group.workspace
-            space.gemv_rows = self.gemv_rows if self.tiled_rows else None
+            space.gemv_rows, space.split = self.gemv_rows if self.tiled_rows else None, self.split
+            if self.split:
+                inputs = [layer.attention.inputs.values() for layer in live.layers]
+                widest = max(space.shape.hidden, *(sum(len(one.weight) for one in layer) for layer in inputs))
+                space.parts = space.buffer("parts", MOST_PARTS * min(space.rows, self.split[-1]) * widest)
             space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
             group.read_weights(live, self.form)
         self.embed, self.head, self.positions = live.embed, self.form.head(live.head), getattr(live, "positions", None)
@@ -476,7 +509,9 @@ class FusedRunner(ViewRunner):
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
         if rows > max(self.gemv_rows, self.head_rows):
-            return self.logits_of(normed_rows(x, self.live.norm, self.normed[:rows]))
+            split = rows in self.split
+            h = normed_rows(x, self.live.norm, self.normed[:rows], mode * split, self.workspace.take_pending())
+            return self.logits_of(h)
         best, norm = (self.best[:rows], self.arg[:rows]), self.live.norm
         if isinstance(norm, LayerNorm):
             x, norm = layer_norm_rows(x, norm, self.workspace.layer_normed[:rows], mode), None
@@ -502,12 +537,15 @@ class FusedRunner(ViewRunner):
         return capped_(logits, cap) if cap else logits
 
     def row_counts(self) -> set[int]:
-        return {1, *(min(self.max_batch, n) for n in (self.tiled_rows, self.max_batch) if n > self.gemv_rows)}
+        most = self.tiled_rows, self.split.stop - 1, self.max_batch
+        return {1, *(min(self.max_batch, n) for n in most if n > self.gemv_rows)}
 
     def mode(self, rows: int) -> int:
         """Return the launch mode of a step's kernels: programmatic dependent launch where the GPU has it."""
         if not self.can_chain:
             return 0
+        if rows in self.split:
+            return EARLY if self.gate_up_bytes <= SPLIT[0][0] else LATE
         return EARLY if rows > self.gemv_rows or self.gate_up_bytes <= self.early_bytes else LATE
 
     def chained(self, rows: int) -> bool:
@@ -537,9 +575,9 @@ class FusedRunner(ViewRunner):
 
     def keep_hidden_states(self, states: Any) -> None:
         """Write the stream before some layers to `states`, a HiddenStates of draft_head.py, in each step and prefill."""
-        self.hidden_states = states
+        self.hidden_states, self.split = states, range(0)
         for group in self.spans:
-            group.hidden_states = states
+            group.hidden_states, group.workspace.split = states, range(0)
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
@@ -668,7 +706,7 @@ class FusedRunner(ViewRunner):
                 group.workspace.routing_trace = None
 
     def report(self) -> list[tuple[str, str, str]]:
-        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows)
+        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
         gemm = most > own  # some steps are products of cuBLAS
         unpacked = self.live.bytes_read()
         weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
@@ -684,6 +722,9 @@ class FusedRunner(ViewRunner):
             rows.append(
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )
+        if self.split and most >= self.split.start:
+            what = f"{self.workspace.kernels}: split products; head by torch (cuBLAS)"
+            rows.append((f"{self.split.start} to {min(most, own)} rows", what, "programs share sums, on tensor cores"))
         if gemm:
             why = f"; those of one input separately: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {own} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))

@@ -16,6 +16,7 @@ its kernels' names, whether they add adapters (`adds`), the most bytes with whic
 (`early_bytes`), and rows for the decoder's table (`report`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -34,12 +35,15 @@ from ..kernels import (
     quantized_routed_gate_up,
     routed_gate_up,
     send_product,
+    split_gate_up,
+    split_product,
     tiled_add_product,
     tiled_norm_gate_up,
     tiled_norm_product,
 )
 from ..kernels.packed_weights import KINDS, Packed, pack, pack_gate_up, pack_stacked, unpack
 from ..kernels.peer_exchange import Mail
+from ..kernels.split_product import parts_of
 from ..layers.linear_product import format_of
 from ..models.decoding import Linear
 from ..trace import notice
@@ -181,6 +185,17 @@ class DenseLinear:
 
     def send_product(self, h: Tensor, to: Mail, mode: int) -> None:
         send_product(h, *self.layers[0][:2], to, mode)
+
+    def split_product(self, h: Tensor, scratch: Tensor, mode: int) -> Tensor:
+        """Return h times the weights side by side, as the parts of a sum, in the beginning of scratch (fp32)."""
+        (q, k, v), (q_bias, k_bias, v_bias) = self._operands
+        rows = sum(len(weight) for weight in self._matrices)
+        shape = parts_of(rows, q, len(h)), len(h), rows
+        return split_product(h, q, k, v, q_bias, k_bias, v_bias, scratch[: math.prod(shape)].view(shape), mode)
+
+    def split_gate_up(self, h: Tensor, activation: str, out: Tensor, mode: int) -> None:
+        (gate, up, _), (gate_bias, up_bias, _) = self._operands
+        split_gate_up(h, gate, up, gate_bias, up_bias, out, mode, activation)
 
     def matrices(self) -> list[Tensor]:
         return self._matrices

@@ -70,6 +70,7 @@ from .row_ops import activate_rows as activate_rows, layer_norm_rows as layer_no
 from .sampling import pick as pick, sample as sample
 from .short_conv import short_conv as short_conv
 from .sink_attention import sink_attention as sink_attention
+from .split_product import split_gate_up as split_gate_up, split_product as split_product
 from .tiled_product import (
     tiled_add_product as tiled_add_product,
     tiled_norm_gate_up as tiled_norm_gate_up,

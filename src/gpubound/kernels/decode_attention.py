@@ -98,7 +98,8 @@ def decode_attention(
 
     qkv       (B, (H + 2K) D), as norm_product writes it: neither normed nor rotated yet; of gated heads (B, (2H + 2K) D). Of
               (H + K) D, k before its norm and rotation is v, too. Of H D, the cache has the new tokens' k and v already, by
-              another layer that shares it, whose launch may have any mode; heads.k_norm is not read
+              another layer that shares it, whose launch may have any mode; heads.k_norm is not read. Or (P, B, width) fp32,
+              whose sum it is (`split_product`); not of gated heads
     position  (B,) int32: the token's place, which is also the number of keys that its row has already; or (B, T), places in
               order without a gap. Tokens beyond the cache may share its last place, and their results mean nothing. At a
               place outside the cache nothing is written and out is NaN, as for every token of a row that begins there
@@ -117,7 +118,7 @@ def decode_attention(
 def decode_attention_reference(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
-    tokens = position.numel() // len(position)
+    tokens, qkv = position.numel() // len(position), qkv.sum(0) if qkv.dim() == 3 else qkv
     known = (position >= 0) & (position < len(heads.cos))  # a place that the cache has
     first = known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))
     known = known & first  # a place that the cache has, and so has its row's first token
@@ -166,7 +167,7 @@ def written(cache: LayerCache, out: Tensor) -> tuple[Tensor, ...]:
 
 def new_heads(qkv: Tensor, cache: LayerCache, out: Tensor, heads: Heads) -> int:
     """Return how many heads of qkv a kv head has besides its queries': 2, a key and a value; 1, one that is both; or 0."""
-    return (qkv.shape[1] - heads.q_width * out.shape[1]) // (cache.k.shape[1] * cache.k.shape[3])
+    return (qkv.shape[-1] - heads.q_width * out.shape[1]) // (cache.k.shape[1] * cache.k.shape[3])
 
 
 def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: Heads, count: int) -> Tensor:
@@ -293,8 +294,10 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     for name, table in (("heads.cos", heads.cos), ("heads.sin", heads.sin)):
         require(op, name, table, torch.float32, angles, device, "give one angle for each place of the cache and pair")
     widths = [(heads.q_width * H + new * K) * D for new in (0, 1, 2)]
-    new = widths.index(qkv.shape[1]) if qkv.dim() == 2 and qkv.shape[1] in widths else 2
-    require(op, "qkv", qkv, None, (rows, widths[new]), device, "pass the product as norm_product writes it")
+    new = widths.index(qkv.shape[-1]) if qkv.dim() in (2, 3) and qkv.shape[-1] in widths else 2
+    terms = (len(qkv),) if qkv.dim() == 3 and not heads.gated else ()
+    dtype = torch.float32 if terms else None
+    require(op, "qkv", qkv, dtype, (*terms, rows, widths[new]), device, "pass the product as norm_product writes it")
     for name, part in (("cache.k", cache.k), ("cache.v", cache.v)):
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
@@ -358,11 +361,11 @@ def _shape(qkv: Tensor, cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
     pairs, norm = heads.cos.shape[1], heads.q_norm
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
     others, values = (heads.interleaved, heads.sinks is not None, heads.gated), (new_heads(qkv, cache, out, heads), heads.v_eps)
-    own = values != (2, 0.0)
-    shared = cache.shared is not None
-    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others) or own or shared)
-    rare = pairs, full, offset, heads.cap, *(others if any(others) or own or shared else ())
-    rare += (*(values if own or shared else ()), *((shared,) if shared else ()))
+    last = (cache.shared is not None, qkv.dim() == 3)
+    own = values != (2, 0.0) or any(last)
+    usual = pairs == size // 2 and not (full or offset or heads.cap or any(others) or own)
+    rare = pairs, full, offset, heads.cap, *(others if any(others) or own else ())
+    rare += (*(values if own else ()), *(last[: 1 + last[1]] if any(last) else ()))
     return shape if usual else (*shape, *rare)
 
 
@@ -370,7 +373,7 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
     """Two rows of `group` heads over each of `kv`, ten places, or some more, where the rows share a block. `coded`: in int8,
     and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
-    interleaved, sinks, gated, new, v_eps, shared = others + [False, False, False, 2, 0.0, False][len(others) :]
+    interleaved, sinks, gated, new, v_eps, shared, apart = others + [False, False, False, 2, 0.0, False, False][len(others) :]
     positions = BLOCK + 10 if shared else 10
     caches = [draw(generator, 2, kv, positions, size) for _ in range(2)]
     if shared:
@@ -381,7 +384,7 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
         cache = LayerCache(k, v, k_scale, v_scale)
     if shared:
         cache = cache._replace(shared=SharedKeys(ints(1, 0, *[-1] * (MEMBERS - 2)).view(1, -1), ints(BLOCK, BLOCK)))
-    qkv = draw(generator, 2, ((2 if gated else 1) * group + new) * kv * size).detach()
+    qkv = draw(generator, *([3] if apart else []), 2, ((2 if gated else 1) * group + new) * kv * size).detach()
     heads = Heads(*draw_angles(generator, positions, pairs), None, None, 0.25, 0, cap, interleaved, gated=gated, v_eps=v_eps)
     if sinks:
         heads = heads._replace(sinks=draw(generator, kv * group).detach())

@@ -354,17 +354,30 @@ def draw_gate_up(generator: torch.Generator, rows: int = 2, hidden: int = 48, wi
     return *weights, *biases, zeros(rows, width)
 
 
-def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores."""
+def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None) -> Tensor:
+    """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores.
+
+    With parts (P, B, hidden, fp32), of `split_product`, x += their sum before that, in place.
+    """
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    return implementation("norm_rows", norm.weight, None, form(norm))(x, norm, out, dependent)
+    if parts is not None:
+        require("norm_rows", "parts", parts, torch.float32, ("parts", *x.shape), x.device, "each is a part of a sum for x")
+    shape = form(norm) if parts is None else (norm.offset, True)
+    implementation("norm_rows", norm.weight, None, shape)(x, norm, out, dependent, parts)
+    return out
 
 
-@definition(lambda g, offset=0.0: (*draw_stream(g, 48, offset), zeros(2, 48)))
+@definition(lambda g, offset=0.0, parts=False: (
+    *draw_stream(g, 48, offset), zeros(2, 48), 0, draw(g, 3, 2, 48).detach() if parts else None
+))  # fmt: skip
 @torch.no_grad()
-def norm_rows_reference(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
-    return out.copy_(rms_normed(x, norm))
+def norm_rows_reference(
+    x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    if parts is None:
+        return out.copy_(rms_normed(x, norm))
+    return out.copy_(rms_normed(x.add_(parts.sum(0)), norm)), x
 
 
 def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:

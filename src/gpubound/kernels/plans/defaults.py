@@ -17,7 +17,9 @@ from .types import (
     ResidentPlan,
     RopePlan,
     RowPlan,
+    SplitPlan,
     TilePlan,
+    cdiv,
     power_of_two,
 )
 
@@ -231,6 +233,21 @@ def tiled_product(job: Job) -> ResidentPlan:
     return ResidentPlan(rows, columns, 8 if slices > 2 else 4, max(1, min(slices, resident)), min(slices, ahead))
 
 
+def split_product(job: Job) -> SplitPlan:
+    """shape: rows of all weights, their width, and rows of x, up to a power of two; "gated": the sums have one part.
+
+    H200, us of a norm and a product in a chain, 350m with 32 rows: q k v 3.4 in 4 parts, 4.8 in one by 16 rows of weights;
+    output 3.2 in 4, 3.4 in 8; gate and up 7.7; down 5.5. cuBLAS: 5.7, 6.3, 10.1, 8.6.
+    """
+    outputs, width, tall = job.shape
+    most = 1 if job.way == "gated" else min(8, job.chip.sms * 3 // 2 // cdiv(outputs, 64))
+    parts = next((n for n in range(most, 1, -1) if width % (64 * n) == 0 and width >= 192 * n), 1)
+    each = width // parts
+    columns = max(16, min(64 if tall > 64 or each % 128 else 128, power_of_two(width)) * 2 // max(2, job.bytes))
+    stages = 0 if each <= 256 and tall <= 32 else {16: 4, 32: 4, 64: 3}.get(tall, 6)
+    return SplitPlan(64, columns, 4, parts, stages)
+
+
 class Rule(NamedTuple):
     """Rule that gives an op its plans."""
 
@@ -262,6 +279,7 @@ RULES = {
     "quantize": Rule(MatrixPlan, quantize, first(0)),
     "rope": Rule(RopePlan, rope, first(1)),
     "clamped_glu": Rule(TilePlan, lambda job: TilePlan(1024, 4), first(0)),
+    "split_product": Rule(SplitPlan, split_product, lambda job: job.shape),
     "swiglu_backward": Rule(TilePlan, lambda job: TilePlan(1024, 4), first(0)),
     "tiled_product": Rule(ResidentPlan, tiled_product, lambda job: job.shape),
 }

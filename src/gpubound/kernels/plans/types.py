@@ -226,3 +226,25 @@ class ResidentPlan(NamedTuple):
         if self.columns > 16 * self.warps:
             return self._replace(columns=self.columns // 2)
         return self._replace(rows=self.rows // 2) if self.rows > 16 else None
+
+
+class SplitPlan(NamedTuple):
+    """Plan of a GEMM whose programs have some rows of the weights and one of the ranges of their columns."""
+
+    rows: int  # of weights, a program's
+    columns: int  # of a slice
+    warps: int
+    parts: int  # ranges of columns
+    stages: int  # slices in flight; 0: all weights are asked for before a program waits
+
+    def shared(self, job: Job) -> int:
+        """Slices of weights and of x in flight."""
+        _, width, tall = job.shape
+        return job.bytes * self.columns * (self.rows + tall) * (self.stages or cdiv(width // self.parts, self.columns))
+
+    def smaller(self) -> "SplitPlan | None":
+        if self.stages == 0:
+            return self._replace(stages=2)
+        if self.stages > 2:
+            return self._replace(stages=self.stages - 1)
+        return self._replace(columns=self.columns // 2) if self.columns > 16 else None

@@ -74,37 +74,44 @@ def _gain(norm_ptr, mask, OFFSET: tl.constexpr):
 
 
 @triton.jit
-def _factor(row_ptr, eps, WIDTH: tl.constexpr):
+def _sum(ptr, mask, apart, TERMS: tl.constexpr):
+    """The product, or the sum of its TERMS, which lie `apart`: in fp32, and read past the L1, for the launch may begin before
+    what a wait does to it (_pdl.py)."""
+    y = tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for part in tl.static_range(1, TERMS):
+        y += tl.load(ptr + part * apart, mask=mask, other=0.0, cache_modifier=".cg")
+    return y
+
+
+@triton.jit
+def _factor(row_ptr, eps, apart, TERMS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the factor of an RMSNorm over a full row, without the gain."""
     col = tl.arange(0, 1024)
     square = tl.zeros([1024], tl.float32)
     for start in range(0, WIDTH, 1024):
-        x = tl.load(row_ptr + start + col, mask=start + col < WIDTH, other=0.0).to(tl.float32)
+        x = _sum(row_ptr + start + col, start + col < WIDTH, apart, TERMS)
         square = tl.fma(x, x, square)
     return 1.0 / tl.sqrt(tl.sum(square, 0) / WIDTH + eps)
 
 
 @triton.jit
-def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-          OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+def _head(row_ptr, head, norm_ptr, c, s, eps, mask, i, apart, TERMS: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+          NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
     """The halves of each head, whose first dimensions lie `head` (heads, 1) behind row_ptr, normed if the model does so, and
     turned. NORM: 0, 1 for one norm of every head, or the width of a row that is normed as a whole.
-
-    The product is read past the L1, for the launch may begin before what a wait does to it (_pdl.py).
 
     Where two products are added it says which one the fused multiply-add takes: left to the compiler, a new token's key had
     other bits in its own program than in those of later tokens.
     """
     first, second = _pairs(row_ptr + head + i[None], i[None], HALF, PAIRS, INTERLEAVED)
-    a = tl.load(first, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
-    b = tl.load(second, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    a, b = _sum(first, mask, apart, TERMS), _sum(second, mask, apart, TERMS)
     if NORM == 1:
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(a, a, b * b), 1) / (2 * HALF) + eps)[:, None]
         first, second = _pairs(norm_ptr + i, i, HALF, PAIRS, INTERLEAVED)
         a = a * factor * _gain(first, i < HALF, OFFSET)[None]
         b = b * factor * _gain(second, i < HALF, OFFSET)[None]
     elif NORM > 1:
-        factor = _factor(row_ptr, eps, NORM)
+        factor = _factor(row_ptr, eps, apart, TERMS, NORM)
         first, second = _pairs(norm_ptr + head + i[None], i[None], HALF, PAIRS, INTERLEAVED)
         a = a * factor * _gain(first, mask, OFFSET)
         b = b * factor * _gain(second, mask, OFFSET)
@@ -137,27 +144,25 @@ def _coded(a, b, MOST: tl.constexpr):
 
 
 @triton.jit
-def _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
-         V_EPS: tl.constexpr, NEW: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
+def _new(row, k_ptr, k_norm, c, s, eps, kv, i, apart, TERMS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr,
+         HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+         Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr, MOST: tl.constexpr):  # fmt: skip
     """k and v of the token whose product starts at `row`, as the cache holds them: (1, HALF) each half, and their scales."""
     D: tl.constexpr = 2 * HALF
     kind = k_ptr.dtype.element_ty
     one = (i < HALF)[None]
     keys = row + GROUP * KV * (Q * D)
     new_v = keys + kv * D + i[None] + (NEW - 1) * KV * D
-    ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
-    va = tl.load(new_v, mask=one, other=0.0, cache_modifier=".cg")
-    vb = tl.load(new_v + HALF, mask=one, other=0.0, cache_modifier=".cg")
+    ka, kb = _head(keys, kv * D, k_norm, c, s, eps, one, i, apart, TERMS, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
+    va, vb = _sum(new_v, one, apart, TERMS), _sum(new_v + HALF, one, apart, TERMS)
     if V_EPS > 0.0:
-        va, vb = va.to(tl.float32), vb.to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(tl.fma(va, va, vb * vb), 1) / D + V_EPS)[:, None]
         va, vb = va * factor, vb * factor
     if MOST is None:
         return ka.to(kind), kb.to(kind), va.to(kind), vb.to(kind), 1.0, 1.0
     else:  # what follows a return is compiled, too
         ka, kb, ks = _coded(ka, kb, MOST)
-        va, vb, vs = _coded(va.to(tl.float32), vb.to(tl.float32), MOST)
+        va, vb, vs = _coded(va, vb, MOST)
         return ka, kb, va, vb, ks, vs
 
 
@@ -213,15 +218,15 @@ def _angle(cos_ptr, sin_ptr, position, i, PAIRS: tl.constexpr):
 
 @triton.jit
 def _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, row, k_ptr, k_norm, cos_ptr, sin_ptr, length, eps, kv, i,
-              KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr,
-              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr,
+              apart, TERMS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+              NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr,
               NEW: tl.constexpr, TOKENS: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """The tile with its row's new token t, wherever one of its places is that token's."""
     # a position beyond the table has no page: no key there is live
     c, s = _angle(cos_ptr, sin_ptr, tl.minimum(tl.maximum(first + t, 0), length - 1), i, PAIRS)
     new_row = qkv_ptr + (row * TOKENS + t) * (Q * GROUP + NEW) * KV * (2 * HALF)
-    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, NORM, OFFSET, INTERLEAVED,
-                                  Q, V_EPS, NEW, MOST)  # fmt: skip
+    na, nb, ua, ub, ns, us = _new(new_row, k_ptr, k_norm, c, s, eps, kv, i, apart, TERMS, KV, GROUP, HALF, PAIRS, NORM, OFFSET,
+                                  INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
     here = live & (place == first + t)
     if MOST is not None:
         ks, vs = tl.where(here, ns, ks), tl.where(here, us, vs)
@@ -299,11 +304,11 @@ def _store(to, gate, a, b, mask, HALF: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, rows_ptr, counts_ptr, cos_ptr, sin_ptr,
-                        q_norm, eps, scale, state_ptr, length_max, total, rows, KV: tl.constexpr, GROUP: tl.constexpr,
-                        G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, PAIRS: tl.constexpr,
-                        NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr,
-                        NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr,
-                        MEMBERS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
+                        q_norm, eps, scale, state_ptr, length_max, total, rows, apart, TERMS: tl.constexpr, KV: tl.constexpr,
+                        GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
+                        PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
+                        Q: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
+                        KIND: tl.constexpr, MEMBERS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
     """Leave in state_ptr (rows, KV, GROUP, D + 2) what the keys that a group of rows shares come to: the queries of up to
     MEMBERS rows, G at once, over the keys of the one of them that is at the largest position. BESIDE: the next launch may run
     at the same time. This one is plain: all launches before it have ended, which both read from."""
@@ -326,7 +331,7 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
         c = tl.load(cos_ptr + angle, mask=(i < PAIRS)[None], other=1.0)
         s = tl.load(sin_ptr + angle, mask=(i < PAIRS)[None], other=0.0)
         first = (row * ((Q * GROUP + NEW) * KV) + head * Q)[:, None] * D
-        qa, qb = _head(qkv_ptr, first, q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
+        qa, qb = _head(qkv_ptr, first, q_norm, c, s, eps, heads, i, apart, TERMS, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
         qa *= scale
         qb *= scale
         if PAGE is None:
@@ -354,18 +359,19 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
 @triton.jit
 def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, counts_ptr, parts_ptr, cos_ptr,
                              sin_ptr, q_norm, k_norm, sinks, eps, scale, part_ptr, count_ptr, state_ptr, out_ptr, length_max,
-                             total, KV: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, G: tl.constexpr,
-                             HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-                             PAIRS: tl.constexpr, NORM: tl.constexpr, K_NORM: tl.constexpr, OFFSET: tl.constexpr,
-                             INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr,
-                             CAP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
-                             MOST: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr,
-                             AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                             total, apart, TERMS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr,
+                             G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+                             WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, K_NORM: tl.constexpr,
+                             OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr,
+                             NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
+                             PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr,
+                             TOGETHER: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """FEW: a power of two for GROUP, and G: for tensor cores. PAGE: places a page, or None. MOST: the largest code, and KIND:
-    what codes are multiplied as; or None. TILES: of N keys, that a part has at least. Q: heads that a query head takes in the
-    product, 2 with a gate. AHEAD: the first keys are asked for before the wait, for what a launch before the fence wrote is
-    there (_pdl.py). With counts_ptr, what `_shared_keys_kernel` leaves in state_ptr is added to the first part, and nothing
-    else of a launch that may still run is read. Without parts_ptr, the grid has each row's parts.
+    what codes are multiplied as; or None. TERMS: whose sum is qkv, `apart` in memory. TILES: of N keys, that a part has at
+    least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked for before the wait,
+    for what a launch before the fence wrote is there (_pdl.py). With counts_ptr, what `_shared_keys_kernel` leaves in
+    state_ptr is added to the first part, and nothing else of a launch that may still run is read. Without parts_ptr, the grid
+    has each row's parts.
     """
     _begin(DEPENDENT)
     b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
@@ -417,11 +423,11 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     if split < parts:
         row = qkv_ptr + b * (Q * GROUP + NEW) * KV * D
         gate = row + ((kv * GROUP + g) * Q + 1)[:, None] * D + i[None]
-        qa, qb = _head(row, (kv * GROUP + g)[:, None] * (Q * D), q_norm, c, s, eps, heads, i, HALF, PAIRS, NORM, OFFSET,
-                       INTERLEAVED)  # fmt: skip
+        qa, qb = _head(row, (kv * GROUP + g)[:, None] * (Q * D), q_norm, c, s, eps, heads, i, apart, TERMS, HALF, PAIRS, NORM,
+                       OFFSET, INTERLEAVED)  # fmt: skip
         if AHEAD and TOKENS == 1:  # asked for with q, by all parts: who needs them would otherwise wait once more, at its end
-            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET,
-                                          INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
+            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, apart, TERMS, KV, GROUP, HALF, PAIRS, K_NORM,
+                                          OFFSET, INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
         qa *= scale
         qb *= scale
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
@@ -446,9 +452,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                                               i, inside, length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
-                                                       k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, KV, GROUP,
-                                                       HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS, NEW, TOKENS,
-                                                       MOST, KIND)  # fmt: skip
+                                                       k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, apart,
+                                                       TERMS, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS,
+                                                       NEW, TOKENS, MOST, KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
         if counts_ptr is not None:
             _wait(DEPENDENT)
@@ -468,8 +474,8 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         if NEW > 0:  # noqa: SIM102  # without it, nothing below is compiled
             if split == parts - 1:
                 if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
-                    na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET,
-                                                  INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
+                    na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, apart, TERMS, KV, GROUP, HALF, PAIRS,
+                                                  K_NORM, OFFSET, INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
                 at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
                 one = inside[None] & in_range
                 place = at * D + i[None]
@@ -531,6 +537,7 @@ def decode_attention(
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
+    terms, apart = (len(qkv), qkv[0].numel()) if qkv.dim() == 3 else (1, 0)
     group, new = out.shape[1] // D // KV, new_heads(qkv, cache, out, heads)
     least, HP = power_of_two(group), max(16, power_of_two(D // 2))
     G = max(16, least)  # 16: the least that tensor cores take
@@ -546,8 +553,8 @@ def decode_attention(
         state = torch.empty(len(position), KV, group, D + 2, device=out.device, dtype=torch.float32)
         _shared_keys_kernel[(len(shared.rows) * cdiv(MEMBERS, lines // group) * KV,)](
             qkv, position, *cache[:5], *shared, cos, sin, q_weight, eps, scale, state, len(cos), len(cache.k), len(position),
-            KV, group, lines, D // 2, HP, keys, cos.shape[1], norms[0], offset, interleaved, heads.q_width, new, cap,
-            interpreted(), pages, kind, MEMBERS, beside, num_warps=warps, num_stages=2,
+            apart, terms, KV, group, lines, D // 2, HP, keys, cos.shape[1], norms[0], offset, interleaved, heads.q_width, new,
+            cap, interpreted(), pages, kind, MEMBERS, beside, num_warps=warps, num_stages=2,
         )  # fmt: skip
 
     way = "many" if position.numel() * KV >= MANY else ""
@@ -559,9 +566,10 @@ def decode_attention(
         grid = (position.numel() * KV, along) if parts is None else (len(parts) * KV, 1)
         _decode_attention_kernel[grid](
             qkv, position, *cache[:5], None if shared is None else shared.counts, parts, cos, sin, q_weight, k_weight, sinks,
-            eps, scale, partial, finished, state, out, len(cos), len(cache.k), KV, group, least, G, D // 2, HP, plan.keys,
-            splits, window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens,
-            pages, most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0, num_stages=plan.stages,
+            eps, scale, partial, finished, state, out, len(cos), len(cache.k), apart, terms, KV, group, least, G, D // 2, HP,
+            plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap,
+            interpreted(), tokens, pages, most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0,
+            num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else LATE if beside else 0),
         )  # fmt: skip
 

@@ -290,16 +290,20 @@ def _launch_add(
 
 
 @triton.jit
-def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
-                      DEPENDENT: tl.constexpr):  # fmt: skip
+def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, parts_ptr, eps, B, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+                      PARTS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     col = tl.arange(0, C)
     row = tl.program_id(0) * K
     gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
     _wait(DEPENDENT)
     x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
+    for part in tl.static_range(PARTS):
+        x += tl.load(parts_ptr + part * B * K + row + col, mask=col < K, other=0.0)
     _end(DEPENDENT)
     y = x / tl.sqrt(tl.sum(x * x, 0) / K + eps) * gain
+    if PARTS > 0:
+        tl.store(x_ptr + row + col, x, mask=col < K)
     tl.store(out_ptr + row + col, y.to(out_ptr.dtype.element_ty), mask=col < K)
 
 
@@ -321,14 +325,27 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, factor_ptr, eps, K: tl.constexpr, C
 
 
 @torch.no_grad()
-def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0) -> Tensor:
-    weight, eps, offset = norm
-    block = power_of_two(x.shape[1])
-    _norm_rows_kernel[(x.shape[0],)](
-        x, weight, out, eps, x.shape[1], block, offset, **options(_warps(block), at_once(dependent))
+def norm_rows(
+    x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    (weight, eps, offset), (rows, width) = norm, x.shape
+    block, count = power_of_two(width), 0 if parts is None else len(parts)
+    warps = max(1, min(8, block // 128)) if count else _warps(block)  # more loads of one thread wait for each other
+    _norm_rows_kernel[(rows,)](
+        x,
+        weight,
+        out,
+        x if parts is None else parts,
+        eps,
+        rows,
+        width,
+        block,
+        offset,
+        count,
+        **options(warps, at_once(dependent)),
     )
-    bump_versions(out)
-    return out
+    bump_versions(out, x if count else None)
+    return (out, x) if count else out
 
 
 @torch.no_grad()
