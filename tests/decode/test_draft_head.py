@@ -258,6 +258,20 @@ class TestOnTheDevice:
         fast.graphs.launch, fast.graphs.prefill = fast.graphs.run, fast.body.prefill
         assert found == [fast.generate(given, max_new_tokens=100).tokens] * 3
 
+    @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "all settings"])
+    @pytest.mark.parametrize("tokens", [1, 4])
+    def test_overlapping_launches_draft_what_single_ones_do(self, tokens, how):
+        """The tokens do not show a wrong draft: the last steps' drafts are compared, and how many were right."""
+        model = served("Qwen3")
+        found = []
+        for chained in (True, False):
+            speculate = gb.Draft(wide_head(model), tokens, tensor_cores=True)
+            fast = gb.decoder(model, 1, 512, speculate=speculate, verify=False)
+            fast.body.can_chain = fast.body.can_chain and chained
+            result = fast.generate(cases.prompts(9), max_new_tokens=200, **how)
+            found.append((result.tokens, result.row_steps, fast.stepper.chunk.tolist()))
+        assert found[0] == found[1]
+
 
 def wide_head(model: torch.nn.Module) -> DraftHead:
     return cases.scaled(head_of(model, range(0, 32000, 2)), 0.1)
