@@ -63,22 +63,67 @@ def _times(w, x, total, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
-             C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-             WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """(R, TB): the rows of weights that begin at `at`, which are `there`, with all rows of x, normed if there is a GAIN.
+def _before(old, there, b, B):
+    """What a product is added to, asked for together with x."""
+    if old is None:
+        before = 0.0
+    else:
+        before = tl.load(old, mask=there[:, None] & (b < B)[None], other=0.0)
+    return before
 
-    HELD slices of weights are asked for before x is there, and AHEAD of x are on their way.
-    """
+
+@triton.jit
+def _sums(x_ptr, norm_ptr, eps, at, there, old, B, TB: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+          WHOLE: tl.constexpr, GAIN: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """`_product` without tensor cores: all weights are asked for before x is there, and then all of x at once."""
+    SLICES: tl.constexpr = (K + C - 1) // C
+    b, k = tl.arange(0, TB), tl.arange(0, C)
+    ws, gains, xs = (), (), ()
+    for i in tl.static_range(SLICES):
+        inside = i * C + k < K
+        if WHOLE:
+            ws += (tl.load(at[:, None] + i * C + k[None]),)
+        else:
+            ws += (tl.load(at[:, None] + i * C + k[None], mask=there[:, None] & inside[None], other=0.0),)
+        if GAIN is not None:
+            gains += (tl.load(norm_ptr + i * C + k, mask=inside, other=0.0).to(tl.float32) + GAIN,)
+    _wait(DEPENDENT)
+    before = _before(old, there, b, B)
+    for i in tl.static_range(SLICES):
+        mask = (b < B)[:, None] & (i * C + k < K)[None]
+        xs += (tl.load(x_ptr + b[:, None] * K + i * C + k[None], mask=mask, other=0.0),)
+    total, square = tl.zeros([R, TB, C], tl.float32), tl.zeros([TB, C], tl.float32)
+    for i in tl.static_range(SLICES):
+        x = xs[i].to(tl.float32)
+        if GAIN is not None:
+            square += x * x
+            x *= gains[i][None]
+        total += ws[i].to(tl.float32)[:, None, :] * x[None]
+    _end(DEPENDENT)
+    y = tl.sum(total, 2)
+    if GAIN is not None:
+        y /= tl.sqrt(tl.sum(square, 1) / K + eps)[None]
+    return y + before
+
+
+@triton.jit
+def _dots(x_ptr, norm_ptr, eps, at, there, old, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+          C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+          WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """`_product` on tensor cores."""
     SLICE: tl.constexpr = S * C
     SLICES: tl.constexpr = (K + SLICE - 1) // SLICE
     EVEN: tl.constexpr = K % SLICE == 0
     b, k = tl.arange(0, TB), tl.arange(0, S)[:, None] * C + tl.arange(0, C)[None]
-    ws, xs = (), ()
+    ws, xs, gains = (), (), ()
     for i in tl.static_range(HELD):
         if i < SLICES:
             ws += (_slice(at, i * SLICE + k, there, K, WHOLE),)
+    if GAIN is not None:
+        for i in tl.static_range(SLICES):
+            gains += (_gain(norm_ptr, i * SLICE + k, K, EVEN, GAIN),)
     _wait(DEPENDENT)
+    before = _before(old, there, b, B)
     for i in tl.static_range(AHEAD):
         if i < SLICES:
             xs += (_rows(x_ptr, b, i * SLICE + k, B, K, EVEN),)
@@ -88,7 +133,7 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
         if GAIN is not None:
             x = x.to(tl.float32)
             square += tl.sum(tl.sum(x * x, 2), 0)
-            x *= _gain(norm_ptr, i * SLICE + k, K, EVEN, GAIN)
+            x *= gains[i]
         total = _times(ws[0], x, total, WIDE)
         ws = ws[1:]
         xs = xs[1:]
@@ -100,6 +145,22 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
     y = tl.sum(total, 0)
     if GAIN is not None:
         y /= tl.sqrt(square / K + eps)[None]
+    return y + before
+
+
+@triton.jit
+def _product(x_ptr, norm_ptr, eps, at, there, old, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+             C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
+             WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """(R, TB): the rows of weights that begin at `at`, which are `there`, with all rows of x, normed if there is a GAIN, and
+    added to what is at `old` (R, TB), if there is such.
+
+    HELD slices of weights are asked for before x is there, and AHEAD of x are on their way. 0 held: without tensor cores.
+    """
+    if HELD == 0:
+        y = _sums(x_ptr, norm_ptr, eps, at, there, old, B, TB, K, R, S * C, WHOLE, GAIN, DEPENDENT)
+    else:
+        y = _dots(x_ptr, norm_ptr, eps, at, there, old, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
     return y
 
 
@@ -116,7 +177,7 @@ def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_b
     of_k, of_v = row - q_rows, row - (q_rows + k_rows)
     at = tl.where(in_q, q_ptr + row.to(tl.int64) * K,
                   tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
-    y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
+    y = _product(x_ptr, norm_ptr, eps, at, there, None, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
     if BIAS:
         bias = tl.where(in_q, q_bias + row, tl.where(in_k, k_bias + of_k, v_bias + of_v))
         y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -142,7 +203,7 @@ def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_
     each = (first + both % HALF).to(tl.int64) * K
     at = tl.where(both < HALF, gate_ptr + each, up_ptr + each)
     there = first + both % HALF < rows
-    y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
+    y = _product(x_ptr, norm_ptr, eps, at, there, None, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
     gate, up = tl.split(tl.permute(tl.reshape(y, [2, HALF, TB]), (1, 2, 0)))
     row = first + tl.arange(0, HALF)
     if BIAS:
@@ -160,12 +221,11 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
     there, at = row < rows, w_ptr + row.to(tl.int64) * K
-    y = _product(h_ptr, h_ptr, 0.0, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, None, WIDE, DEPENDENT)
+    to = b.to(tl.int64)[None] * rows + row[:, None]
+    y = _product(h_ptr, h_ptr, 0.0, at, there, x_ptr + to, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, None, WIDE, DEPENDENT)
     if BIAS:
         y += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
-    to = b.to(tl.int64)[None] * rows + row[:, None]
     inside = there[:, None] & (b < B)[None]
-    y += tl.load(x_ptr + to, mask=inside, other=0.0)
     tl.store(x_ptr + to, y, mask=inside)
     if COPY:
         tl.store(copy_ptr + to, y.to(copy_ptr.dtype.element_ty), mask=inside)
@@ -228,8 +288,9 @@ def _launch(
 
     def run(plan: ResidentPlan) -> None:
         plan = plan if height is None else plan._replace(rows=height)
+        block = tall if plan.resident else power_of_two(count)
         kernel[(-(-rows // plan.rows),)](
-            *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.resident,
+            *args, count, TB=block, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.resident,
             AHEAD=plan.ahead, WHOLE=rows % plan.rows == 0 and width % plan.columns == 0, WIDE=interpreted(), **constants,
             **options(plan.warps, dependent),
         )  # fmt: skip
