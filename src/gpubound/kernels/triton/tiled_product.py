@@ -64,7 +64,7 @@ def _times(w, x, total, WIDE: tl.constexpr):
 
 @triton.jit
 def _before(old, there, b, B):
-    """What a product is added to, asked for together with x."""
+    """Return the tensor that a product is added to, asked for together with x."""
     if old is None:
         before = 0.0
     else:
