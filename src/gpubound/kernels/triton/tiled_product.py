@@ -94,11 +94,16 @@ def _sums(x_ptr, norm_ptr, eps, at, there, old, B, TB: tl.constexpr, K: tl.const
         xs += (tl.load(x_ptr + b[:, None] * K + i * C + k[None], mask=mask, other=0.0),)
     total, square = tl.zeros([R, TB, C], tl.float32), tl.zeros([TB, C], tl.float32)
     for i in tl.static_range(SLICES):
-        x = xs[i].to(tl.float32)
+        x = xs[0]
+        x = x.to(tl.float32)
         if GAIN is not None:
             square += x * x
-            x *= gains[i][None]
-        total += ws[i].to(tl.float32)[:, None, :] * x[None]
+            x *= gains[0][None]
+            gains = gains[1:]
+        w = ws[0]
+        total += w.to(tl.float32)[:, None, :] * x[None]
+        ws = ws[1:]
+        xs = xs[1:]
     _end(DEPENDENT)
     y = tl.sum(total, 2)
     if GAIN is not None:
