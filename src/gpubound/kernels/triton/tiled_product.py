@@ -93,7 +93,7 @@ def _sums(x_ptr, norm_ptr, eps, at, there, old, B, TB: tl.constexpr, K: tl.const
         mask = (b < B)[:, None] & (i * C + k < K)[None]
         xs += (tl.load(x_ptr + b[:, None] * K + i * C + k[None], mask=mask, other=0.0),)
     total, square = tl.zeros([R, TB, C], tl.float32), tl.zeros([TB, C], tl.float32)
-    for i in tl.static_range(SLICES):
+    for _ in tl.static_range(SLICES):
         x = xs[0]
         x = x.to(tl.float32)
         if GAIN is not None:
