@@ -3,6 +3,7 @@
 import threading
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -132,3 +133,22 @@ def test_what_does_not_compile_is_left_to_the_launch(kernel):
 
 def test_a_cpu_has_nothing_to_compile():
     assert compile_ahead(lambda: pytest.fail("called"), torch.device("cpu"))() is None
+
+
+@pytest.mark.gpu
+def test_a_self_test_compiles_no_kernel_that_was_not_named(device, monkeypatch):
+    """Of widths that no other test has, so that all are compiled, or read from a cache, here."""
+    jit = import_module("triton.runtime.jit").JITFunction
+    compiled, compile_kernel = list[str](), jit._do_compile
+
+    def note(kernel, *arguments, **options):
+        compiled.append(threading.current_thread().name)
+        return compile_kernel(kernel, *arguments, **options)
+
+    monkeypatch.setattr(jit, "_do_compile", note)
+    calls = [("rms_norm", (328,)), ("add_rms_norm", (328,)), ("swiglu", (344, True)), ("rope_qkv", (7, 1, 56, 28))]
+    there = torch.empty(0, device=device).device
+    ahead.test_ahead(calls, there, torch.bfloat16)
+    assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in calls] == [None] * len(calls)
+    assert len(compiled) >= 6 and {name.partition("_")[0] for name in compiled} == {"gpubound-selftest"}
+    assert "gpubound-selftest" not in compiled  # the name of a test's own thread, which those of the pool number
