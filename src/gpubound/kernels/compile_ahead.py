@@ -49,8 +49,8 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
 def test_ahead(calls: Iterable[dispatch.Call], device: torch.device, dtype: torch.dtype) -> None:
     """Begin self-tests as `hasten` does, and compile their kernels in parallel first, those of backward, too.
 
-    A test alone comes to these when it has run forward. Placing 135m waited 0.45 s for its tests in place of 1.8. The ops must be
-    such as `compile_ahead` can call: for none is a kernel's result an index of torch's.
+    A test alone comes to these when it has run forward. Placing 135m waited 0.45 s for its tests in place of 1.8. The ops must
+    be such as `compile_ahead` can call: for none is a kernel's result an index of torch's.
     """
     keys = dispatch.not_begun(calls, device, dtype)
     ready = [compile_ahead(partial(_run, key), device) for key in keys]
