@@ -325,6 +325,7 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
     position = tl.load(position_ptr + row, mask=here, other=-1)
     leader = tl.max(tl.where(here & (position == tl.max(position, 0)), row, -1), 0)
     if leader >= 0:
+        end = tl.minimum(tl.load(counts_ptr + leader), length_max)  # before the queries are there, which the keys wait for
         row, head = tl.where(here, row, 0), kv * GROUP + g % GROUP
         heads = here[:, None] & inside[None]
         angle = tl.where((position >= 0) & (position < length_max), position, 0)[:, None] * PAIRS + i[None]
@@ -343,7 +344,6 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
                 v_scale += base
         m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
-        end = tl.minimum(tl.load(counts_ptr + leader), length_max)
         for start in range(0, end, N):
             live = start + n < end
             ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, leader, start + n, live, i, inside, length_max,
