@@ -275,10 +275,12 @@ def test_a_table_that_the_first_call_makes_and_triton_reads():
             return rope(q, q, *self.table)[0]
 
     made = list[Turn]()
-    turn, later = Turn(), Turn()
+    turn, later, together = Turn(), Turn(), Turn()
     later(torch.randn(1, 4, 2, 4))
     captured = capture(turn, torch.randn(1, 4, 2, 4))
     other = torch.randn(1, 4, 2, 4)
     capture(later, other)
+    capture(together, other, gate=lambda: None)
     assert made.count(turn) == made.count(later) - 1  # no call more than with a table that was there before
+    assert made.count(together) == made.count(turn) + 2  # of two tables, on each rank, whatever it finds
     assert torch.equal(captured(other), turn(other)) and captured.certificate.bitwise
