@@ -1,6 +1,6 @@
 """Train a draft head on what real weights write, and measure how many of its tokens they accept and at what speed.
 
-python -m benchmarks.real_weights_draft BASE [--steps 1500] [--texts 8192] [--drafted 2,3,4,5] [--results FILE] [--quick]
+python -m benchmarks.real_weights_draft BASE [--seconds 60] [--texts 8192] [--drafted 2,3,4,5] [--results FILE] [--quick]
 
 BASE is SmolLM2-135M-Instruct as a Hugging Face folder. Its answers to questions about Python's standard library, and what it
 writes after heads of the library's functions, are the texts that the head learns from; other questions and functions are held
@@ -10,6 +10,7 @@ out. Plain and drafted decoding of these at batch 1 take turns, and their greedy
 import argparse
 import ast
 import json
+import math
 import random
 import sys
 import time
@@ -24,7 +25,8 @@ EVALUATED = 16  # prompts of each kind
 VALIDATED = 64  # texts of the same samples that the head does not learn
 VOCABULARY = 16384  # tokens that the head may draft: the most frequent ones of the texts, then the first of the vocabulary
 WIDTH = 3072  # of the head's MLP, twice the model's: reading it costs a draft less than its launches
-ROWS, LENGTH, GUESSES, ROUNDS = 32, 320, 4, 3
+ROWS, LENGTH, GUESSES, ROUNDS = 32, 320, 3, 3
+LR, WARMUP, FINAL = 1.5e-3, 0.03, 0.02  # of a cosine over the time that the training takes
 QUESTIONS = (
     "What is {name} of Python's module {module} for? Give an example.",
     "Explain {module}.{name} to a beginner.",
@@ -89,8 +91,10 @@ def batches(rows: list[list[int]], device: str, seed: int = 1) -> Iterator[dict[
             yield {"input_ids": ids[some], "labels": labels[some]}
 
 
-def train(model: Any, rows: list[list[int]], steps: int, device: str, say: Callable[[str], None]) -> tuple[Any, dict[str, Any]]:
-    """A head that learnt for so many steps, and what its training took, with the first step, which captures."""
+def train(
+    model: Any, rows: list[list[int]], seconds: float, device: str, say: Callable[[str], None]
+) -> tuple[Any, dict[str, Any]]:
+    """A head that learnt for so long behind its first step, which captures, and what its training took."""
     import torch
 
     import gpubound
@@ -101,25 +105,29 @@ def train(model: Any, rows: list[list[int]], steps: int, device: str, say: Calla
     words = known.indices[:VOCABULARY].sort().values
     loss, covered = DraftLoss(model, tokens=GUESSES), (known.values[:VOCABULARY].sum() / counts.sum()).item()
     head = gpubound.DraftHead.for_model(model, tokens=words, intermediate=WIDTH)
-    optimizer = gpubound.AdamW(lr=1e-3, betas=(0.9, 0.95))
-    schedule = gpubound.Schedule("cosine", steps=steps, warmup=0.03, final=0.02)
-    step = gpubound.TrainStep(head, loss, optimizer, clip=1.0, schedule=schedule)
+    step = gpubound.TrainStep(head, loss, gpubound.AdamW(lr=LR * FINAL, betas=(0.9, 0.95)), clip=1.0)
     held_out = next(batches(rows[:VALIDATED][:ROWS], device))
-    source, losses, begun = batches(rows[VALIDATED // ROWS * ROWS :], device), list[Any](), time.perf_counter()
-    facts: dict[str, Any] = {"steps": steps, "covered": covered, "curve": []}
-    for number in range(1, steps + 1):
+    source, begun = batches(rows[VALIDATED // ROWS * ROWS :], device), time.perf_counter()
+    first = float(step([next(source)]).loss)
+    facts: dict[str, Any] = {"first": first, "first_step_s": time.perf_counter() - begun, "covered": covered, "curve": []}
+    say("first step: KL {first:.2f}, {first_step_s:.1f} s, {covered:.1%} of the words".format(**facts))
+    begun, number, losses, parts = time.perf_counter(), 1, list[Any](), 0
+    while (done := (time.perf_counter() - begun) / seconds) < 1:
+        rising, falling = done / WARMUP, FINAL + (1 - FINAL) * 0.5 * (1 + math.cos(math.pi * done))
+        step.lr = LR * min(rising, falling) + 1e-9
         losses.append(step([next(source)]).loss)
-        if number == 1:
-            facts["first"], facts["first_step_s"] = float(losses[0]), time.perf_counter() - begun
-            say("first step: KL {first:.2f}, {first_step_s:.1f} s, {covered:.1%} of the words".format(**facts))
-        if number % max(1, steps // 8) == 0:
-            last = torch.stack(losses[-20:]).mean().item()
-            found = loss.validate(head, [held_out])
+        number += 1
+        if number % 8 == 0:
+            losses[-1].item()  # the host runs ahead of the device by no more steps than these
+        if done * 6 > parts + 1:
+            parts += 1
+            last, found = torch.stack(losses[-20:]).mean().item(), loss.validate(head, [held_out])
             facts["curve"].append([number, time.perf_counter() - begun, last, found["held_out"], found["agreed"]])
             say("step {} after {:.1f} s: KL {:.3f}, held out {:.3f}, {:.1%} of the guesses agree".format(*facts["curve"][-1]))
-    if device == "cuda" and len(step.captured) != 2:
-        say("the step was NOT captured")
-    facts |= {"seconds": time.perf_counter() - begun, "captured": len(step.captured)}
+    last, found = torch.stack(losses[-20:]).mean().item(), loss.validate(head, [held_out])
+    facts |= {"steps": number, "seconds": seconds, "captured": len(step.captured), "last": last, **found}
+    one = "{steps} steps, {captured} graphs: KL {last:.3f}, held out {held_out:.3f}, {agreed:.1%} of the guesses agree"
+    say(one.format(**facts))
     step.close()
     return head, facts
 
@@ -130,10 +138,10 @@ def measured(
     """Tokens a step and the speed beside plain decoding, over the prompts of each kind at batch 1, in turns."""
     import gpubound
 
-    decoders = {0: gpubound.decoder(model, max_length=LENGTH + 64)}
+    decoders = {0: gpubound.decoder(model, max_length=LENGTH + 64, verify="quick")}
     for count in drafted:
         speculate = gpubound.Draft(head, count, tensor_cores=True)
-        decoders[count] = gpubound.decoder(model, max_length=LENGTH + 64, speculate=speculate)
+        decoders[count] = gpubound.decoder(model, max_length=LENGTH + 64, speculate=speculate, verify="quick")
     for decoder in decoders.values():  # a prompt's graph is made when its length comes again
         for _ in range(2):
             for some in texts.values():
@@ -171,7 +179,7 @@ def measured(
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("base")
-    parser.add_argument("--steps", type=int, default=1500, help=f"of training, {ROWS} texts each")
+    parser.add_argument("--seconds", type=float, default=60.0, help=f"of training, in steps of {ROWS} texts")
     parser.add_argument("--texts", type=int, default=8192, help="that the model writes for the training")
     parser.add_argument("--drafted", default="2,3,4,5", help="tokens drafted a step, by comma")
     parser.add_argument("--results", type=Path, help="file that the numbers are written to, as JSON, as they come")
@@ -204,7 +212,7 @@ def main(argv: list[str]) -> int:
     random.Random(2).shuffle(rows)
     keep(texts=len(rows), tokens=sum(map(len, rows)), written_s=time.perf_counter() - begun)
     say(f"{len(rows)} texts of {sum(map(len, rows)):,} tokens are written")
-    head, training = train(model, rows, 2 if options.quick else options.steps, device, say)
+    head, training = train(model, rows, 1.0 if options.quick else options.seconds, device, say)
     keep(training=training)
     evaluated = {kind: texts[:EVALUATED] for kind, texts in ids.items()}
     keep(rows=measured(model, head, evaluated, [*map(int, options.drafted.split(","))], new, say))
