@@ -27,7 +27,7 @@ from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
 from ..kernels.expert_choice import form_of_routing
 from ..kernels.row_ops import LayerNorm
-from ..kernels.split_product import MOST_PARTS
+from ..kernels.split_product import MOST_PARTS, parts_of
 from ..models.decoding import (
     AnyNorm,
     AttentionWeights,
@@ -70,6 +70,7 @@ TILED_HEAD = True
 # The same of split GEMMs, beyond SPLIT_FROM rows or those of a tiled one.
 SPLIT = ((32 << 20, 128), (96 << 20, 32))
 SPLIT_FROM = 8
+SPLIT_HEAD = 32  # rows of a split head. H200, us with its norm, split and cuBLAS: 350m 32 rows 21.8, 23.6, 1b 134, 142
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
@@ -511,7 +512,7 @@ class FusedRunner(ViewRunner):
         if rows > max(self.gemv_rows, self.head_rows):
             split = rows in self.split
             h = normed_rows(x, self.live.norm, self.normed[:rows], mode * split, self.workspace.take_pending())
-            return self.logits_of(h)
+            return self.logits_of(h, mode * split)
         best, norm = (self.best[:rows], self.arg[:rows]), self.live.norm
         if isinstance(norm, LayerNorm):
             x, norm = layer_norm_rows(x, norm, self.workspace.layer_normed[:rows], mode), None
@@ -521,17 +522,21 @@ class FusedRunner(ViewRunner):
             best[0].mul_(scale)
         return logits
 
-    def logits_of(self, h: Tensor) -> Tensor:
-        """Return the logits of normed h (B, hidden), computed by torch."""
-        logits, (weight,), cap = self.logits[: len(h)], self.head.matrices(), self.live.shape.logit_cap
-        if h.dtype == logits.dtype:
+    def logits_of(self, h: Tensor, mode: int = 0) -> Tensor:
+        """Return the logits of normed h (B, hidden), computed by torch, or in a split chain of few rows by its product."""
+        head: Any = self.head
+        logits, (weight,), cap = self.logits[: len(h)], head.matrices(), self.live.shape.logit_cap
+        split = len(h) in self.split and len(h) <= SPLIT_HEAD and parts_of(self.vocab, weight, len(h)) == 1
+        if split:
+            head.split_product(h, self.logits.view(-1), mode)
+        elif h.dtype == logits.dtype:
             torch.mm(h, weight.detach().t(), out=logits)
         elif h.is_cuda:
             torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(F.linear(h, weight))
-        if self.head.biases:
-            logits += self.head.biases[0].detach()
+        if head.biases and not split:
+            logits += head.biases[0].detach()
         if (scale := self.live.shape.logit_scale) != 1:
             logits *= scale
         return capped_(logits, cap) if cap else logits
@@ -723,7 +728,7 @@ class FusedRunner(ViewRunner):
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )
         if self.split and most >= self.split.start:
-            what = f"{self.workspace.kernels}: split products; head by torch (cuBLAS)"
+            what = f"{self.workspace.kernels}: split products" + "; head by torch (cuBLAS)" * (min(most, own) > SPLIT_HEAD)
             rows.append((f"{self.split.start} to {min(most, own)} rows", what, "programs share sums, on tensor cores"))
         if gemm:
             why = f"; those of one input separately: {self.live.apart}" if self.live.apart else ""
