@@ -5,6 +5,7 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import transformer as ways
+from gpubound.decode.placement.plan import LayerStage
 from gpubound.decode.runner import RunnerConfig
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
@@ -62,6 +63,14 @@ def test_products_in_parts_give_the_logits_of_those_by_torch(kind, layers, sever
     assert kept.split == range(9, 129)
     kept.keep_hidden_states(None)  # a draft reads the stream between the layers
     assert not kept.split and not kept.workspace.split
+
+
+def test_layers_on_several_devices_have_no_split_products():
+    """The next device's first norm would have to add what this one's last product leaves."""
+    live = bind(cases.build("Llama", torch.bfloat16, num_hidden_layers=2), 32)
+    stages = [LayerStage(torch.device("cpu"), range(at, at + 1)) for at in range(2)]
+    body = FusedRunner(live, RunnerConfig(18, 32), stages)
+    assert body.tiled_rows == 16 and not body.split
 
 
 @pytest.mark.slow

@@ -103,13 +103,12 @@ def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
 
 
 def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
-    """Return the most rows of a tiled GEMM; 0 where there is none. Split ones take over after SPLIT_FROM.
+    """Return the most rows of a tiled GEMM; 0 where there is none.
 
     It needs a dense model in bf16 without adapters: the kernels round x times its norm's gain, which may overflow in fp16. And
     one token a row, or tokens that need not have the bits of single ones.
     """
-    most = _by_bytes(live, config, TILED)
-    return min(most, SPLIT_FROM) if split_gemm_rows(live, config) else most
+    return _by_bytes(live, config, TILED)
 
 
 def split_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
@@ -428,6 +427,7 @@ class FusedRunner(ViewRunner):
         self.form.begin(live.model, self.device, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         most = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else 0
+        self.tiled_rows = min(self.tiled_rows, SPLIT_FROM) if most else self.tiled_rows
         self.split = range(self.tiled_rows + 1, max(most, self.tiled_rows) + 1)
         self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
