@@ -388,13 +388,17 @@ class Cache:
         self.common.counts.copy_(to_device(counts, self.device))
         return len(lines)
 
+    def fills(self, rows: int) -> bool:
+        """Return whether a program for each row and key head fills a GPU; if not, each row's keys are split anyway."""
+        return rows * max((layer.kv_heads for layer in self.layers.values()), default=0) >= MANY
+
     def list_parts(self, keys: list[int]) -> int:
-        """Write the parts of rows that read up to so many keys, the longest rows' first. Return how many `attend` is to read;
-        0 where it is not to read any: there are too many, or too few rows to fill a GPU with a program for each."""
+        """Write the parts of rows that read up to so many keys, the longest rows' first. Return how many `attend` is to read,
+        0 where there are too many."""
         counts = [min(-(-count // PART), 16) or 1 for count in keys]
         step = max(1, len(keys) // 2)  # each number of entries is a capture
         size = -(-sum(counts) // step) * step
-        if size > len(self.parts) or len(keys) * max((layer.kv_heads for layer in self.layers.values()), default=0) < MANY:
+        if size > len(self.parts):
             return 0
         order = sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
         entries = [listed(row, part, counts[row]) for row in order for part in range(counts[row])]

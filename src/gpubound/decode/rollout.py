@@ -351,12 +351,14 @@ class Rollout:
         if slots.ahead >= min(AHEAD, slots.lead) or not any(one is not None and one.left > 0 for one in self.rows):
             return False
         if self.decoder.body.splits_keys:
-            read = [self._steps if one is None else len(one.ids) + one.launched + self._steps for one in self._row_owners]
-            most = max(FEWEST, power_of_two(max(read)))
-            own, cache = [count - common for count, common in zip(read, self._common)], self.decoder.body.grouped
-            self.variant = self.variant._replace(
-                most=most if most < self.decoder.max_length else 0, parts=cache.list_parts(own) if self.variant.uneven else 0
-            )
+            cache, most, parts = self.decoder.body.grouped, 0, 0
+            if cache.fills(self.size):
+                read = [self._steps if one is None else len(one.ids) + one.launched + self._steps for one in self._row_owners]
+                if self.variant.uneven:
+                    parts = cache.list_parts([count - common for count, common in zip(read, self._common)])
+                if not parts and (bound := max(FEWEST, power_of_two(max(read)))) < self.decoder.max_length:
+                    most = bound
+            self.variant = self.variant._replace(most=most, parts=parts)
         return not slots.ahead or graphs.made(self.size, self._steps, self.variant)
 
     def _launch(self) -> None:
