@@ -4,7 +4,9 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
 from importlib.machinery import PathFinder
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,12 +41,25 @@ def test_a_verdict_waits_for_the_test_that_was_begun(tested):
     assert all(thread.startswith("gpubound-selftest") for _, thread in tested)
 
 
-def test_triton_is_hashed_beside_the_first_self_tests(tested, monkeypatch):
-    hashed = threading.Event()
-    monkeypatch.setattr("triton.runtime.cache.triton_key", hashed.set)
-    monkeypatch.setattr(dispatch, "threads", cache(dispatch.threads.__wrapped__))
-    dispatch.hasten([("quantize", ())], torch.device("cuda", 0), torch.bfloat16)
-    assert hashed.wait(60)
+def test_one_thread_hashes_triton_while_another_builds_its_driver(tested, monkeypatch):
+    """A key that another thread is computing is not known yet, and would be computed again."""
+    order, building = list[str](), threading.Event()
+
+    def hash_all():
+        order.append("begin")
+        assert building.wait(60)
+        order.append("end")
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_device=building.set))
+    monkeypatch.setattr("triton.runtime.cache.triton_key", hash_all)
+    monkeypatch.setattr(import_module("triton.runtime.driver"), "driver", driver)
+    threads = cache(dispatch.threads.__wrapped__)
+    monkeypatch.setattr(dispatch, "threads", threads)
+    monkeypatch.setattr(selftest, "check", lambda *key: order.append("test"))
+    dispatch.hasten([(op, ()) for op in ("quantize", "add_rows", "rope")], torch.device("cuda", 0), torch.bfloat16)
+    threads().shutdown()
+    assert "".join(step[0] for step in order if step != "test") == "be" * (order.count("begin"))  # one after the other
+    assert order.index("end") < order.index("test") and order.count("test") == 3
 
 
 def test_what_was_not_begun_is_tested_when_asked_for(tested):

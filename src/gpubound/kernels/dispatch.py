@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -127,15 +128,25 @@ def threads() -> ThreadPoolExecutor:
 
     8 had up to 2.8 s of work waiting for them, as a first decoder's 25 kernels on 32 cores.
     """
-    pool = ThreadPoolExecutor(max(8, min(16, os.cpu_count() or 1)), thread_name_prefix="gpubound-selftest")
-    pool.submit(_hash_triton)
-    return pool
+    count = max(8, min(16, os.cpu_count() or 1))
+    return ThreadPoolExecutor(count, thread_name_prefix="gpubound-selftest", initializer=partial(_begin, Lock(), Lock()))
 
 
-def _hash_triton() -> None:
-    """Hash Triton's own 400 MB, for the names in its cache: 0.3 to 0.5 s, in which the others build its driver with gcc."""
-    if hash_all := getattr(import_module("triton.runtime.cache"), "triton_key", None):
-        hash_all()
+def _begin(hashing: Lock, building: Lock) -> None:
+    """Hash Triton's own 400 MB, for the names in its cache, in the first thread, while another builds its driver with gcc.
+
+    Each of the others would do both again: with a filled cache seven self-tests hashed for 0.5 to 0.6 s beside that thread.
+    """
+    with suppress(Exception):  # a self-test tells what is wrong
+        if hash_all := getattr(import_module("triton.runtime.cache"), "triton_key", None):
+            if not hashing.acquire(blocking=False):
+                with building, suppress(Exception):
+                    import_module("triton.runtime.driver").driver.active.get_current_device()
+                hashing.acquire()
+            try:
+                hash_all()
+            finally:
+                hashing.release()
 
 
 def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
