@@ -23,10 +23,9 @@ from ..layers.attention import Mask, Rope
 from ..layers.block import normed_for
 from .decoding import DenseWeights, Linear, Shape
 from .hf_modules import SWAPS as LLAMA, HFCausalLM, HFStack, causal_lm, norm, stack
-from .hybrids import MambaReader
+from .hybrids import MambaReader, mamba
 from .mixtral import SparseCausalLM, SparseReader
 from .reader import Reader, linear_of, parts_of
-from .recurrent import mamba
 from .registry import Maker
 
 

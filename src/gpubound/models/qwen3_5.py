@@ -13,8 +13,9 @@ from ..kernels.delta_rule import DeltaShape
 from ..layers.linear_product import format_of
 from .decoding import AttentionWeights, Linear
 from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
+from .hybrids import gated_delta
 from .reader import HFAngles, linear_of, weight_of
-from .recurrent import DeltaWeights, RecurrentReader, gated_delta
+from .recurrent import DeltaWeights, RecurrentReader
 from .registry import Maker
 
 INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")

@@ -8,10 +8,10 @@ from typing import Any
 
 from ..kernels.decode_product import Norm
 from .hf_modules import HFShiftedNorm, norm
+from .hybrids import gated_delta
 from .mixtral import SparseReader
 from .qwen3_5 import INPUTS, DeltaReader
 from .reader import HFAngles, weight_of
-from .recurrent import gated_delta
 from .registry import Maker, Swap
 
 GROUPED = ("in_proj_qkvz", "in_proj_ba")
