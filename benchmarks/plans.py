@@ -66,7 +66,7 @@ class Knob:
 
 
 def table_line(key: tuple, plan: plans.Plan) -> str:
-    """As it stands in kernels/plans/tuned.py."""
+    """As it stands in kernels/plans/defaults.py."""
     return f"{key}: {tuple(plan)},".replace("'", '"')  # type: ignore[call-overload]  # a named tuple
 
 

@@ -5,7 +5,7 @@
 First every candidate is compiled, in as many processes as there are cores. Then each case's candidates are timed side by side
 as the benchmark times them (bf16, cold L2, the host ahead, a backward with all that it launches), and the three best once more
 beside today's plan and Liger. A line a case: the best plan in microseconds and as a share of the copy rate, its ratio to
-today's and to Liger's, and the line for kernels/plans/tuned.py. The figures go into LOG.md.
+today's and to Liger's, and the line for kernels/plans/defaults.py. The figures go into LOG.md.
 """
 
 import argparse

@@ -6,7 +6,7 @@
 The kernels of a step overlap, so a plan that wins alone may lose in its place. For each plan tried a decoder is captured anew,
 and its steps are timed. A search goes from the plan of today to its neighbours, which differ in one number by a factor of two,
 and on from the first that wins. What a job has won stays in place for the jobs behind it, and rounds go on until one changes
-nothing. It prints what a step took and takes, and for each job that won the line for kernels/plans/tuned.py.
+nothing. It prints what a step took and takes, and for each job that won the line for kernels/plans/defaults.py.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Steps whose rows are multiplied together by kernels of our own (kernels/tiled_product.py), under the interpreter."""
+"""Steps whose rows are multiplied together by kernels of our own (kernels/quantized_product.py), under the interpreter."""
 
 import pytest
 import torch

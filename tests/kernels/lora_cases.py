@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gpubound.kernels.lora_arguments import Drop, Owners
+from gpubound.kernels.lora import Drop, Owners
 
 from .cases import TOLERANCE, definitions, draw
 

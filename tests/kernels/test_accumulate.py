@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpubound.kernels import accumulate
 from gpubound.kernels.accumulate import deliver, join_rows, open_sums, opens, weight_gradient, weight_gradients, widened
-from gpubound.kernels.triton._row_reduction import deliver_parts
+from gpubound.kernels.triton._math import deliver_parts
 from tests.messages import refusals
 
 from .cases import draw, same

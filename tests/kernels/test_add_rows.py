@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 
 from gpubound import kernels
-from gpubound.kernels.triton import add_rows as fast
+from gpubound.kernels.triton import row_ops as fast
 from tests.messages import refusals
 
 from .cases import TOLERANCE, definitions, draw, pairwise, same
 
-reference = definitions("add_rows")
+reference = definitions("row_ops")
 
 IDS = {
     "all apart": [4, 0, 2, 1],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.kernels.triton import column_experts as fast
+from gpubound.kernels.triton import experts as fast
 
 from .cases import agree, draw
 

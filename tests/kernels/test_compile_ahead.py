@@ -10,8 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from gpubound.kernels import compile_ahead as ahead, dispatch
-from gpubound.kernels.compile_ahead import compile_ahead
+from gpubound.kernels import dispatch, dispatch as ahead
+from gpubound.kernels.dispatch import compile_ahead
 
 THERE = torch.device("cuda", 0)
 

@@ -72,7 +72,7 @@ BOUNDED = {
     ("decode_adapters", "_come"): "POLLS",
     ("sampling", "_search"): "PASSES",
     ("peer_exchange", "_take"): "polls",
-    ("add_rows", "_add_rows_kernel"): "more",  # until the ids end
+    ("row_ops", "_add_rows_kernel"): "more",  # until the ids end
 }
 """a name in the condition of each loop that a kernel decides to leave, by its file and function"""
 

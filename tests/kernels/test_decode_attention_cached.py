@@ -12,7 +12,7 @@ from gpubound.kernels.decode_attention import KINDS, LayerCache, decode, encode
 from gpubound.kernels.decode_product import EARLY
 from gpubound.kernels.invariant import MEMBERS, SharedKeys
 from gpubound.kernels.registry import load
-from gpubound.kernels.write_tokens import as_integers
+from gpubound.kernels.row_ops import as_integers
 from tests.messages import refusals
 
 from .apart import apart

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.kernels.device_timestamps import Stamps, can_stamp
+from gpubound.kernels.peer_exchange import Stamps, can_stamp
 
 
 def test_times_go_on_and_each_has_its_place():

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
-from gpubound.kernels.triton import divergence as fast
+from gpubound.kernels.triton import cross_entropy as fast
 
 from .cases import TOLERANCE, definitions, draw, pairwise, same
 
-reference = definitions("divergence")
+reference = definitions("cross_entropy")
 
 FP32, CPU = torch.float32, torch.device("cpu")
 # alpha, beta, temperature

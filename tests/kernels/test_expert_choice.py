@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.expert_choice import ExpertRouting
+from gpubound.kernels.experts import ExpertRouting
 from gpubound.kernels.registry import load
 
 from .cases import TOLERANCE, draw, same

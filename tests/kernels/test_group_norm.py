@@ -6,12 +6,12 @@ import torch
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import TilePlan
-from gpubound.kernels.triton import group_norm as fast
+from gpubound.kernels.triton import norms as fast
 from tests.messages import refusals
 
 from .cases import TOLERANCE, definitions, draw, parity, same
 
-reference = definitions("group_norm")
+reference = definitions("norms")
 
 FP32 = torch.float32
 # (x's shape, groups): one element a group; no places; two and one group; a prime number of places; three dimensions of places;

@@ -6,11 +6,10 @@ import torch
 from gpubound import kernels, trace
 from gpubound.errors import FallbackError
 from gpubound.kernels import plans
-from gpubound.kernels.lora import adapter_gradients
-from gpubound.kernels.lora_arguments import Drop, Owners, OwnRanks, drawn, dropped
+from gpubound.kernels.lora import Drop, Owners, OwnRanks, adapter_gradients, drawn, dropped
 from gpubound.kernels.plans.types import Job, ProductPlan
 from gpubound.kernels.triton import lora as fast
-from gpubound.kernels.triton._lora_product import _product
+from gpubound.kernels.triton.lora import _product
 from tests.messages import message
 
 from .cases import TOLERANCE, agree, draw, pairwise, same

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpubound.kernels.lora_arguments import Drop, drawn, kept
+from gpubound.kernels.lora import Drop, drawn, kept
 from gpubound.kernels.triton import lora as fast
 
 from .lora_cases import dropout

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from gpubound.kernels import plans
-from gpubound.kernels.lora_arguments import OwnRanks
+from gpubound.kernels.lora import OwnRanks
 from gpubound.kernels.plans.types import Job, ProductPlan
-from gpubound.kernels.triton import _lora_product as fast
+from gpubound.kernels.triton import lora as fast
 
 from .cases import TOLERANCE, draw, pairwise, same
 from .lora_cases import BF16, FP32, arguments, dropout, reference

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.nf4 import Nf4, dynamic_code, to_nf4
-from gpubound.kernels.triton import nf4 as fast
+from gpubound.kernels.quantize import Nf4, dynamic_code, to_nf4
+from gpubound.kernels.triton import quantize as fast
 from tests.messages import refusals
 
 from .cases import definitions, draw, module, pairwise
 
-reference = definitions("nf4")
+reference = definitions("quantize")
 
 # QLoRA, arXiv 2305.14314, appendix E
 PUBLISHED = [
@@ -85,7 +85,7 @@ def test_rounding_takes_what_is_known_of_normal_numbers():
 def test_long_rows_are_rounded_part_by_part(monkeypatch):
     weight = weight_of(9, 640)
     whole = to_nf4(weight)
-    monkeypatch.setattr(module("nf4"), "CHUNK", 1300)
+    monkeypatch.setattr(module("quantize"), "CHUNK", 1300)
     assert all(torch.equal(a, b) for a, b in zip(to_nf4(weight), whole))
 
 

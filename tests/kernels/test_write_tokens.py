@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from gpubound import kernels
-from gpubound.kernels.triton import write_tokens as fast
+from gpubound.kernels.triton import row_ops as fast
 
 from .cases import definitions, draw, pairwise
 
-reference = definitions("write_tokens")
+reference = definitions("row_ops")
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "uint8": torch.uint8}
 

@@ -6,7 +6,7 @@ import torch
 import gpubound as gb
 from gpubound.kernels import dispatch, lora, norms
 from gpubound.kernels.registry import OPS
-from gpubound.kernels.triton._lora_product import _within
+from gpubound.kernels.triton.lora import _within
 from gpubound.lora import model as early
 
 from .cases import placed

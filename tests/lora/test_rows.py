@@ -13,7 +13,7 @@ import gpubound as gb
 from gpubound.graph.reachable import Reachable
 from gpubound.kernels import lora as lora_ops
 from gpubound.kernels.accumulate import join_rows
-from gpubound.kernels.lora_arguments import drawn, kept
+from gpubound.kernels.lora import drawn, kept
 from gpubound.layers import linear_product
 from gpubound.lora.adapter import RoutedLowRank
 from gpubound.lora.layers import read

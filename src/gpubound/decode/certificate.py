@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerateError
-from ..kernels.compile_ahead import compile_ahead
 from ..kernels.decode_product import capped_
+from ..kernels.dispatch import compile_ahead
 from ..layers.quantized_base import Base
 from ..models import Decoder
 from ..models.decoding import LayerWeights, Linear, Rounding, plain_linear, plain_norm

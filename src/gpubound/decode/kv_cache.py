@@ -27,7 +27,7 @@ from ..kernels import decode_attention, quantized_decode_attention, write_tokens
 from ..kernels.decode_attention import KINDS, MANY, Heads, LayerCache, Scratch, decode, encode, listed, reads_shared
 from ..kernels.invariant import MEMBERS, SharedKeys
 from ..kernels.latent_attention import LatentCache
-from ..kernels.write_tokens import as_integers
+from ..kernels.row_ops import as_integers
 from ..models.decoding import LatentAttentionWeights, LayerWeights, StateShape
 from .layer_state import LayerState, ring_positions, write_rows
 from .request import to_device

@@ -22,8 +22,8 @@ from ..kernels.decode_attention import MANY, Heads, Scratch
 from ..kernels.decode_product import EARLY, FENCE, Norm, capped_
 from ..kernels.dispatch import SIXTEEN_BITS, can_launch
 from ..kernels.gated import gated
+from ..kernels.latent_attention import unable
 from ..kernels.row_ops import ACTIVATED, LayerNorm
-from ..kernels.sink_attention import unable
 from ..layers.attention import attend
 from ..layers.linear_product import fused_linear
 from ..models.decoding import AnyNorm, AttentionWeights, DenseWeights, LayerInputWeights, Linear, Shape, UngatedWeights
@@ -217,7 +217,7 @@ class Part:
         return self.number == self.workspace.cache.numbers[0]
 
     def fenced(self, mode: int) -> int:
-        """Return the launch mode of a layer's first product, which is the fence of triton/_pdl.py in a group's first layer."""
+        """Return the mode of a layer's first product, which is the fence (triton/_launch.py) in a group's first layer."""
         return FENCE if self.first and mode == EARLY else mode
 
     @property

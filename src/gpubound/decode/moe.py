@@ -26,9 +26,7 @@ from ..kernels import (
     select_experts,
     swiglu,
 )
-from ..kernels.column_experts import clamped_unit
-from ..kernels.expert_choice import chosen_experts
-from ..kernels.experts import likeliest
+from ..kernels.experts import chosen_experts, clamped_unit, likeliest
 from ..kernels.gated import gated
 from ..layers.moe import by_group, not_grouped
 from ..models.decoding import DenseAndExpertWeights, DenseWeights, ExpertWeights

@@ -2,8 +2,8 @@
 
 The number of rows of a step chooses how it is multiplied. Up to `gemv_rows`, kernels multiply row after row
 (kernels/decode_product.py), in a chain where each may start while the previous one still runs. Up to `tiled_rows`, kernels
-multiply all rows together on tensor cores (kernels/tiled_product.py). More rows are GEMMs of cuBLAS. The parts of a layer are
-in layer.py and moe.py, the formats of its weights in weights.py.
+multiply all rows together on tensor cores (kernels/quantized_product.py). More rows are GEMMs of cuBLAS. The parts of a layer
+are in layer.py and moe.py, the formats of its weights in weights.py.
 
 The layers may be on several devices, a `LayerGroup` on each. The residual stream begins and ends on the first, which has the
 embedding, the norm and the head.
@@ -25,7 +25,7 @@ from ..errors import GenerateError
 from ..kernels import add_rms_norm, layer_norm_rows
 from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
-from ..kernels.expert_choice import form_of_routing
+from ..kernels.experts import form_of_routing
 from ..kernels.row_ops import LayerNorm
 from ..kernels.split_product import MOST_PARTS, parts_of
 from ..models.decoding import (

@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from ..device import count_memory
-from ..kernels.device_timestamps import Stamps, can_stamp
+from ..kernels.peer_exchange import Stamps, can_stamp
 from ..trace import notice
 from .ranks import Ranks
 

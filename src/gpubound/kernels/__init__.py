@@ -6,10 +6,12 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 """
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
-from .add_rows import add_rows as add_rows
 from .chunk_scan import chunk_scan as chunk_scan
-from .column_experts import add_slots as add_slots, column_down as column_down, column_gate_up as column_gate_up
-from .cross_entropy import cross_entropy as cross_entropy, linear_cross_entropy as linear_cross_entropy
+from .cross_entropy import (
+    cross_entropy as cross_entropy,
+    divergence as divergence,
+    linear_cross_entropy as linear_cross_entropy,
+)
 from .decode_adapters import add_adapters as add_adapters
 from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
 from .decode_product import (
@@ -22,22 +24,28 @@ from .decode_product import (
     send_product as send_product,
 )
 from .delta_rule import delta_step as delta_step
-from .divergence import divergence as divergence
 from .draft_inputs import begin_draft as begin_draft, extend_draft as extend_draft, keep_stream as keep_stream
-from .expert_choice import gate_rows as gate_rows, select_experts as select_experts
 from .experts import (
     add_routed as add_routed,
+    add_slots as add_slots,
+    column_down as column_down,
+    column_gate_up as column_gate_up,
+    gate_rows as gate_rows,
     route as route,
     routed_gate_up as routed_gate_up,
+    select_experts as select_experts,
 )
 from .gated import clamped_glu as clamped_glu, geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
-from .group_norm import group_norm as group_norm
 from .invariant import (
     invariant_attention as invariant_attention,
     invariant_cached_attention as invariant_cached_attention,
     invariant_linear as invariant_linear,
 )
-from .latent_attention import latent_attention as latent_attention, latent_queries as latent_queries
+from .latent_attention import (
+    latent_attention as latent_attention,
+    latent_queries as latent_queries,
+    sink_attention as sink_attention,
+)
 from .lora import (
     lora_down as lora_down,
     lora_gradients as lora_gradients,
@@ -45,11 +53,11 @@ from .lora import (
     lora_up as lora_up,
 )
 from .mamba import grouped_norm_rows as grouped_norm_rows, mamba_step as mamba_step
-from .nf4 import dequantize_nf4 as dequantize_nf4
 from .ngram_speculation import accept as accept, propose as propose
-from .norms import add_rms_norm as add_rms_norm, layer_norm as layer_norm, rms_norm as rms_norm
+from .norms import add_rms_norm as add_rms_norm, group_norm as group_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .peer_exchange import send_words as send_words, take_words as take_words
 from .quantize import (
+    dequantize_nf4 as dequantize_nf4,
     quantize as quantize,
     quantize_rows as quantize_rows,
     quantize_swiglu as quantize_swiglu,
@@ -63,17 +71,18 @@ from .quantized_product import (
     quantized_norm_gate_up as quantized_norm_gate_up,
     quantized_norm_product as quantized_norm_product,
     quantized_routed_gate_up as quantized_routed_gate_up,
-)
-from .registry import reference as reference
-from .rope import rope as rope, rope_qkv as rope_qkv
-from .row_ops import activate_rows as activate_rows, layer_norm_rows as layer_norm_rows
-from .sampling import pick as pick, sample as sample
-from .short_conv import short_conv as short_conv
-from .sink_attention import sink_attention as sink_attention
-from .split_product import split_gate_up as split_gate_up, split_product as split_product
-from .tiled_product import (
     tiled_add_product as tiled_add_product,
     tiled_norm_gate_up as tiled_norm_gate_up,
     tiled_norm_product as tiled_norm_product,
 )
-from .write_tokens import write_tokens as write_tokens
+from .registry import reference as reference
+from .rope import rope as rope, rope_qkv as rope_qkv
+from .row_ops import (
+    activate_rows as activate_rows,
+    add_rows as add_rows,
+    layer_norm_rows as layer_norm_rows,
+    write_tokens as write_tokens,
+)
+from .sampling import pick as pick, sample as sample
+from .short_conv import short_conv as short_conv
+from .split_product import split_gate_up as split_gate_up, split_product as split_product

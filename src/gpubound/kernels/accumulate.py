@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import GraphError
 from ..trace import fallback
-from .add_rows import add_rows
+from .row_ops import add_rows
 from .tensor_state import ATTRIBUTE, Record, made_record, record_of
 
 PENDING_BYTES = 256 << 20

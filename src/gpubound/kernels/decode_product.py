@@ -5,7 +5,7 @@ All outputs are written in place. The stream `x` is fp32 (B, hidden); weights ar
 Programmatic dependent launch (PDL): with `dependent` a kernel starts while its predecessor in the stream still runs. It is only
 for a chain of these ops, each of which reads the result of the one before. An EARLY kernel lets its successor start at once, a
 LATE one when its own weights are loaded, a FENCE when all kernels before it have ended. An AHEAD kernel also lets its successor
-start at once, and waits only before it writes: all that it reads was written before the last fence. triton/_pdl.py has the
+start at once, and waits only before it writes: all that it reads was written before the last fence. triton/_launch.py has the
 rules. A step with ops that also serve training sets the mode once: in `chained`, every kernel that supports PDL uses it.
 """
 

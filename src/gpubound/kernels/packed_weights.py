@@ -10,7 +10,7 @@ int8, int4                 with scales in fp16 or fp32
 int8_16, int8_32, int4_32  a scale a row and so many columns
 uint8, uint4, ..._32       level · scale - offset: levels begin at 0, and each scale has an fp32 offset
 fp8_rows, fp8_blocks       e4m3 in the order of memory, with an fp32 scale a row, or a row and 128 columns
-nf4                        codes of nf4.py in their order, with an fp32 scale a row and 64 columns
+nf4                        codes of quantize.py in their order, with an fp32 scale a row and 64 columns
 
 Rows are split into groups of 128 columns, the last padded with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits with 8
 or 4 columns each: slot t of word r holds column t · words + r. So adjacent words hold adjacent columns in the same slot: a

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernels import invariant_attention, invariant_linear
 from ..kernels.dispatch import SIXTEEN_BITS
-from ..kernels.sink_attention import WIDEST
+from ..kernels.latent_attention import WIDEST
 from .packed_attention import Segments
 
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}

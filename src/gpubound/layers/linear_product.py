@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from .. import device as facts
 from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
-from ..kernels.lora import lora_product
-from ..kernels.lora_arguments import Drop, OwnRanks
+from ..kernels.lora import Drop, OwnRanks, lora_product
 from ..kernels.tensor_state import ATTRIBUTE, made_record, record_of
 from .invariant import CONTEXT
 

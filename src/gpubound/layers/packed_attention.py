@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.dispatch import SIXTEEN_BITS, transformed
-from ..kernels.sink_attention import no_flash
+from ..kernels.latent_attention import no_flash
 from ..trace import fallback
 
 

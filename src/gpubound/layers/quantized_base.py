@@ -27,9 +27,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.nf4 import BLOCK, Nf4, absmax_of, dequantize_nf4, nf4_code, to_nf4
 from ..kernels.packed_weights import Packed, pack
-from ..kernels.quantize import FINE, MULTIPLE, has_cores, quantize_rows, scaled_product, transpose
+from ..kernels.quantize import (
+    BLOCK,
+    FINE,
+    MULTIPLE,
+    Nf4,
+    absmax_of,
+    dequantize_nf4,
+    has_cores,
+    nf4_code,
+    quantize_rows,
+    scaled_product,
+    to_nf4,
+    transpose,
+)
 from ..kernels.quantized_product import dequantize
 from ..kernels.tensor_state import drop_record, made_record
 from ..trace import fallback

@@ -7,7 +7,7 @@ Legend: N tokens, K inputs, O outputs, R ranks; x (N, K), a (R, K), b (O, R), h 
 
 With several adapters in one batch, each of its rows has one of them, or none: the adapters of a weight become one
 (`RoutedLowRank`), and each row keeps the columns of h that belong to its
-adapter (kernels/lora_arguments.py). So x is read once for all adapters, forward and backward. The adapter of a row is read on
+adapter (kernels/lora.py). So x is read once for all adapters, forward and backward. The adapter of a row is read on
 the device: a captured step takes other ids at each replay.
 """
 
@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..kernels.accumulate import join, join_rows, one_matrix
-from ..kernels.lora import adapter_gradients, blocks_of, lora_down, lora_up
-from ..kernels.lora_arguments import Drop, Owners, OwnRanks, drawn, own_columns
+from ..kernels.lora import Drop, Owners, OwnRanks, adapter_gradients, blocks_of, drawn, lora_down, lora_up, own_columns
 from ..layers.fused_weights import Projecting, has_reader, site_of
 from ..layers.linear_product import AdapterOutputs, Factors, is_sharded, rows_of, shape_of
 from ..trace import fallback

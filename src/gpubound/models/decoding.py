@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.column_experts import clamped_unit
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_, rms_normed
-from ..kernels.expert_choice import ExpertRouting, selection, shares_of
+from ..kernels.experts import ExpertRouting, clamped_unit, selection, shares_of
 from ..kernels.rope import apart, rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
 from ..layers.linear_product import format_of

@@ -28,7 +28,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..kernels import rope
-from ..kernels.expert_choice import ExpertRouting
+from ..kernels.experts import ExpertRouting
 from ..kernels.rope import apart, together
 from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import MLP, must_be_called, normed_for

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
-from ..kernels.expert_choice import ExpertRouting
+from ..kernels.experts import ExpertRouting
 from ..layers.fused_weights import hooked
 from .decoding import DenseWeights, ExpertWeights, Linear
 from .hf_modules import HFAttention, HFCausalLM, attention, causal_lm, norm

@@ -19,8 +19,7 @@ from torch import nn
 
 from .. import device as facts
 from ..errors import PlaceError
-from ..kernels.compile_ahead import test_ahead
-from ..kernels.dispatch import runs
+from ..kernels.dispatch import runs, test_ahead
 from ..layers.fused_weights import Projecting
 from ..lora import layers as lora_layers  # noqa: F401  registers the reader of projections that PEFT has adapted
 from ..trace import fallback

@@ -13,8 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ..device import CONTEXT
-from ..kernels.nf4 import CHUNK as QUANTISED
-from ..kernels.quantize import MULTIPLE
+from ..kernels.quantize import CHUNK as QUANTISED, MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
 from ..train.adamw import AdamW8bit, Muon
 from ..train.objectives.chunked_head import CHUNK
@@ -26,7 +25,7 @@ COMMUNICATOR = int(0.7 * GIB)  # assumption: NCCL's buffers, outside of it, too
 WORKSPACES = int(0.3 * GIB)  # assumption: of cuBLAS and cuDNN, and the update's partial sums
 LAUNCHED = int(0.11 * GIB)  # of what was launched so far, such as cuBLAS's workspace: measured on an H200
 PLACING = int(0.105 * GIB)  # the same while a model is placed, with the activations of a few tokens
-QUANTISING = 16  # bytes of an element of a weight's part that is widened to fp32 (kernels/nf4.py)
+QUANTISING = 16  # bytes of an element of a weight's part that is widened to fp32 (kernels/quantize.py)
 SLACK = 0.03  # assumption: of what a step allocates and frees, the allocator reserves so much more
 # Of frozen weights: each is packed or quantised by itself, and leaves gaps between those that stay. Adapters of 8b on an H200
 # reserved 0.9 GiB more than they allocated, and on an nf4 base 0.8.

@@ -35,8 +35,7 @@ from ..distributed import ALONE
 from ..distributed.failures import FOR_GPU
 from ..kernels.accumulate import close_sums, deliver_all
 from ..kernels.adamw import BLOCK
-from ..kernels.compile_ahead import compile_ahead
-from ..kernels.dispatch import hasten
+from ..kernels.dispatch import compile_ahead, hasten
 from ..kernels.tensor_state import made_record
 from ..layers.invariant import BatchInvariant
 from ..lora.model import calls_of_batch

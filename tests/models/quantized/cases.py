@@ -130,7 +130,7 @@ FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 
 
 def nf4(seed: int, rows: int, columns: int, nested: bool = True, kind: str = "nf4") -> Drawn:
-    from gpubound.kernels.nf4 import dynamic_code
+    from gpubound.kernels.quantize import dynamic_code
 
     g, blocks = generator(seed), rows * columns // 64
     code = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-x for x in FP4)])

@@ -4,7 +4,7 @@ The plan of a job is the first of these that exists and fits the GPU:
 
 1. TRIED: the plan that a test or a running search sets
 2. the smaller plan of an earlier launch, for which the compiler asked for more shared memory than the GPU has
-3. the result of a search on this architecture       tuned.py
+3. the result of a search on this architecture       defaults.py
 4. the op's rule, made smaller until it fits         defaults.py
 
 If even the smallest plan is too large for a GPU, the launch raises in the op's self-test, and the call takes the reference,
@@ -19,8 +19,7 @@ import torch
 
 from ...device import chip, constant
 from ...trace import count, notice
-from .defaults import RULES as RULES
-from .tuned import SEARCHED, Key
+from .defaults import RULES as RULES, SEARCHED, Key
 from .types import (
     ADAPTED as ADAPTED,
     SPARE as SPARE,

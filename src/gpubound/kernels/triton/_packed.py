@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from ..packed_weights import TABLE
-from ._pdl import _end, _row, _wait
+from ._launch import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ..decode_adapters import EMPTY, EVERY_ADAPTER, StepAdapter, StepAdapters, table_of
 from ..plans import cdiv, power_of_two
-from ._launch import bump_versions
-from ._pdl import _gained, _row, _wait
+from ._launch import _gained, _row, _wait, bump_versions
 
 _EMPTY, _EVERY = tl.constexpr(EMPTY), tl.constexpr(EVERY_ADAPTER)
 _NAN = tl.constexpr(0x7FC00000)  # a quiet one, which EMPTY is not

@@ -33,9 +33,8 @@ from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, 
 from ..decode_product import EARLY, LATE, Norm, can_chain
 from ..invariant import MEMBERS
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
-from ._launch import bump_versions, launch, options
+from ._launch import _begin, _wait, bump_versions, launch, options
 from ._math import capped
-from ._pdl import _begin, _wait
 
 _LEAST_SCALE = tl.constexpr(TINY)
 _HALFWAY = tl.constexpr(1.5 * 2**23)  # added to a value and subtracted again, it rounds to an integer
@@ -76,7 +75,7 @@ def _gain(norm_ptr, mask, OFFSET: tl.constexpr):
 @triton.jit
 def _sum(ptr, mask, apart, TERMS: tl.constexpr):
     """The product, or the sum of its TERMS, which lie `apart`: in fp32, and read past the L1, for the launch may begin before
-    what a wait does to it (_pdl.py)."""
+    what a wait does to it (_launch.py)."""
     y = tl.load(ptr, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     for part in tl.static_range(1, TERMS):
         y += tl.load(ptr + part * apart, mask=mask, other=0.0, cache_modifier=".cg")
@@ -369,7 +368,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     """FEW: a power of two for GROUP, and G: for tensor cores. PAGE: places a page, or None. MOST: the largest code, and KIND:
     what codes are multiplied as; or None. TERMS: whose sum is qkv, `apart` in memory. TILES: of N keys, that a part has at
     least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked for before the wait,
-    for what a launch before the fence wrote is there (_pdl.py). With counts_ptr, what `_shared_keys_kernel` leaves in
+    for what a launch before the fence wrote is there (_launch.py). With counts_ptr, what `_shared_keys_kernel` leaves in
     state_ptr is added to the first part, and nothing else of a launch that may still run is read. Without parts_ptr, the grid
     has each row's parts.
     """

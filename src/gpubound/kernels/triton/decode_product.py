@@ -19,9 +19,8 @@ from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
-from ._launch import at_once, bump_versions, launch_product, options
+from ._launch import _begin, _end, _gained, _products, _row, _tile, _wait, at_once, bump_versions, launch_product, options
 from ._math import activated, capped
-from ._pdl import _begin, _end, _gained, _products, _row, _tile, _wait
 from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
 from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ..delta_rule import TINY, DeltaParameters, DeltaShape
 from ..plans import power_of_two
-from ._launch import at_once, bump_versions, options
-from ._pdl import _begin, _end, _wait
-from ._ring import _apart, _convolved, _earlier, warps_of
+from ._launch import _apart, _begin, _convolved, _earlier, _end, _wait, at_once, bump_versions, options, warps_of
 
 _TINY = tl.constexpr(TINY)
 
@@ -43,7 +41,7 @@ def _delta_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr
         z_at = C + h * E
         b_at = C + H * E + h
         a_at = b_at + H
-    # Written before the last fence (_pdl.py): the position by the choice of a token, the rest by the step before.
+    # Written before the last fence (_launch.py): the position by the choice of a token, the rest by the step before.
     position = tl.load(position_ptr + row, cache_modifier=".cg")
     tile = state_ptr + (row * H + h) * D * E + d[:, None] * E + e[None]
     inside = (d < D)[:, None] & in_value[None]

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..gated import INFINITE
 from ..plans.types import TilePlan, cdiv, job_of, power_of_two
-from ._launch import first_order_only, launch, options
+from ._launch import _begin, _wait, first_order_only, launch, options
 from ._math import sigmoid
-from ._pdl import _begin, _wait
 
 
 @triton.jit

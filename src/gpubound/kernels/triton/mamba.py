@@ -11,9 +11,7 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..mamba import MambaParameters, MambaShape
 from ..plans import cdiv, power_of_two
-from ._launch import at_once, bump_versions, options
-from ._pdl import _begin, _end, _wait
-from ._ring import _apart, _convolved, _earlier, warps_of
+from ._launch import _apart, _begin, _convolved, _earlier, _end, _wait, at_once, bump_versions, options, warps_of
 
 MATRIX = (
     8192  # numbers of a program: with 16,384 it takes 181 registers, and one program of 8 warps a multiprocessor (Triton 3.6)
@@ -34,7 +32,7 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     in_head, in_state = p < P, n < N
     if P % BP == 0:  # what the compiler knows to be there takes 80 registers, not 110
         in_head = tl.arange(0, BP) < BP
-    # Written before the last fence (_pdl.py): the position by the choice of a token, the rest by the step before.
+    # Written before the last fence (_launch.py): the position by the choice of a token, the rest by the step before.
     position = tl.load(position_ptr + row, cache_modifier=".cg")
     tile = state_ptr + (row * H + h) * P * N + p[:, None] * N + n[None]
     inside = in_head[:, None] & in_state[None]

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ._launch import at_once, bump_versions, options
-from ._pdl import _begin, _end, _wait
+from ._launch import _begin, _end, _wait, at_once, bump_versions, options
 
 BLOCK = 256  # channels of a program
 
@@ -30,7 +29,7 @@ def _short_conv_kernel(x_ptr, position_ptr, ring_ptr, weight_ptr, bias_ptr, out_
     total = tl.zeros([BLOCK], tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + col, mask=inside, other=0.0).to(tl.float32)
-    position = tl.load(position_ptr + row, cache_modifier=".cg") + tl.zeros([BLOCK], tl.int32)  # before the fence: _pdl.py
+    position = tl.load(position_ptr + row, cache_modifier=".cg") + tl.zeros([BLOCK], tl.int32)  # before the fence: _launch.py
     _wait(DEPENDENT)
     _end(DEPENDENT)
     x_ptr += row.to(tl.int64) * 3 * channels

@@ -16,8 +16,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..plans import cdiv, job_of, power_of_two
 from ..plans.types import SplitPlan
-from ._launch import bump_versions, launch, options
-from ._pdl import _begin, _end, _wait
+from ._launch import _begin, _end, _wait, bump_versions, launch, options
 from .decode_product import _gated
 
 

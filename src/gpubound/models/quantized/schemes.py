@@ -41,8 +41,8 @@ from torch import Tensor, nn
 
 from ...data.gguf_file import gguf_in
 from ...errors import DataError
-from ...kernels.column_experts import clamped_unit
-from ...kernels.nf4 import BLOCK, CODE, GROUP, dynamic_code
+from ...kernels.experts import clamped_unit
+from ...kernels.quantize import BLOCK, CODE, GROUP, dynamic_code
 from ...layers.quantized_base import KINDS, InFp8, InNf4
 from ..folder import CURE, Beyond, Stored, stored_tensors
 from .experts import PARTS, Fp4Experts, built_with, keep_fp4
@@ -93,7 +93,7 @@ class FourBits(Scheme):
         return Values((values * each).view(rows, columns), f"its rows of {columns} are no whole blocks of {size}")
 
     def _is_nf4(self, code: Tensor, dynamic: Tensor, state: dict[str, Any]) -> bool:
-        """Return whether the tables are those of kernels/nf4.py."""
+        """Return whether the tables are those of kernels/quantize.py."""
         ours = torch.tensor(CODE, dtype=torch.float32, device=code.device)
         same = torch.equal(code.float(), ours) and torch.equal(dynamic, dynamic_code(code.device))
         return same and state.get("nested_blocksize", GROUP) == GROUP

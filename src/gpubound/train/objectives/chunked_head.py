@@ -5,7 +5,7 @@ give the gradients of hidden states and head. So the head's product runs once, a
 of the hidden states. Here the losses are any function of the logits that torch can differentiate, or whatever overwrites the
 logits by its gradient.
 
-Distillation has losses of two heads: α τ² D + (1 − α) CE of each token (kernels/divergence.py).
+Distillation has losses of two heads: α τ² D + (1 − α) CE of each token (kernels/cross_entropy.py).
 
 The factor τ² keeps the gradient's size when τ changes (Hinton et al. 2015).
 """

@@ -202,7 +202,7 @@ class Mixture:
         if self.routing_trace is not None:
             self.routing_trace.add(self.number, ids)
         if len(u) <= GEMV_ROWS:
-            routed = self.experts.few(u, w.norm, ids)  # a PDL fence (_pdl.py): the next launch reads before its wait
+            routed = self.experts.few(u, w.norm, ids)  # a PDL fence (_launch.py): the next launch reads before its wait
             with ahead():
                 (shared,) = products(gated, None, w.shared_down)
             return shared, self.experts.few_down(routed, ids, shares)

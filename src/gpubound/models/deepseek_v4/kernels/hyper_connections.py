@@ -16,7 +16,7 @@ sums, adds the part's output to the streams, and computes the next part's sums, 
 
 Only `hc_write` needs comb, so its Sinkhorn iterations do not delay the part. With PDL (dependent_launch.py), `hc_write`
 computes comb while the part still runs, if the GPU has free multiprocessors, and loads the sums before its wait: a fence
-(triton/_pdl.py) is required between the launch that wrote the sums and `hc_write`.
+(triton/_launch.py) is required between the launch that wrote the sums and `hc_write`.
 
 Legend: X (..., S, D) streams; z₁, z₂ and z₃ are S, S and S·S of the P = (2 + S) S products, in that order; N tokens, Z slices
 of D.

@@ -1,8 +1,7 @@
 """Launch plans of the ops of DeepSeek-V4 (kernels/plans)."""
 
 from ....kernels.plans import RULES, Job
-from ....kernels.plans.defaults import Rule, first, width
-from ....kernels.plans.tuned import SEARCHED
+from ....kernels.plans.defaults import SEARCHED, Rule, first, width
 from ....kernels.plans.types import MatrixPlan, TilePlan
 
 

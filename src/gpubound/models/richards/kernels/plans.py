@@ -3,8 +3,7 @@
 from typing import NamedTuple
 
 from ....kernels.plans import RULES, Job
-from ....kernels.plans.defaults import Rule, decode_attention, first, norm_rows, width
-from ....kernels.plans.tuned import SEARCHED
+from ....kernels.plans.defaults import SEARCHED, Rule, decode_attention, first, norm_rows, width
 from ....kernels.plans.types import AttentionPlan, MatrixPlan, RowPlan, power_of_two
 
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from .....device import interpreted
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import bump_versions, launch, options
-from .....kernels.triton._pdl import _begin, _wait
+from .....kernels.triton._launch import _begin, _wait, bump_versions, launch, options
 from ..attention import MOST_HEADS, TurnedHeads
 from .compressor import _turned
 
@@ -212,7 +211,7 @@ def _turn_heads_kernel(position_ptr, cos_ptr, sin_ptr, positions, tokens, x0, ou
                        H2: tl.constexpr, D2: tl.constexpr, C2: tl.constexpr, N2: tl.constexpr, P: tl.constexpr,
                        BACK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Apply RMSNorm and RoPE to one head. H0 to H2: heads per token in each part, or 0."""
-    _wait(DEPENDENT)  # a fence (_pdl.py)
+    _wait(DEPENDENT)  # a fence (_launch.py)
     _begin(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     if head < tokens * H0:

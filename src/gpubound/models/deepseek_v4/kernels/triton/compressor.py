@@ -29,8 +29,7 @@ from torch import Tensor
 
 from .....device import interpreted
 from .....kernels.plans.types import TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import bump_versions, launch, options
-from .....kernels.triton._pdl import _begin, _wait
+from .....kernels.triton._launch import _begin, _wait, bump_versions, launch, options
 from ..compressor import MOST, Windows
 
 

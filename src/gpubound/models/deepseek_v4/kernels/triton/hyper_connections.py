@@ -44,8 +44,7 @@ from torch import Tensor
 
 from .....kernels.peer_exchange import Mail
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import bump_versions, first_order_only, launch, options
-from .....kernels.triton._pdl import _begin, _wait
+from .....kernels.triton._launch import _begin, _wait, bump_versions, first_order_only, launch, options
 from .....kernels.triton.peer_exchange import _mail_arguments, _stamp, _summed, _take, _warps_taking
 from ..hyper_connections import FEW, mixed, stretch
 

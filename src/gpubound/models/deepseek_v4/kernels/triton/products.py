@@ -22,9 +22,21 @@ from .....kernels.packed_weights import Packed
 from .....kernels.peer_exchange import Mail
 from .....kernels.plans import job_of
 from .....kernels.plans.types import cdiv, power_of_two
-from .....kernels.triton._launch import bump_versions, launch_product, options
+from .....kernels.triton._launch import (
+    BEFORE,
+    _begin,
+    _end,
+    _fresh_row,
+    _gained,
+    _products,
+    _row,
+    _tile,
+    _wait,
+    bump_versions,
+    launch_product,
+    options,
+)
 from .....kernels.triton._packed import _ONE, _row_sums, _scales, _words
-from .....kernels.triton._pdl import BEFORE, _begin, _end, _fresh_row, _gained, _products, _row, _tile, _wait
 from .....kernels.triton.experts import _expert
 from .....kernels.triton.gated import _activated, _limited
 from .....kernels.triton.peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
@@ -259,7 +271,7 @@ def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, sca
                            DEPENDENT: tl.constexpr):  # fmt: skip
     """Choose experts, and compute the shared expert's activation. I 0: no activation.
 
-    The kernel is a fence (_pdl.py): the next launch, the experts' gate and up, starts after the wait, since it cannot prefetch
+    The kernel is a fence (_launch.py): the next launch, the experts' gate and up, starts after the wait, as it cannot prefetch
     weights before the experts are chosen. If its programs started while earlier launches ran, they were unevenly distributed
     over multiprocessors (four H200s: 14.3 us a layer instead of 10.6)."""
     _wait(DEPENDENT)

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from .....kernels.plans.types import cdiv, job_of, power_of_two
 from .....kernels.triton._launch import first_order_only, launch
-from .....kernels.triton._math import reciprocal
-from .....kernels.triton._row_reduction import _columns, _tile, _tile_of, deliver_parts, walk
+from .....kernels.triton._math import _columns, _tile, _tile_of, deliver_parts, reciprocal, walk
 from .....kernels.triton.gated import _halves, _matrix
 from ..plans import StridePlan
 from ..richards import Curve
