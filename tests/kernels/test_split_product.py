@@ -1,5 +1,7 @@
 """The products of a decoding step whose sums have parts: parity with the reference, odd sizes, sentences, plans."""
 
+from importlib import import_module
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,6 +38,23 @@ def test_parts_agree_with_the_reference(device, plan, dtype, parts, rows, biased
     one = draw(device, dtype, 72, 136, seed=8)
     out = torch.empty(parts, rows, 72, device=device)
     agree("split_product", x, one, None, None, None, None, None, out, limit=4 * TOLERANCE[dtype])
+
+
+def test_fewer_parts_than_the_plan_has_are_read_in_a_loop(device, monkeypatch):
+    """All weights of a range that is four times as long might not fit."""
+    module = import_module("gpubound.kernels.triton.split_product")
+    seen, kernel = [], module._split_product_kernel
+
+    class Noted:
+        def __getitem__(self, grid):
+            return lambda *given, **named: (seen.append((named["HELD"], named["STAGES"])), kernel[grid](*given, **named))
+
+    monkeypatch.setattr(module, "_split_product_kernel", Noted())
+    monkeypatch.setitem(plans.TRIED, ("split_product", "", (48, 128, 16)), SplitPlan(16, 16, 4, 4, 0))
+    x, weight = draw(device, torch.float32, 9, 128), draw(device, torch.float32, 48, 128, seed=1)
+    for parts in (1, 4):
+        load("triton", "split_product")(x, weight, *[None] * 5, torch.empty(parts, 9, 48, device=device))
+    assert seen == [(False, 2), (True, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

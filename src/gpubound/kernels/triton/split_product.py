@@ -154,8 +154,9 @@ def _launch(
 
     def run(plan: SplitPlan) -> None:
         whole = rows % plan.rows == 0 and each % plan.columns == 0
+        held = plan.stages == 0 and number >= plan.parts  # longer ranges than the plan's may not fit
         kernel[(cdiv(rows, plan.rows), number)](
-            x, *arguments, count, TB=tall, K=width, R=plan.rows, C=plan.columns, HELD=plan.stages == 0, STAGES=plan.stages,
+            x, *arguments, count, TB=tall, K=width, R=plan.rows, C=plan.columns, HELD=held, STAGES=plan.stages or 2,
             WHOLE=whole, ALL=count == tall, WIDE=interpreted(), **constants, **options(plan.warps, dependent),
         )  # fmt: skip
 
