@@ -201,7 +201,7 @@ def main(argv: list[str]) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     facts: dict[str, Any] = {"device": device_name(), "torch": torch.__version__}
     model, tokenizer = loaded(options.base, device)
-    gpubound.place(model, device=device)
+    gpubound.place(model.requires_grad_(False), device=device)  # gradients of the model are not compared: it does not train
     known = prompts(8 * ROWS if options.quick else options.texts + 2 * EVALUATED)
     ids = {kind: encoded(tokenizer, kind, texts) for kind, texts in known.items()}
     new = 12 if options.quick else LENGTH - LENGTH // 4

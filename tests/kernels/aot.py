@@ -101,10 +101,6 @@ MORE = {
         "tiled_norm_product",
         lambda: one_biased_weight("tiled_norm_product"),
     ),
-    "tiled_norm_product with partial maxima": (
-        "tiled_norm_product",
-        lambda: example_of("tiled_norm_product", 0.0, 5, 576, 32, True),
-    ),
     "choose_experts by the token": ("choose_experts", by_token),
     "decode_attention over shared keys": (
         "decode_attention",

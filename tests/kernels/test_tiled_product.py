@@ -80,25 +80,6 @@ def test_slices_that_are_held_and_do_not_divide_the_columns(device, monkeypatch,
     agree("tiled_add_product", h, weight, None, torch.zeros(rows, hidden, device=device))
 
 
-@pytest.mark.parametrize("columns", [64, 256])
-def test_products_without_tensor_cores(device, monkeypatch, columns):
-    """By plans that hold no slice: a norm, a residual and a copy, a gated unit; columns that no tile divides."""
-    rows, inner, hidden, dtype = 5, 200, 44, torch.bfloat16
-    for way, shape in (("normed", (hidden, inner, 8)), ("", (hidden, inner, 8)), ("normed", (2 * hidden, inner, 8))):
-        monkeypatch.setitem(plans.TRIED, ("tiled_product", way, shape), ResidentPlan(4, columns, 4, 0, 0))
-    weights = [draw(device, dtype, hidden, inner, seed=i) for i in range(2)]
-    x, norm = draw(device, torch.float32, rows, inner), Norm(draw(device, dtype, inner, seed=2), 1e-5, 1.0)
-    agree("tiled_norm_product", x, norm, weights[0], *[None] * 5, torch.empty(rows, hidden, device=device))
-    h, stream, copy = (
-        x.to(dtype),
-        draw(device, torch.float32, rows, hidden),
-        torch.empty(rows, hidden, device=device, dtype=dtype),
-    )
-    agree("tiled_add_product", h, weights[0], draw(device, dtype, hidden), stream, 0, copy)
-    out = torch.empty(rows, hidden, device=device, dtype=dtype)
-    parity("tiled_norm_gate_up", dtype, x, norm, *(w * inner**-0.5 for w in weights), None, None, out, 0, "silu")
-
-
 def test_a_row_does_not_depend_on_the_rows_beside_it(device):
     x, norm = draw(device, torch.float32, 8, 64), Norm(draw(device, torch.bfloat16, 64, seed=1), 1e-5)
     weight = draw(device, torch.bfloat16, 48, 64, seed=2)
@@ -146,18 +127,3 @@ def test_plans_fit_and_become_smaller_to_the_end(shape):
         assert smaller.shared(job) < seen[-2].shared(job)
     assert seen[-1].rows == 16 and seen[-1].resident == 1
     assert all(plans.fits(job, candidate) for candidate in candidates(job))
-
-
-@pytest.mark.parametrize("outputs", [48, 40])
-def test_partial_maxima(device, outputs):
-    """Of 16 outputs each, the last of fewer; of equal ones the first; NaN where one is."""
-    x, weight = draw(device, torch.float32, 3, 64), draw(device, torch.float32, outputs, 64, seed=1)
-    weight[5] = weight[9] = 8 * x[0]
-    best, arg = torch.empty(3, 3, device=device), torch.zeros(3, 3, device=device, dtype=torch.int32)
-    *_, best, arg, _ = agree(
-        "tiled_norm_product", x, None, weight, *[None] * 5, out := best.new_empty(3, outputs), best, arg, 0
-    )
-    assert arg[0, 0] == 5 and arg.max() < outputs
-    weight[20] = float("nan")
-    load("triton", "tiled_norm_product")(x, None, weight, *[None] * 5, out, best, arg)
-    assert best.isnan().tolist() == [[False, True, False]] * 3

@@ -66,7 +66,6 @@ FEW = 2
 # otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
 TILED = ((32 << 20, 16), (96 << 20, 4))
-TILED_HEAD = True
 # The same of split GEMMs, beyond SPLIT_FROM rows or those of a tiled one.
 SPLIT = ((32 << 20, 128), (96 << 20, 32))
 SPLIT_FROM = 8
@@ -445,12 +444,6 @@ class FusedRunner(ViewRunner):
             space.copy = space.buffer("copy", space.rows, space.shape.hidden, dtype=space.dtype) if copied else None
             group.read_weights(live, self.form)
         self.embed, self.head, self.positions = live.embed, self.form.head(live.head), getattr(live, "positions", None)
-        # Steps of several tokens choose from partial maxima, too. Of one token a row, cuBLAS's head was measured.
-        usual = (
-            isinstance(live.norm, Norm) and not self.head.biases and not live.shape.logit_cap and live.shape.logit_scale == 1
-        )
-        self.head_rows = self.tiled_rows if usual and self.config.tokens > 1 and TILED_HEAD else 0
-        self.head.gemv_rows = self.gemv_rows if self.head_rows else None
         self.early_bytes = PackedFormat.early_bytes if live.coded else self.form.early_bytes
         self.gate_up_bytes = max(layer.mlp.gate_up_bytes for layer in self.layers)
         read = [tensor for layer in self.layers for part in layer.parts for tensor in part.tensors()]
@@ -509,7 +502,7 @@ class FusedRunner(ViewRunner):
     def leave(self, x: Tensor) -> Tensor:
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
-        if rows > max(self.gemv_rows, self.head_rows):
+        if rows > self.gemv_rows:
             split = rows in self.split
             h = normed_rows(x, self.live.norm, self.normed[:rows], mode * split, self.workspace.take_pending())
             return self.logits_of(h, mode * split)
@@ -557,7 +550,7 @@ class FusedRunner(ViewRunner):
         return self.can_chain and self.mode(rows) > 0
 
     def finds_best(self, rows: int) -> bool:
-        return self.host is not None or rows <= max(self.gemv_rows, self.head_rows)
+        return self.host is not None or rows <= self.gemv_rows
 
     def same_kernels(self, rows: int) -> bool:
         return rows <= self.gemv_rows and self.host is None
@@ -723,7 +716,7 @@ class FusedRunner(ViewRunner):
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.workspace.kernels}: {self.form.prefix}norm_product", ""))
         if most > self.gemv_rows and self.tiled_rows:
-            what = f"{self.workspace.kernels}: tiled products" + "; head by torch (cuBLAS)" * (not self.head_rows)
+            what = f"{self.workspace.kernels}: tiled products; head by torch (cuBLAS)"
             rows.append(
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )

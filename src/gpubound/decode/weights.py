@@ -159,7 +159,7 @@ class DenseLinear:
     ) -> Tensor:
         (q, k, v), (q_bias, k_bias, v_bias) = self._operands
         if self.gemv_rows is not None and len(x) > self.gemv_rows:
-            return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode)
+            return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
         return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x)))
 
     def norm_up(

@@ -276,7 +276,6 @@ def _draw_gate_up(generator: torch.Generator) -> tuple:
 
 
 MOST = 32  # rows
-PART = 16  # outputs of a partial maximum
 WIDE = 1064  # columns of an example: a slice of weights, which a program walks along by, and a part of another
 
 
@@ -290,14 +289,9 @@ def tiled_norm_product(
     k_bias: Tensor | None = None,
     v_bias: Tensor | None = None,
     out: Tensor | None = None,
-    best: Tensor | None = None,
-    arg: Tensor | None = None,
     dependent: int = 0,
 ) -> Tensor:
-    """`norm_product` of all rows at once: out (B, rows, fp32) = rms_norm(x) times one weight, or two or three side by side.
-
-    best, arg  (B, parts): the largest of each PART outputs and their columns, for `pick`
-    """
+    """`norm_product` of all rows at once: out (B, rows, fp32) = rms_norm(x) times one weight, or two or three side by side."""
     weights, rows = side_by_side("tiled_norm_product", weight, k_weight, v_weight)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
@@ -305,31 +299,21 @@ def tiled_norm_product(
     _check_rows("tiled_norm_product", x)
     check_biases("tiled_norm_product", (bias, k_bias, v_bias), weights)
     require("tiled_norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
-    if best is not None and arg is not None:
-        parts = (x.shape[0], -(-rows // PART))
-        require("tiled_norm_product", "best", best, torch.float32, parts, x.device, WRITTEN)
-        require("tiled_norm_product", "arg", arg, torch.int32, parts, x.device, WRITTEN)
-    shape = form(norm) if best is None else (None if norm is None else norm.offset, 5, WIDE, 32, True)
-    kernel = implementation("tiled_norm_product", weight, None, shape)
-    return kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent)[0]
+    kernel = implementation("tiled_norm_product", weight, None, form(norm))
+    return kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, dependent)
 
 
-def _qkv_example(
-    g: torch.Generator, offset: float | None = 0.0, rows: int = 5, hidden: int = WIDE, heads: int = 32, best: bool = False
-) -> tuple:
-    drawn = *draw_stream(g, hidden, offset, rows), *draw_qkv(g, hidden, heads), zeros(rows, 2 * heads)
-    parts = rows, -(-2 * heads // PART)
-    return (*drawn, zeros(*parts), torch.zeros(parts, dtype=torch.int32, device="cpu")) if best else drawn
+def _qkv_example(g: torch.Generator, offset: float | None = 0.0, rows: int = 5, hidden: int = WIDE, heads: int = 32) -> tuple:
+    return *draw_stream(g, hidden, offset, rows), *draw_qkv(g, hidden, heads), zeros(rows, 2 * heads)
 
 
 @definition(_qkv_example)
 @torch.no_grad()
 def tiled_norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None = None, arg: Tensor | None = None,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    return norm_product_reference(x.float(), norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg)
+    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
+) -> Tensor:  # fmt: skip
+    return norm_product_reference(x.float(), norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, None, None)[0]
 
 
 def tiled_norm_gate_up(

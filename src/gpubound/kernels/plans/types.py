@@ -212,7 +212,7 @@ class ResidentPlan(NamedTuple):
     rows: int  # of weights, a program's
     columns: int  # of a slice, divided evenly among the warps
     warps: int
-    resident: int  # slices of weights that a program asks for before it waits; 0: all of them, and no tensor cores
+    resident: int  # slices of weights that a program asks for before it waits
     ahead: int  # slices of x on their way
 
     def shared(self, job: Job) -> int:
