@@ -66,9 +66,12 @@ FEW = 2
 # otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
 TILED = ((32 << 20, 16), (96 << 20, 4))
-# The same of split GEMMs, beyond SPLIT_FROM rows or those of a tiled one.
-SPLIT = ((32 << 20, 128), (96 << 20, 32))
+# The same of split GEMMs, beyond those of a tiled one or SPLIT_FROM. H200, us a token with 16, 32, 64 and 128 rows: 350m 533,
+# 623, 803 and 1,081, before 750, 935, 1,073 and 1,232. A layer without attention, split and by cuBLAS: 1b with 32, 64 and 128
+# rows 44 and 57, 46 and 59, 53 and 65; 8b (235 MB) with 32 121 and 138.
+SPLIT = ((96 << 20, 128), (256 << 20, 32))
 SPLIT_FROM = 8
+SPLIT_EARLY = 32 << 20  # bytes of gate and up beyond which a split chain is LATE: a layer of 1b with 64 rows 46 us, EARLY 48
 SPLIT_HEAD = 32  # rows of a split head. H200, us with its norm, split and cuBLAS: 350m 32 rows 21.8, 23.6, 1b 134, 142
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 CHUNK = 2048  # tokens of a prompt at a time
@@ -427,8 +430,8 @@ class FusedRunner(ViewRunner):
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         most = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else 0
         self.tiled_rows = min(self.tiled_rows, SPLIT_FROM) if most else self.tiled_rows
-        self.split = range(self.tiled_rows + 1, max(most, self.tiled_rows) + 1)
         self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
+        self.split = range(max(self.tiled_rows or SPLIT_FROM, self.gemv_rows) + 1, most + 1) if most else range(0)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
         plain = all(part.post_norm is None for layer in live.layers for part in layer.parts)
@@ -543,7 +546,7 @@ class FusedRunner(ViewRunner):
         if not self.can_chain:
             return 0
         if rows in self.split:
-            return EARLY if self.gate_up_bytes <= SPLIT[0][0] else LATE
+            return EARLY if self.gate_up_bytes <= SPLIT_EARLY else LATE
         return EARLY if rows > self.gemv_rows or self.gate_up_bytes <= self.early_bytes else LATE
 
     def chained(self, rows: int) -> bool:

@@ -315,16 +315,20 @@ def tiled_product(job: Job) -> ResidentPlan:
 def split_product(job: Job) -> SplitPlan:
     """shape: rows of all weights, their width, and rows of x, up to a power of two; "gated": the sums have one part.
 
-    H200, us of a norm and a product in a chain, 350m with 32 rows: q k v 3.4 in 4 parts, 4.8 in one by 16 rows of weights;
-    output 3.2 in 4, 3.4 in 8; gate and up 7.7; down 5.5. cuBLAS: 5.7, 6.3, 10.1, 8.6.
+    H200, us of a norm and a product in a chain, and of cuBLAS: 350m with 32 rows, q k v 3.0 (6.4), output 3.4 (6.1), gate and
+    up 7.2 (10.2), down 4.5 (9.8), and 5.3 where its weights are not all asked for at once; with 128 rows 5.0 (6.9), 5.0 (6.5),
+    8.4 (11.3), 7.2 (10.5). 1b with 128 rows, gate and up 22.6 by 128 rows of weights, 26.5 by 64 (26.7).
     """
     outputs, width, tall = job.shape
     most = 1 if job.way == "gated" else min(8, job.chip.sms * 3 // 2 // cdiv(outputs, 64))
     parts = next((n for n in range(most, 1, -1) if width % (64 * n) == 0 and width >= 192 * n), 1)
-    each = width // parts
-    columns = max(16, min(64 if tall > 64 or each % 128 else 128, power_of_two(width)) * 2 // max(2, job.bytes))
-    stages = 0 if each <= 256 and tall <= 32 else {16: 4, 32: 4, 64: 3}.get(tall, 6)
-    return SplitPlan(64, columns, 4, parts, stages)
+    each, gated = width // parts, job.way == "gated"
+    wide = tall <= 32 or (tall == 64 and gated)
+    columns = max(16, min(128 if wide and each % 128 == 0 else 64, power_of_two(width)) * 2 // max(2, job.bytes))
+    if tall > 64 and gated and outputs >= 96 * job.chip.sms:
+        return SplitPlan(128, columns, 8, 1, 5)
+    held = tall <= 32 and each <= (512 if outputs <= 1024 else 256)
+    return SplitPlan(64, columns, 4, parts, 0 if held else 6 if not wide else 3 if tall == 64 else 4)
 
 
 class Rule(NamedTuple):
