@@ -41,7 +41,7 @@ Pairs = list[tuple[Tensor, Tensor]]  # a layer's tensor, and what is written to 
 # there are many rows: 256 rows of 288 keys on average, H200, ms a step of 0.6b: equal lengths 4.34, exponential ones 5.41.
 UNEVEN = 24
 # Keys of a part where parts are listed: those of UNEVEN tiles. Of 256 rows of 333 keys on average, and 1,742 at most, 9,500 of
-# 12,288 programs of a grid have no part: a layer takes 113 us, with equal lengths 101.
+# 12,288 programs of a grid have no part: a layer takes 114 us, by a list 103, with equal lengths 101 (H200).
 PART = 16 * UNEVEN
 
 
@@ -238,7 +238,7 @@ class Cache:
     targets: Tensor | None = None  # see LayerStore.write
     ends: Tensor | None = None
     shared: LayerStore | None = None  # the first one whose pages all rows share, by the one table
-    sharing = 0  # lines of rows, of those of `group`, whose common keys attention reads once
+    sharing = False  # whether attention reads what rows have in common once
     uneven = False  # whether attention splits the keys of long rows among more programs
     most = 0  # keys that steps are known to read of a row at most; 0: all positions
     listed = 0  # entries of `parts` that attention reads in the place of a grid of rows and parts; 0: none
@@ -375,8 +375,8 @@ class Cache:
             cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
 
-    def group(self, groups: Iterable[list[int]], tokens: list[int]) -> int:
-        """Write which rows begin with the same tokens, and with how many (B), and return in how many lines."""
+    def group(self, groups: Iterable[list[int]], tokens: list[int]) -> None:
+        """Write which rows begin with the same tokens, and with how many (B)."""
         lines = [rows[at : at + MEMBERS] for rows in groups for at in range(0, len(rows), MEMBERS) if len(rows) > 1]
         places = [number * MEMBERS + place for number, line in enumerate(lines) for place in range(len(line))]
         members = [row for line in lines for row in line]
@@ -386,7 +386,6 @@ class Cache:
         counts[members] = torch.tensor([tokens[row] for row in members], dtype=torch.int32, device="cpu")
         self.common.rows.copy_(to_device(table.view_as(self.common.rows), self.device))
         self.common.counts.copy_(to_device(counts, self.device))
-        return len(lines)
 
     def fills(self, rows: int) -> bool:
         """Return whether a program for each row and key head fills a GPU; if not, each row's keys are split anyway."""
@@ -410,7 +409,7 @@ class Cache:
         """Return what the first rows have in common, while attention reads it once."""
         if not self.sharing:
             return None
-        return SharedKeys(self.common.rows[: self.sharing], self.common.counts[:rows])
+        return SharedKeys(self.common.rows[: max(1, rows // 2)], self.common.counts[:rows])
 
     def extend(self, number: int, start: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write k and v (B, T, K, D) of a prompt at positions from `start` on.

@@ -273,9 +273,8 @@ class Rollout:
             shared = {row for rows in several for row in rows}
             # the last one's key is the same, too, once a row is beyond it
             self._common = [len(one.ids) if one and row in shared else 0 for row, one in enumerate(self._row_owners)]
-            lines = self._grouped.group(several, self._common)
-            sizes = 0, self.size // 8, self.size // 4  # a capture each; programs of lines that are empty take time
-            self.variant = self.variant._replace(shared=next((n for n in sizes if n >= lines), self.size // 2))
+            self._grouped.group(several, self._common)
+            self.variant = self.variant._replace(shared=bool(several))
 
     def _prefill(self, batch: list[list[Running]], start: int = 0) -> None:
         """Prefill prompts, each for all of its samples, padded to few sizes, since each is a graph.

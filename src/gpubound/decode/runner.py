@@ -444,7 +444,7 @@ class SamplingVariant(NamedTuple):
     penalty: bool = False
     logprobs: bool = False
     tempered: bool = False  # log-probabilities after the temperature
-    shared: int = 0  # lines of rows whose common keys attention reads once (Cache.group), or a few more
+    shared: bool = False  # attention reads what rows have in common once
     uneven: bool = False  # attention splits the keys of long rows among more programs
     most: int = 0  # keys that attention reads of a row at most; 0: all positions
     parts: int = 0  # entries of the list of rows' parts (Cache.list_parts), which attention reads if lengths are uneven

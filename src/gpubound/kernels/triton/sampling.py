@@ -278,7 +278,8 @@ def _shrunk(before, after, inverse):
 def _chunks_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, alive_ptr, past_ptr, chunk_ptr,
                    stride, V, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """Leave in chunk_ptr (rows, chunks, 4) the `_mass` of a chunk's logits, and that of them after penalty and temperature."""
-    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    # the last chunks first, which the L2 may still hold: 256 rows take 50.5 us after the head instead of 53.7 (H200)
+    b, chunk = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     logits_ptr += b * stride
     if past_ptr is not None:
         past_ptr += b * V
