@@ -158,6 +158,19 @@ def test_a_step_below_a_placed_model_never_waits():
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before))
 
 
+def test_a_captured_step_below_a_placed_model_is_an_uncaptured_one():
+    """On a CPU, where capture makes its checks without a graph."""
+    model, losses = placed_llama(), dict[str, list[float]]()
+    for graph in ("require", "off"):
+        torch.manual_seed(1)
+        head = DraftHead.for_model(model, SOME)
+        step = TrainStep(head, DraftLoss(model, 2), AdamW(lr=1e-2), precision="fp32", graph=graph)
+        with gb.strict():
+            losses[graph] = [float(step([{"input_ids": ids_of(seed=seed)}]).loss) for seed in range(3)]
+        assert len(step.captured) == 2 * (graph == "require")
+    assert losses["require"] == pytest.approx(losses["off"], rel=1e-5)
+
+
 @pytest.mark.gpu
 def test_training_below_a_placed_model_is_captured():
     """Its losses are those of uncaptured steps, and nothing falls back. In bf16, whose sums come in another order each time."""
