@@ -4,18 +4,19 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from gpubound import kernels
 from gpubound.kernels import plans
 from gpubound.kernels.decode_attention import LayerCache, listed
 from gpubound.kernels.decode_product import EARLY, LATE, Norm
 from gpubound.kernels.plans.types import AttentionPlan
-from gpubound.kernels.registry import load
+from gpubound.kernels.registry import every, load
 from gpubound.kernels.triton import decode_attention as fast
 from tests.messages import refusals
 
 from .attention_cases import NAMES, Case, L, one_by_one, parity
-from .cases import DTYPES, SOURCES, TOLERANCE, assert_same_bits_in_any_batch, draw, pairwise, same
+from .cases import DTYPES, SOURCES, TOLERANCE, agree, assert_same_bits_in_any_batch, draw, pairwise, same
 
 
 def small_tiles(case: Case):
@@ -216,6 +217,21 @@ def test_sinks_agree_with_the_reference(device, dtype, dependent, window):
     case.heads = case.heads._replace(sinks=3 * draw(device, dtype, 4, seed=7))
     with small_tiles(case):
         parity(case, max(TOLERANCE[dtype], 1e-5), window=window, splits=16, dependent=dependent)
+
+
+@pytest.mark.parametrize("shared, whole", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("op", ["decode_attention", "quantized_decode_attention"])
+def test_q_k_and_v_as_parts_of_a_sum(device, op, shared, whole):
+    """Of split products, with norms of whole rows too, which read all of a row."""
+    form = 8, whole, 0.0, 0.0, False, False, False, 2, 0.0, shared, True
+    given = every()[op].example(torch.Generator().manual_seed(0), 2, 2, 16, *form)
+    agree(op, *tree_map_only(torch.Tensor, lambda t: t.detach().to(device), given), scratch=[4])
+    rest = given[1:]
+    gated = rest[2]._replace(gated=True, q_norm=None, k_norm=None)
+    refusals(
+        "kernels/decode_attention:parts_of_gated_heads",
+        lambda: kernels.decode_attention(torch.zeros(3, 2, 192), rest[0], rest[1]._replace(shared=None), gated, *rest[3:]),
+    )
 
 
 @pytest.mark.slow
