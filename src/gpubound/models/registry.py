@@ -143,9 +143,9 @@ def reads_tokens(model: Any) -> bool:
     )
 
 
-def made_up(model: Any) -> Tensor:
+def made_up(model: Any, seed: int = 0) -> Tensor:
     """Return random token ids for a model, the same at every call. Ids of images or sounds are left out."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     if isinstance(getattr(model, "lm_head", None), LMLoss):
         size, others = model.config.vocabulary, set()
     else:

@@ -50,6 +50,7 @@ UNIT = {torch.float64: 1e-6, torch.float32: 5e-6, torch.float16: 1e-3, torch.bfl
 # Of a whole model's outputs, loss and all gradients together, and of a single gradient.
 LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1, torch.bfloat16: 3e-1}
+SEEDS = (1, 2)  # of further inputs of random tokens
 FLOOR = 1e-3  # of the largest gradient: one that is zero in exact arithmetic is rounding alone
 PART = 1 << 24  # elements of two tensors whose difference exists at a time
 CACHED = 1 << 24  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
@@ -255,6 +256,7 @@ class Exercise:
 
     def __init__(self, model: nn.Module, example: Any = None) -> None:
         self.model, self.trouble = model, "its input cannot be guessed; pass example=<a batch>"
+        self.seeds = SEEDS if example is None else ()
         run = run_of(model, example)
         if run is None:
             return
@@ -277,23 +279,26 @@ class Exercise:
         if result.ok or not may_be_rounding(result, dtype):
             return result
         try:
-            return compare_in_fp32(self.model, self.run, after, self.before, dtype)
+            return compare_in_fp32(self.model, self.run, after, dict(self.before), dtype, self.seeds)
         except torch.OutOfMemoryError:
             why = f"{result}; whether that is rounding, a run in fp32 would show, for which there is no memory"
             return replace(result, why=why)
 
 
-def run_of(model: Any, example: Any = None) -> Callable[[], Named] | None:
-    """Return a function that runs `model` forward and backward, or None where its input cannot be guessed."""
+def run_of(model: Any, example: Any = None) -> Callable[..., Named] | None:
+    """Return a function of a seed that runs `model` forward and backward, or None where its input cannot be guessed."""
     if example is not None:
         return lambda: _sketched(model, lambda: _call(model, example), training=model.training)
     if isinstance(getattr(model, "lm_head", None), LMLoss):  # a model of gpubound's (models/)
-        return lambda: _sketched(model, lambda: ({"loss": model.loss(made_up(model), made_up(model))}, {}), training=True)
+        ids = partial(made_up, model)
+        return lambda seed=0: _sketched(model, lambda: ({"loss": model.loss(ids(seed), ids(seed))}, {}), training=True)
     if not reads_tokens(model):
         return None
     if hasattr(model, "lm_head") or "ForCausalLM" in type(model).__name__:
-        return lambda: _sketched(model, lambda: _language_loss(model), training=True) | _padded_logits(model)
-    return lambda: _sketched(model, lambda: _call(model, {"input_ids": made_up(model)[:1]}), training=True)
+        return lambda seed=0: (
+            _sketched(model, lambda: _language_loss(model, made_up(model, seed)), training=True) | _padded_logits(model, seed)
+        )
+    return lambda seed=0: _sketched(model, lambda: _call(model, {"input_ids": made_up(model, seed)[:1]}), training=True)
 
 
 def check_example(example: Any) -> None:
@@ -323,21 +328,41 @@ def smallest(dtype: torch.dtype) -> float:
     return max(FLOOR, UNIT[dtype])
 
 
-def compare_in_fp32(model: nn.Module, run: Callable[[], Named], after: Named, before: Named, dtype: torch.dtype) -> Agreement:
-    """Compare both runs with one of the original model in fp32, on the same input."""
+def compare_in_fp32(
+    model: nn.Module, run: Callable[..., Named], after: Named, before: Named, dtype: torch.dtype, seeds: Sequence[int] = ()
+) -> Agreement:
+    """Compare both runs with one of the original model in fp32, on the same input. If they are apart by up to twice the limit,
+    compare them over the inputs of `seeds`, too: a few tokens' roundings may be most of a gradient's error in one.
+
+    With SmolLM2-135M's weights one of 272 gradients was off by 0.38 on an H200, and the original's by 0.18.
+    """
+    floor, truth = smallest(dtype), _run_in_fp32(model, run)
+
+    def compared() -> Agreement:
+        return compare_with_truth(after, Original.of(before, truth, floor), truth, dtype, GRADIENT_LIMIT[dtype], floor)
+
+    result = compared()
+    if not result.ok and not result.why and result.error <= 2 * result.limit:
+        for seed in seeds:
+            again = partial(run, seed)
+            with original_classes(model):
+                original = again()
+            for named, other in ((truth, _run_in_fp32(model, again)), (before, original), (after, again())):
+                named |= {f"{name}{CASE}{seed + 1})": t for name, t in other.items()}
+        result = compared()
+    return replace(result, where=f"{result.where}, from fp32,")
+
+
+def _run_in_fp32(model: nn.Module, run: Callable[[], Named]) -> Named:
     with original_classes(model):
         try:
             with in_fp32(model):
-                truth = run()
+                return run()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # 16-bit weights met fp32 in an operation other than F.linear and F.embedding
             with in_fp32(model, streamed=False):
-                truth = run()
-    floor = smallest(dtype)
-    original = Original.of(before, truth, floor)
-    result = compare_with_truth(after, original, truth, dtype, GRADIENT_LIMIT[dtype], floor)
-    return replace(result, where=f"{result.where}, from fp32,")
+                return run()
 
 
 def may_be_rounding(result: Agreement, dtype: torch.dtype) -> bool:
@@ -423,9 +448,8 @@ def _tied_edges(total: Tensor, leaves: Named) -> dict[Any, dict[int, str]]:
     return tied
 
 
-def _language_loss(model: Any) -> tuple[Named, Named]:
+def _language_loss(model: Any, ids: Tensor) -> tuple[Named, Named]:
     """Run the training path: a loss over labels of which some are ignored, with a gradient of the embeddings."""
-    ids = made_up(model)
     embeddings = model.get_input_embeddings()(ids).requires_grad_()
     labels = ids.clone()
     labels[:, : TOKENS // 4] = -100
@@ -436,9 +460,9 @@ def _language_loss(model: Any) -> tuple[Named, Named]:
     return {"loss": loss}, {GRADIENT + "the embeddings": embeddings}
 
 
-def _padded_logits(model: Any) -> Named:
+def _padded_logits(model: Any, seed: int) -> Named:
     """Run in eval mode, with one row shorter than the other."""
-    ids = made_up(model)
+    ids = made_up(model, seed)
     mask = torch.ones_like(ids)
     mask[1, -TOKENS // 3 :] = 0
     with torch.no_grad(), _reproducible(model), mode(model, training=False):
