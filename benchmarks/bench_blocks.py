@@ -28,7 +28,7 @@ from gpubound.device import interpreted, label, resolve
 from gpubound.layers.linear_product import KEEP_ALL
 from gpubound.models.richards.kernels import poly_attention
 from gpubound.models.richards.model import MIXERS, MLPS
-from gpubound.train.recompute import recompute_from
+from gpubound.train.offload import recompute_from
 
 from . import results
 from .block_parts import LARGE, LOOPS, PLAIN_MIXERS, PLAIN_MLPS, SEED_SHAPES, TINY, BlockShape, Layer

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpubound.device import grow_segments
 from gpubound.distributed import Ranks, join
 from gpubound.distributed.fsdp import shard
-from gpubound.train.recompute import blocks_of
+from gpubound.train.offload import blocks_of
 
 from . import lora_worker, train_worker
 from .serving import Contender, Job, Step, job_given, serve

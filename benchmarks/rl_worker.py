@@ -24,8 +24,7 @@ import gpubound as gb
 from gpubound.device import uncounted_bytes
 from gpubound.rl.batches import RowShape, advantages, micro_batches
 from gpubound.rl.episodes import Episode
-from gpubound.rl.prompts import RLPrompt
-from gpubound.rl.rewards import AnswerGroup
+from gpubound.rl.rewards import AnswerGroup, RLPrompt
 
 from .finetune_worker import dtype, tokenizer, words
 from .harness import host_syncs

@@ -28,7 +28,7 @@ from gpubound.train import AdamW, TrainStep
 from gpubound.train.checkpoint import Checkpoints, joined
 from gpubound.train.checkpoint.checkpoints import convert_tensors
 from gpubound.train.loop import SETTLED
-from gpubound.train.recompute import blocks_of
+from gpubound.train.offload import blocks_of
 
 from .bench_checkpoint import SavesJob, batches, one_round
 from .serving import answer, settle

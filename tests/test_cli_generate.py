@@ -15,8 +15,7 @@ from gpubound.cli import main
 from gpubound.data import Tokenizer
 from gpubound.decode.request import Generated, Generation
 from gpubound.formatting import PRINTABLE
-from gpubound.generate.load import open_saved
-from gpubound.generate.speed import Speed
+from gpubound.generate.batches import Speed, open_saved
 from gpubound.measure import ceilings
 from gpubound.models import load_hf, save_hf
 from gpubound.train.checkpoint import Checkpoints, checkpoints

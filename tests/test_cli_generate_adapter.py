@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from gpubound import device as facts, lora, trace
 from gpubound.cli import main
 from gpubound.data import Tokenizer
-from gpubound.generate.load import open_saved
+from gpubound.generate.batches import open_saved
 from gpubound.models import load_hf
 from gpubound.models.language_model import logits_of
 from tests.messages import message

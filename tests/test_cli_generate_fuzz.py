@@ -15,7 +15,7 @@ from gpubound.data import Tokenizer
 from gpubound.data.chat import render
 from gpubound.data.tokenizer import ends_of_turn
 from gpubound.errors import GpuboundError
-from gpubound.generate.load import open_saved
+from gpubound.generate.batches import open_saved
 
 from . import by_heart, drawn
 from .by_heart import CPU

@@ -8,8 +8,8 @@ import torch
 
 from gpubound.cli import main
 from gpubound.decode.request import Generated, Generation
-from gpubound.generate import batches, load as opening
-from gpubound.generate.speed import Speed
+from gpubound.generate import batches, batches as opening
+from gpubound.generate.batches import Speed
 from tests.messages import message, same_texts
 
 from . import by_heart

@@ -9,7 +9,7 @@ from gpubound import measure, trace
 from gpubound.cli.session import MatrixRate
 from gpubound.decode.request import Generated, Generation
 from gpubound.distributed import ALONE
-from gpubound.generate.speed import Speed
+from gpubound.generate.batches import Speed
 from gpubound.train.records import TokenFlops
 from tests.messages import message
 

@@ -97,7 +97,7 @@ def test_control_characters_are_shown_wherever_it_goes(handler, capsys):
 
 
 def test_a_progress_line_is_a_message_too(handler, capsys):
-    from gpubound.data.progress import Progress
+    from gpubound.data.texts import Progress
 
     def work():
         with Progress("reading", True, 2_000) as report:

@@ -7,7 +7,7 @@ import pytest
 
 from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.data.formats import FORMATS, Completion, Conversation, PreferencePair, RowParser
-from gpubound.data.rows import IGNORED
+from gpubound.data.packing import IGNORED
 from gpubound.errors import DataError
 from tests.messages import message, refusal
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from gpubound.data import Corpus
-from gpubound.data.packing import pack_corpus
-from gpubound.data.rows import IGNORED, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored, token_ids
+from gpubound.data.packing import IGNORED, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, Order, as_stored, pack_corpus, token_ids
 from gpubound.data.shards import DocumentRun
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from gpubound.decode import hf_cache as fit, hf_forward as any_body
+from gpubound.decode import hf_forward as any_body, hf_forward as fit
 from gpubound.decode.hf_forward import StaticCacheRunner
 from gpubound.decode.runner import RunnerConfig
 from gpubound.watch import no_stall, watch

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 import gpubound as gb
-from gpubound.data.rows import AnswerInRow, answer_rows
+from gpubound.data.packing import AnswerInRow, answer_rows
 from gpubound.models.language_model import logits_of
 from gpubound.train.objectives.policy import Policy
 from tests.messages import refusal

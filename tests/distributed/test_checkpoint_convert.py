@@ -13,7 +13,7 @@ from gpubound.models import Decoder, DecoderConfig
 from gpubound.train.adamw import AdamW8bit
 from gpubound.train.checkpoint import Checkpoints, joined, open_checkpoint
 from gpubound.train.checkpoint.checkpoints import convert_tensors
-from gpubound.train.recompute import blocks_of
+from gpubound.train.offload import blocks_of
 from tests.distributed.processes import on_ranks
 
 MICRO = 4  # micro-batches of a step, whatever the number of ranks

@@ -10,7 +10,7 @@ from gpubound.distributed import join
 from gpubound.distributed.fsdp import shard
 from gpubound.errors import GraphError, RankError
 from gpubound.train.objectives.pooled import Contrastive
-from gpubound.train.recompute import blocks_of
+from gpubound.train.offload import blocks_of
 from tests.distributed.processes import each_on_ranks
 from tests.distributed.test_fsdp import whole
 from tests.distributed.test_replicas import nothing

@@ -13,12 +13,12 @@ import gpubound as gb
 from gpubound.distributed import ALONE, join
 from gpubound.distributed.fsdp import shard, shard_deferred
 from gpubound.errors import GraphError
-from gpubound.kernels.tensor_state import seen
+from gpubound.kernels.accumulate import seen
 from gpubound.lora.base import FORMATS, encode
 from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.place import place
 from gpubound.train.adamw import AdamW8bit, Muon
-from gpubound.train.recompute import blocks_of
+from gpubound.train.offload import blocks_of
 from tests.distributed.processes import each_on_ranks, on_ranks
 from tests.distributed.test_fsdp import ADAMW, DTYPES, STEPS, WORDS, batch, counted_sums, distance, whole
 from tests.messages import message, same_texts

@@ -20,7 +20,7 @@ from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.train import sharding
 from gpubound.train.adamw import AdamW8bit, Muon
 from gpubound.train.loop import Ema
-from gpubound.train.recompute import blocks_of, recompute_from
+from gpubound.train.offload import blocks_of, recompute_from
 from tests.distributed.processes import each_on_ranks, on_ranks
 
 STEPS, WORDS = 3, 26

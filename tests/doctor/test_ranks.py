@@ -12,8 +12,7 @@ from gpubound.cli import main
 from gpubound.cli.doctor import Doctor
 from gpubound.cli.doctor_actions import check_fix
 from gpubound.doctor.finding import Finding, Verdict
-from gpubound.doctor.ranks import merged
-from gpubound.doctor.report.words import screen
+from gpubound.doctor.report.words import merged, screen
 from gpubound.watch.events import Site
 from gpubound.watch.pretend import simgpu
 from tests.messages import message, refusal

@@ -7,7 +7,7 @@ import pytest
 import gpubound
 from gpubound.doctor.finding import KINDS
 from gpubound.doctor.record.tape import Span
-from gpubound.doctor.rules import compute, host
+from gpubound.doctor.rules import compute
 from gpubound.doctor.rules.compute import FEW, FUSED
 from gpubound.doctor.rules.diagnose import RULES, diagnose
 from gpubound.doctor.rules.waits import MASKED, ROUND_TRIP
@@ -35,7 +35,7 @@ def up(detail: str, place, kind: str = "h2d", **more):
 
 
 def copied(host: float, *rows):
-    return seen(steps(lambda l: l.copy("h2d", pageable=True).think(host)), *rows, line=rows[0].place, kinds=("copy",))
+    return seen(steps(lambda l: l.copy("h2d", pageable=True).think(compute)), *rows, line=rows[0].place, kinds=("copy",))
 
 
 MANY_ADDS = row("launch", "add_", at(30), 16)
@@ -240,8 +240,8 @@ def test_the_docs_have_every_rule_with_its_threshold():
     thresholds = {
         compute.optimizer: f"{compute.MANY} launches a step",
         compute.loops: f"{compute.MANY} times a step",
-        host.launch_bound: f"{host.BOUND:.0%} of the step, by replay",
-        host.work: f"{host.WORK:.0%} of the step, by samples",
+        compute.launch_bound: f"{compute.BOUND:.0%} of the step, by replay",
+        compute.work: f"{compute.WORK:.0%} of the step, by samples",
         compute.products: f"{compute.SHARE:.0%} of the step, estimated",
         compute.communication: f"{compute.EXPOSED:.0f} % of the step",
     }

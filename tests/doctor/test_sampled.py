@@ -13,8 +13,8 @@ from gpubound.doctor.record import located as sampled_module
 from gpubound.doctor.record.located import MOST, SampledPhase, Samples
 from gpubound.doctor.record.phases import Period, Phases
 from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts, screen
+from gpubound.doctor.rules.compute import ENVIRONMENTS, HOST_ELSEWHERE, in_the_way, loop_around, loop_of
 from gpubound.doctor.rules.diagnose import diagnose
-from gpubound.doctor.rules.host import ELSEWHERE, ENVIRONMENTS, in_the_way, loop_around, loop_of
 from gpubound.watch.events import Site, Stack, stack_of
 
 from .evidences import STEPS, at, replace, row, seen, steps
@@ -112,7 +112,10 @@ def test_a_loop_besides_the_steps_has_its_part_of_the_launches(tmp_path):
     evidence = seen(steps(lambda loop: loop, run=0.2), launches, samples=Samples(late, late), step_ms=[step] * STEPS)
     verdict = diagnose(evidence)
     first, second = verdict.findings
-    assert (first.site.line, first.site.end, first.fix) == (2, 3, ELSEWHERE) and (second.site.line, second.site.end) == (4, 5)
+    assert (first.site.line, first.site.end, first.fix) == (2, 3, HOST_ELSEWHERE) and (second.site.line, second.site.end) == (
+        4,
+        5,
+    )
     assert first.ms == pytest.approx(2 * second.ms) and first.count == pytest.approx(2 * second.count)
     assert first.ms + second.ms == pytest.approx(verdict.step_ms - verdict.device_ms) and "TrainStep" in second.fix
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from gpubound.graph import capture, memory, recording
 from gpubound.graph.memory import EQUAL, CopyBudget, StorageCopy, difference, elements_of
-from gpubound.kernels.tensor_state import made_record
+from gpubound.kernels.accumulate import made_record
 from tests.messages import message
 
 from .cases import drawn, said

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from gpubound import kernels
 from gpubound.kernels.decode_product import EARLY, FENCE, Norm
-from gpubound.kernels.delta_rule import DeltaParameters, DeltaShape, chunked_delta_rule
+from gpubound.kernels.recurrent import DeltaParameters, DeltaShape, chunked_delta_rule
 
 from .cases import agree, assert_chunks_match, draw, pairwise, same
 

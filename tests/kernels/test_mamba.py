@@ -6,8 +6,8 @@ import torch.nn.functional as F
 
 from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
-from gpubound.kernels.mamba import MambaParameters, MambaShape, chunked_mamba
-from gpubound.kernels.triton import mamba as fast
+from gpubound.kernels.recurrent import MambaParameters, MambaShape, chunked_mamba
+from gpubound.kernels.triton import recurrent as fast
 
 from .cases import agree, assert_chunks_match, draw, pairwise, same
 

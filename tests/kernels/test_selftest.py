@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gpubound import kernels
 from gpubound.kernels import dispatch, selftest
 from gpubound.kernels.registry import every
-from gpubound.kernels.triton import chunk_scan, norms as fast
+from gpubound.kernels.triton import norms as fast, recurrent
 from gpubound.models.richards.kernels.richards import GATE, VALUE, Curve
 
 from .cases import TOLERANCE, definitions, same
@@ -135,7 +135,7 @@ def test_self_tests_in_the_callers_shape(op, device):
 @pytest.mark.parametrize("precise", [False, True])
 def test_a_call_that_multiplies_in_tf32_is_compared_as_fp16(precise, device, monkeypatch):
     definition = OPS["chunk_scan"].reference
-    monkeypatch.setattr(chunk_scan, "chunk_scan", lambda *given: tuple(1.003 * t for t in definition(*given)))
+    monkeypatch.setattr(recurrent, "chunk_scan", lambda *given: tuple(1.003 * t for t in definition(*given)))
     assert (selftest.check("chunk_scan", device, FP32, (True, 16, 16, 16, precise)) is None) is not precise
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from gpubound.kernels import accumulate as module
-from gpubound.kernels.accumulate import Side, aside, deliver, weight_gradient
-from gpubound.kernels.tensor_state import made_record, record_of
+from gpubound.kernels.accumulate import Side, aside, deliver, made_record, record_of, weight_gradient
 
 
 class Stream:

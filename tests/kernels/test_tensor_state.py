@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.kernels.accumulate import main_gradient
-from gpubound.kernels.tensor_state import Record, drop_record, made_record, record_of, seen, share_record
+from gpubound.kernels.accumulate import Record, drop_record, made_record, main_gradient, record_of, seen, share_record
 from gpubound.layers.linear_product import linear
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from gpubound.layers.fused_weights import READERS, LinearSite
 from gpubound.layers.linear_product import linear
 from gpubound.lora.adapter import LowRank
-from gpubound.train.recompute import recompute_from
+from gpubound.train.offload import recompute_from
 
 
 class Adapted(nn.Module):

@@ -6,8 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import kernels, layers, trace
-from gpubound.kernels.accumulate import open_sums
-from gpubound.kernels.tensor_state import made_record
+from gpubound.kernels.accumulate import made_record, open_sums
 from gpubound.layers import fp8
 from gpubound.layers.fp8 import Fp8, new_states, renew
 from tests.messages import message

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
-from gpubound.kernels.tensor_state import made_record
+from gpubound.kernels.accumulate import made_record
 from gpubound.layers.fp8 import Fp8, new_states
 from gpubound.layers.fused_weights import run_linear
 from gpubound.layers.linear_product import Format, linear, multiply_by_records, recipe_of

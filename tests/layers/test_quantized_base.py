@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
-from gpubound.kernels.tensor_state import record_of
+from gpubound.kernels.accumulate import record_of
 from gpubound.layers.fused_weights import run_linear
 from gpubound.layers.linear_product import linear
 from gpubound.layers.quantized_base import Base, InFp8, InInt8, InNf4, dequantised

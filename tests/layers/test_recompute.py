@@ -14,7 +14,7 @@ from gpubound.layers import linear_product
 from gpubound.layers.block import Block, gated_down, run_block
 from gpubound.layers.linear_product import KEEP_ALL, LEAST_BYTES, linear, recipe_of
 from gpubound.models.richards.layers import DynamicTanh, RichardsGLU
-from gpubound.train.recompute import recompute_from
+from gpubound.train.offload import recompute_from
 from tests.messages import message
 
 from .adapted import recomputing

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gpubound as gb
-from gpubound.kernels.tensor_state import record_of
+from gpubound.kernels.accumulate import record_of
 from gpubound.lora import layers
 
 from .. import messages

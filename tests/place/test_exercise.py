@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import gpubound as gb
-from gpubound.place import verify, widened
+from gpubound.place import verify
 from gpubound.place.candidates import Fused
 from gpubound.place.verify import Named
 from tests.messages import message
@@ -131,8 +131,8 @@ def test_the_model_is_its_placed_self_again(streamed):
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3"])
 def test_streamed_weights_give_the_truth_of_a_cast_model(monkeypatch, family):
     """Chunks of a few rows, several samples and none in one, a tied head, scaled embeddings."""
-    monkeypatch.setattr(widened, "CHUNK", 4 * 64 * 3)
-    monkeypatch.setattr(widened, "ELEMENTS", 100)
+    monkeypatch.setattr(verify, "CHUNK", 4 * 64 * 3)
+    monkeypatch.setattr(verify, "ELEMENTS", 100)
     model = tiny(family, BF16, tie_word_embeddings=family != "phi3")
     run, truths = verify.run_of(model), []
     assert run is not None
@@ -195,7 +195,7 @@ def test_sampled_gradients_are_those_of_one_backward():
     wanted = torch.autograd.grad(total(), [used, shared, rows.weight])
     assert list(found) == ["used", "shared", "rows"]
     for got, want in zip(found.values(), wanted):
-        torch.testing.assert_close(got, widened.sample(want))
+        torch.testing.assert_close(got, verify.sample(want))
     assert not used._backward_hooks and used.grad is None
 
 

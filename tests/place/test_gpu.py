@@ -8,7 +8,7 @@ from torch import nn
 
 import gpubound as gb
 from gpubound import trace
-from gpubound.place import verify, widened
+from gpubound.place import verify
 
 from ..decode import cases
 from .models import CONFIGS, OPTIONS, batch, tiny, tokens, training_run, twin
@@ -158,7 +158,7 @@ def test_no_second_model_is_held(monkeypatch):
     sizes |= {"initializer_range": 0.02}  # as deep as this, wider weights make chaos of 16-bit rounding
     torch.cuda.empty_cache()
     model = tiny("llama", torch.bfloat16, **sizes, head_dim=64, vocab_size=32768).cuda()
-    monkeypatch.setattr(widened, "CHUNK", 1 << 26)
+    monkeypatch.setattr(verify, "CHUNK", 1 << 26)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     assert gb.place(model, "require").verified

@@ -18,9 +18,9 @@ from gpubound.plan.step import GPUS, LINK, META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep
 from gpubound.train.fields import Lora
 from gpubound.train.objectives.word_loss import NextToken
+from gpubound.train.offload import recompute_from
 from gpubound.train.precision import precision as precision_named
 from gpubound.train.recipe import Recipe
-from gpubound.train.recompute import recompute_from
 from tests.models.quantized.cases import write
 
 ROWS, SEQ = 1, 16

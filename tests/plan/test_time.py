@@ -25,8 +25,8 @@ from gpubound.plan.costs import Collective, collectives, memory, seconds
 from gpubound.plan.step import GPUS, META, StepConfig, outlined, step_of
 from gpubound.train import AdamW, TrainStep
 from gpubound.train.fields import Lora
+from gpubound.train.offload import blocks_of
 from gpubound.train.recipe import Recipe
-from gpubound.train.recompute import blocks_of
 from tests.distributed.processes import on_ranks
 
 H200 = GPUS["h200"]

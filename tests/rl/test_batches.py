@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpubound.data.rows import MOST
+from gpubound.data.packing import MOST
 from gpubound.rl.batches import RowShape, advantages, micro_batches
-from gpubound.rl.prompts import PromptOrder, RLPrompt
-from gpubound.rl.rewards import AnswerGroup
+from gpubound.rl.rewards import AnswerGroup, PromptOrder, RLPrompt
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,7 @@ from gpubound.errors import RewardError
 from gpubound.rl import Episode, PythonTool, RetryTests
 from gpubound.rl.batches import RowShape, micro_batches
 from gpubound.rl.episodes import Episodes, read_environment
-from gpubound.rl.prompts import RLPrompt
-from gpubound.rl.rewards import AnswerGroup
+from gpubound.rl.rewards import AnswerGroup, RLPrompt
 
 from .policies import NEW, WORDS, policy, train, wide_policy
 

@@ -17,9 +17,8 @@ from gpubound.rl import loop as home
 from gpubound.rl.batches import advantages, micro_batches
 from gpubound.rl.episodes import Episode
 from gpubound.rl.loop import prepare, sample
-from gpubound.rl.prompts import RLPrompt
 from gpubound.rl.recipe import RLRecipe
-from gpubound.rl.rewards import AnswerGroup, Scoring, read_rewards
+from gpubound.rl.rewards import AnswerGroup, RLPrompt, Scoring, read_rewards
 from gpubound.rl.run import RLRun, figures_of
 from gpubound.train.checkpoint.files import Staging
 from gpubound.train.loop import Stop

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from gpubound.errors import GraphError
-from gpubound.kernels.accumulate import open_sums, weight_gradients
-from gpubound.kernels.tensor_state import record_of
+from gpubound.kernels.accumulate import open_sums, record_of, weight_gradients
 from gpubound.train import Accumulators, accumulate
 from tests.messages import message, refusal
 

@@ -8,8 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpubound.graph.memory import CopyBudget, StorageCopy
-from gpubound.kernels.accumulate import join_rows
-from gpubound.kernels.tensor_state import made_record
+from gpubound.kernels.accumulate import join_rows, made_record
 from gpubound.train.accumulate import ALIGN, lay_out
 from gpubound.train.adamw import Weights, _joined_parts, _numbers, quantised_bytes
 from tests import messages

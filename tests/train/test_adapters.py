@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from gpubound import lora
 from gpubound.data import train_tokenizer
 from gpubound.errors import DataError
-from gpubound.generate.load import open_saved
+from gpubound.generate.batches import open_saved
 from gpubound.layers.quantized_base import Base
 from gpubound.models import load_hf
 from gpubound.models.llama import checkpoint as llama

@@ -6,8 +6,7 @@ import pytest
 
 from gpubound import trace
 from gpubound.cli.train_options import OPTIONS
-from gpubound.train.aliases import ALIASES, NO_EFFECT, NOT_HERE, READ, SAME, advice, read
-from gpubound.train.convert import make_recipe
+from gpubound.train.aliases import ALIASES, NO_EFFECT, NOT_HERE, READ, SAME, advice, make_recipe, read
 from gpubound.train.recipe import Recipe
 from tests.messages import refusal
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from gpubound import trace
+from gpubound.kernels.accumulate import record_of
 from gpubound.kernels.quantize import has_cores
-from gpubound.kernels.tensor_state import record_of
 from gpubound.layers import fp8
 from gpubound.layers.linear_product import DENSE, format_of
 from gpubound.models import Decoder, DecoderConfig

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpubound.train import TrainStep, recompute
-from gpubound.train.recompute import blocks_of, drops_out, find_blocks, parse, recompute_blocks
+from gpubound.train import TrainStep, offload
+from gpubound.train.offload import blocks_of, drops_out, find_blocks, parse, recompute_blocks
 from tests.messages import message, refusal
 
 from .objectives.test_causal_lm import batch, llama
@@ -109,7 +109,7 @@ def test_the_first_are_those_that_recompute():
 
 
 def test_what_is_asked_for():
-    assert doctest.testmod(recompute).failed == 0
+    assert doctest.testmod(offload).failed == 0
     assert [parse(word) for word in ("none", "blocks", "7", 7)] == [("none", 0), ("blocks", 0), ("count", 7), ("count", 7)]
     with pytest.raises(ValueError, match="40 GB"):
         parse("40 GB")

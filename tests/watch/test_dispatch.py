@@ -4,7 +4,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpubound.watch.events import Place
-from gpubound.watch.op_mode import SAMPLE, Clones, Uploads, repeats_layout
+from gpubound.watch.sensors import SAMPLE, Clones, Uploads, repeats_layout
 
 aten = torch.ops.aten
 GPU = torch.device("cuda", 0)

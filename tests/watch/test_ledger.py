@@ -15,7 +15,7 @@ from gpubound import trace
 from gpubound.errors import BudgetError
 from gpubound.watch import pretend, watch
 from gpubound.watch.ledger import SENSORS
-from gpubound.watch.op_mode import Dispatch
+from gpubound.watch.sensors import Dispatch
 from tests.messages import message
 
 from .planted import PLANTS, Kit

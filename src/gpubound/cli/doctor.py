@@ -109,10 +109,10 @@ def main(argv: Sequence[str]) -> int:
         return graph_ready(options.graph_ready, options.device, options.json)
     check_command(options, command)
     from ..distributed.rendezvous import rank_and_world
-    from ..doctor.ranks import merge_ranks, send_error  # torch takes two seconds: options are read first
     from ..doctor.record.run import RunPlan, measure_script, measure_trace
     from ..doctor.record.script import Script, end_anyway
     from ..doctor.report import check_reports, screen, write_reports
+    from ..doctor.report.words import merge_ranks, send_error  # torch takes two seconds: options are read first
     from ..doctor.rules.diagnose import diagnose
     from .doctor_actions import check_fix, finish_fix, patch, progress, read_gate
 

@@ -19,7 +19,7 @@ from .ranks import check_timeout
 
 if TYPE_CHECKING:
     from ..decode.request import Generated
-    from ..generate.load import Saved
+    from ..generate.batches import Saved
 
 
 def main(argv: Sequence[str], chat: bool = False) -> int:
@@ -49,8 +49,7 @@ def main(argv: Sequence[str], chat: bool = False) -> int:
 
 def generate(options: Generate, saved: "Saved", prompts: list[str]) -> int:
     """Generate the sequences of every prompt, batch by batch."""
-    from ..generate.batches import BatchGenerator
-    from ..generate.speed import Speed
+    from ..generate.batches import BatchGenerator, Speed
 
     batches = BatchGenerator(options, saved, prompts)
     speed, results = Speed(saved.device), []

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..train.convert import RECIPE, convert
+from ..train.aliases import RECIPE, convert
 from . import arguments, split_config
 from .train_options import RecipeOptions, checked, from_file, override_length, split_aliases, translated, with_aliases
 

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     check_address(options.host, options.port, token)
     from .. import lora, place  # torch takes two seconds: options are read first
     from ..device import resolve
-    from ..generate.load import open_saved
+    from ..generate.batches import open_saved
     from ..serve import Policies, Server
     from ..trace import say
 

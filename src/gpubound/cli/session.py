@@ -39,7 +39,7 @@ from ..monitor.report import MOST_SEEDS, RESULT, Variants
 from ..monitor.tape import ABOUT
 from ..plan import first_that_fits, phases, step_of
 from ..trace import fallbacks, notice
-from ..train.convert import RECIPE, convert
+from ..train.aliases import RECIPE, convert
 from ..train.data import check_data, known_tokenizer, open_data
 from ..train.loop import HOPELESS, Run, Stop
 from ..train.precision import precision

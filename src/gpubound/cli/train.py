@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..files import check_replaceable
 from ..monitor.live import check_log
-from ..train.convert import convert
+from ..train.aliases import convert
 from ..train.recipe import Recipe
 from . import arguments, split_config
 from .ranks import resume_command, save_when_launcher_ends, start_ranks

@@ -14,8 +14,7 @@ from ..files import check_creatable, check_replaceable, explain_disk_full, expor
 from ..formatting import shown
 from ..monitor.tape import ABOUT, RunTape
 from ..rl.recipe import RLRecipe
-from ..train.aliases import advice, is_alias, normal
-from ..train.convert import convert
+from ..train.aliases import advice, convert, is_alias, normal
 from ..train.recipe import EITHER, Recipe, of_either
 from .ranks import RankOptions
 

@@ -7,7 +7,7 @@ Tokenizer    trained here or loaded; writes chats, and knows what is learnt    t
 build        texts to a folder of shards; resumes after an interruption        build.py, shards.py
 Corpus       the shards, mapped into memory; its training and held-out parts   corpus.py
 Packing      which tokens are in which row, decided on the host                packing.py
-CorpusFeed   batches of rows, gathered on the device                           batches.py, rows.py
+CorpusFeed   batches of rows, gathered on the device                           batches.py, packing.py
 feed, Feed   batches of any source on the device, with a position to save      feeds.py
 Source       a list, single items, a DataLoader, any iterable                  source.py
 Store        batches that pass, stay on the device, or are copied ahead        stores.py

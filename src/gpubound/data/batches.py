@@ -18,8 +18,21 @@ from ..errors import GraphError
 from ..trace import notice
 from .feeds import Feed, check_seed, check_slots, target, try_resident
 from .leaves import Padding
-from .packing import OVERLONG, PACKS, PAIRED, Packing, pack_buckets, pack_corpus
-from .rows import FIELDS, PACKED_FIELDS, STREAM_FIELDS, BatchCutter, BucketCutter, Order, as_stored
+from .packing import (
+    FIELDS,
+    OVERLONG,
+    PACKED_FIELDS,
+    PACKS,
+    PAIRED,
+    STREAM_FIELDS,
+    BatchCutter,
+    BucketCutter,
+    Order,
+    Packing,
+    as_stored,
+    pack_buckets,
+    pack_corpus,
+)
 from .source import Source
 from .stores import Ringed, Served, Store, count_copied
 

@@ -37,9 +37,8 @@ from .formats import (
     serialized,
     strings,
 )
-from .progress import Progress
 from .shards import CLAIM, CURE, DTYPES, MANIFEST, SUFFIX, read_shard, tokenizer_checksums, write_shard
-from .texts import Texts
+from .texts import Progress, Texts
 from .tokenizer import Encoder, Tokenizer, adapt
 
 BATCH_TEXTS = 1024

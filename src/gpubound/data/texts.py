@@ -1,14 +1,16 @@
 """Texts: documents from files, folders, saved datasets, the Hugging Face hub or the program, read one at a time; and the source
 code that is on every machine.
 
-formats.py has the rows that it takes.
+formats.py has the rows that it takes. `Progress` shows a build's on stderr.
 """
 
 import hashlib
 import json
 import os
 import re
+import sys
 import sysconfig
+import time
 import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +23,8 @@ from typing import Any
 
 from ..errors import DataError
 from ..files import read_json, reading, regular, sibling
-from ..formatting import counted
-from ..trace import notice
+from ..formatting import counted, readable
+from ..trace import bar, notice, printable, prints, say
 from .formats import MAX_LISTED, Document, RowParser, serialized
 
 Read = Iterator[tuple[Document, int, str]]  # each document, the bytes of its file read so far, and where it is
@@ -420,3 +422,62 @@ def _sources(root: Path, limit_bytes: int | None) -> Iterator[str]:
         if limit_bytes is not None and total > limit_bytes:
             return
         yield text
+
+
+PROGRESS_SECONDS = 10.0  # between the lines of a log file
+
+
+class Progress:
+    """Progress of reading texts on stderr: a live bar on a terminal, else a line every ten seconds.
+
+    `with Progress("tokenising", enabled, size) as report: report.show(done, "1,024 texts")`; `size` is in bytes, or None.
+    """
+
+    def __init__(self, title: str, enabled: bool = True, size: int | None = None):
+        self.title, self.enabled, self.size = printable(title), enabled, size
+        self.began = self._shown = time.monotonic()
+        self._line, self._bar = "", None
+
+    def __enter__(self) -> "Progress":
+        if self.enabled and prints() and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import TimeElapsedColumn
+
+            self._bar = bar(Console(stderr=True), self.title, self.size, TimeElapsedColumn())
+        return self
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self.began, 1e-3)
+
+    def show(self, done: int, *facts: str) -> None:
+        """Show `done` of the size and `facts`, if the last output is old enough."""
+        if not self.enabled:
+            return
+        now, fraction = time.monotonic(), f"{readable(done)} read"
+        if self.size:
+            done = min(done, self.size)
+            fraction = f"{readable(done)} of {readable(self.size)} ({100 * done // self.size} %)"
+        self._line = ", ".join((fraction, *facts))
+        if now - self._shown >= (PROGRESS_SECONDS if self._bar is None else 0.1):
+            self._shown = now
+            self._print(done)
+
+    def say(self, text: str) -> None:
+        """Show `text` now, for work that follows the reading."""
+        if self.enabled:
+            self._line = text
+            self._print(self.size)
+            self._line = ""
+
+    def _print(self, done: int | None) -> None:
+        if self._bar is not None:
+            self._bar.update(0, completed=done, line=self._line)
+        else:
+            say(f"{self.title}: {self._line}", stacklevel=4)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._line and kind is None:
+            self._print(self.size)  # the final state, also soon after the previous output
+        if self._bar is not None:
+            self._bar.stop()

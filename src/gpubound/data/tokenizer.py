@@ -19,8 +19,7 @@ from ..trace import notice
 from .chat import NAMED, read_template, render, write_chats
 from .formats import Completion, Conversation, Messages, strings
 from .gguf_file import GgufFile, gguf_in, tokenizer_of
-from .progress import Progress
-from .texts import Texts
+from .texts import Progress, Texts
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIALS = (END_OF_TEXT, "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")

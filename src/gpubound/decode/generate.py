@@ -31,7 +31,6 @@ from ..trace import fallback, notice
 from .certificate import Accuracy, DecoderCertificate, accuracy, certify
 from .draft_head import HeadDraft
 from .exact import ExactRunner, ExactStepper
-from .host_view import HostView
 from .images import check_images, image_inputs, image_prefill
 from .kv_cache import Cache, CacheLayout
 from .model_watch import ModelWatch
@@ -57,7 +56,7 @@ from .running import RunningRequest
 from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
 from .text import TextCodec
 from .transformer import SPLIT_FROM, FusedRunner, gemv_rows, kernel_calls, split_gemm_rows, tiled_gemm_rows
-from .weight_view import bind, restore_on_error, warn_about_hooks
+from .weight_view import HostView, bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
 SPECULATIVE_LADDER = (8, 1)  # a step brings several tokens: a long launch would run on long after the last one

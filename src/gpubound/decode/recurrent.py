@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels import delta_step, grouped_norm_rows, mamba_step, short_conv
-from ..kernels.delta_rule import chunked_delta_rule, delta_inputs, gated_norm
-from ..kernels.mamba import chunked_mamba, group_normed, mamba_inputs
+from ..kernels.recurrent import chunked_delta_rule, chunked_mamba, delta_inputs, gated_norm, group_normed, mamba_inputs
 from ..models.recurrent import DeltaWeights, MambaWeights, RecurrentWeights, ShortConvWeights
+from .kv_cache import write_rows
 from .layer import Part, Workspace
-from .layer_state import write_rows
 
 
 class RecurrentLayer(Part):

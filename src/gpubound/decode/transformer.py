@@ -45,18 +45,25 @@ from ..models.reader import Reader
 from ..models.recurrent import DeltaWeights, MambaWeights, ShortConvWeights
 from . import cpu_step
 from .certificate import Accuracy, RoundedModel, RoutingTrace, first_not_finite
-from .host_view import HostView
 from .kv_cache import PLAIN, Cache, CachedLayer, cached_layers
-from .latent import CachedLatentAttention
-from .layer import GEMV_ROWS, CachedAttention, DenseMLP, NoMLP, UngatedMLP, Workspace, normed, normed_rows
-from .layer_inputs import InputProduct, LayerInput
+from .layer import (
+    GEMV_ROWS,
+    CachedAttention,
+    CachedLatentAttention,
+    DenseMLP,
+    NoMLP,
+    UngatedMLP,
+    Workspace,
+    normed,
+    normed_rows,
+)
 from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, DenseAndExperts, MoELayer
 from .placement.plan import LayerStage, described
 from .recurrent import GatedDelta, Mamba, ShortConv
 from .runner import ModelRunner, RunnerConfig, check_room
-from .weight_view import WeightView
-from .weights import PackedFormat, weight_format
+from .weight_view import HostView, WeightView
+from .weights import InputProduct, LayerInput, PackedFormat, weight_format
 
 # Rows of a GEMV where cuBLAS can read the weights: a third row costs more than its tensor cores do. Packed weights, experts,
 # and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:

@@ -3,6 +3,13 @@
 The family's reader says which tensors are which (models/reader.py). The tensors are the model's own parameters, without a
 copy: the next launch sees an optimizer's step, a load or a merge in place. `WeightView.moved` finds tensors that were replaced
 or moved (`.to()`, `assign=True`, resharding, tying anew).
+
+`HostView` is a model in host memory as a decoder on a GPU reads it: its matrices are packed there individually, the rest is
+copied.
+
+The embedding, norms and biases are copies on the GPU. The matrices of the layers and the head stay where they are: a weight
+format rounds them part by part, and keeps the packed numbers alone. So a model whose 16-bit weights do not fit the GPU can be
+decoded in 4 bits. As of any other model, weights that change are found at the next request, and all is packed again.
 """
 
 from collections import defaultdict
@@ -17,19 +24,21 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import GenerateError
+from ..kernels.decode_product import Norm
+from ..kernels.row_ops import LayerNorm
 from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
 from ..layers.linear_product import format_of
 from ..lora.adapter import LowRank
 from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
-from ..models.decoding import AttentionWeights, LayerWeights, Linear, norm_tensors
+from ..models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear, norm_tensors
 from ..models.reader import Reader, linear_of, text_stack, weight_of
 from ..models.registry import reader_of, role_of
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
 from .kv_cache import CachedLayer, cached_layers
 from .model_watch import TensorWatch, WeightVersions, model_tensors, scalars_of
-from .quantized import kind_of, packed_of
+from .weights import kind_of, packed_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCALED = ("TextScaledWordEmbedding", "ScaledWordEmbedding")  # roles of embeddings with a factor, which a reader's shape has
@@ -349,3 +358,58 @@ def _unreadable(reader: Reader, spread: bool | str = False) -> str | None:
         return f"its weights are {dtype}; the kernels take fp32, fp16 and bf16"
     loose = [name for name, t in weights.items() if not t.is_contiguous() or type(t) not in PARAMETERS]
     return f"{loose[0]} is not a plain, contiguous parameter" if loose else None
+
+
+class HostView:
+    """A WeightView on another device than its model's."""
+
+    sliced, adapted, apart, positions, layer_inputs = False, False, None, None, None
+
+    def __init__(self, original: WeightView, device: torch.device) -> None:
+        if any(type(layer.mlp) is not DenseWeights or layer.extra is not None for layer in original.layers):
+            raise ValueError(
+                f"decoder: device: got {device} for a model on {original.device} whose MLPs are experts or have no gate or an "
+                f"input besides, wanted one with dense, gated MLPs; move the model."
+            )
+        self.original, self.device, self.dtype = original, device, original.dtype
+        self.model, self.shape, self.coded = original.model, original.shape, original.coded
+        self.numbers, self.bytes_read = original.numbers, original.bytes_read
+        self._read()
+
+    @property
+    def copied(self) -> Any:
+        return self.original.copied
+
+    def refresh_copies(self) -> None:
+        self.original.refresh_copies()
+
+    def refresh(self) -> None:
+        """Read the weights again, after `moved` or when a module was replaced."""
+        self.original.refresh()
+        self._read()
+
+    def _read(self) -> None:
+        live = self.original
+        self.reader, self.moved = live.reader, live.moved  # which is another one after a refresh
+        self.layers = [self._layer(layer) for layer in live.layers]
+        self.embed, self.norm, self.head = self._copy(live.embed), self._moved(live.norm), live.head
+
+    def tables(self, length: int) -> list[tuple[Tensor, Tensor]]:
+        return [(cos.to(self.device), sin.to(self.device)) for cos, sin in self.original.tables(length)]
+
+    def _layer(self, layer: LayerWeights) -> LayerWeights:
+        factor = None if layer.factor is None else self._copy(layer.factor)
+        return layer.mapped(self._moved)._replace(factor=factor)
+
+    def _moved(self, value: Any) -> Any:
+        """Return a norm, a vector, or a linear layer with its bias, on the device."""
+        if isinstance(value, Tensor):
+            return self._copy(value)
+        if isinstance(value, Norm | LayerNorm):
+            value = value._replace(weight=self._copy(value.weight))
+        if isinstance(value, Norm):
+            return value
+        return value if value.bias is None else value._replace(bias=self._copy(value.bias))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device)

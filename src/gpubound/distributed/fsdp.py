@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from ..device import grow_segments, label, usable_bytes
 from ..formatting import readable
-from ..kernels.tensor_state import record_of, share_record
+from ..kernels.accumulate import record_of, share_record
 from ..layers.linear_product import any_sharded as any_sharded, format_of, is_sharded
 from ..layers.quantized_base import Base
 from ..lora.layers import of_peft

@@ -29,10 +29,8 @@ from ..decode import FastDecoder
 from ..errors import GpuboundError
 from ..formatting import PRINTABLE
 from ..models.diffusion import MaskedSampler
-from .batches import build_decoder, build_sampler, decoder_settings, is_diffusion, longest, sampler_settings
-from .load import Saved
+from .batches import Saved, Speed, build_decoder, build_sampler, decoder_settings, is_diffusion, longest, sampler_settings
 from .options import Generate, stdin_lines
-from .speed import Speed
 
 MARKS = (
     "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|channel>", "<channel|>",

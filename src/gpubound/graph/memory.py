@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..device import usable_bytes
-from ..kernels.tensor_state import made_record, record_of
+from ..kernels.accumulate import made_record, record_of
 from .reachable import storage_key
 
 CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time

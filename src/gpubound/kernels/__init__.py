@@ -6,7 +6,6 @@ An op's file holds that function and the op's definition. Its kernel is in trito
 """
 
 from .adamw import adamw as adamw, adamw8 as adamw8, plan_update as plan_update
-from .chunk_scan import chunk_scan as chunk_scan
 from .cross_entropy import (
     cross_entropy as cross_entropy,
     divergence as divergence,
@@ -23,7 +22,6 @@ from .decode_product import (
     norm_rows as norm_rows,
     send_product as send_product,
 )
-from .delta_rule import delta_step as delta_step
 from .draft_inputs import begin_draft as begin_draft, extend_draft as extend_draft, keep_stream as keep_stream
 from .experts import (
     add_routed as add_routed,
@@ -52,7 +50,6 @@ from .lora import (
     lora_product as lora_product,
     lora_up as lora_up,
 )
-from .mamba import grouped_norm_rows as grouped_norm_rows, mamba_step as mamba_step
 from .ngram_speculation import accept as accept, propose as propose
 from .norms import add_rms_norm as add_rms_norm, group_norm as group_norm, layer_norm as layer_norm, rms_norm as rms_norm
 from .peer_exchange import send_words as send_words, take_words as take_words
@@ -75,6 +72,13 @@ from .quantized_product import (
     tiled_norm_gate_up as tiled_norm_gate_up,
     tiled_norm_product as tiled_norm_product,
 )
+from .recurrent import (
+    chunk_scan as chunk_scan,
+    delta_step as delta_step,
+    grouped_norm_rows as grouped_norm_rows,
+    mamba_step as mamba_step,
+    short_conv as short_conv,
+)
 from .registry import reference as reference
 from .rope import rope as rope, rope_qkv as rope_qkv
 from .row_ops import (
@@ -84,5 +88,4 @@ from .row_ops import (
     write_tokens as write_tokens,
 )
 from .sampling import pick as pick, sample as sample
-from .short_conv import short_conv as short_conv
 from .split_product import split_gate_up as split_gate_up, split_product as split_product

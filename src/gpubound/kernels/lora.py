@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from ..trace import fallback
-from .accumulate import aside, join, main_gradient, opens
+from .accumulate import aside, join, made_record, main_gradient, opens
 from .dispatch import implementation, matches, require, require_device
 from .plans.defaults import LARGE, WAVE
 from .registry import definition, draw, frozen, ints
-from .tensor_state import made_record
 
 WORD = 0xFFFFFFFF
 BLOCKS, BLOCK = 3, 16  # an op takes at most 3 blocks; each has a multiple of 16 outputs

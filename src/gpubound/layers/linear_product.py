@@ -6,7 +6,7 @@ Three things vary, and compose inside one autograd.Function:
     accumulator   where dW goes: nowhere (frozen), to .grad, or into main_grad in fp32                 kernels/accumulate.py
     adapters      low-rank terms added to y, with their own gradients and their part of dx             lora/adapter.py
 
-A weight's record (kernels/tensor_state.py) names its format; adapters are arguments of a call. A new format is a subclass of
+A weight's record (kernels/accumulate.py) names its format; adapters are arguments of a call. A new format is a subclass of
 `Format`.
 
 x may be the result of a cheap pass over memory, such as a norm, which backward can compute again. Of a block's saved
@@ -29,10 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import device as facts
-from ..kernels.accumulate import bias_gradients, join_rows, weight_gradients
+from ..kernels.accumulate import ATTRIBUTE, bias_gradients, join_rows, made_record, record_of, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import Drop, OwnRanks, lora_product
-from ..kernels.tensor_state import ATTRIBUTE, made_record, record_of
 from .invariant import CONTEXT
 
 LEAST_BYTES: float = 8 << 20  # of a result that is recomputed

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.accumulate import drop_record, made_record
 from ..kernels.packed_weights import Packed, pack
 from ..kernels.quantize import (
     BLOCK,
@@ -43,7 +44,6 @@ from ..kernels.quantize import (
     transpose,
 )
 from ..kernels.quantized_product import dequantize
-from ..kernels.tensor_state import drop_record, made_record
 from ..trace import fallback
 from .fused_weights import own_storages
 from .linear_product import Format, Joined, format_of, full_tensor, rows_of, shape_of, size_of

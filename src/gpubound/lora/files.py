@@ -21,7 +21,7 @@ from ..files import check_replaceable, make_folder, read_json, reading, regular,
 from ..layers.linear_product import format_of, is_sharded
 from ..layers.quantized_base import Base
 from ..trace import fallback
-from .base import check_no_step
+from .base import check_no_step, check_pattern
 from .layers import TOKENS, active_in, adapted_layers, base_of, parameters_of, tokens_of, wrappers
 from .model import (
     adapter_names,
@@ -34,7 +34,6 @@ from .model import (
     layers_with,
     take_out,
 )
-from .targets import check_pattern
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"

@@ -21,9 +21,8 @@ from ..layers.block import RMSNorm
 from ..layers.fused_weights import Projecting, has_reader, own_storages, plain, site_of
 from ..layers.linear_product import DENSE, Format, format_of, is_sharded, multiply_by_records, shape_of
 from .adapter import LowRank, Routing, pack_adapters
-from .base import check, check_no_step, kind_of, quantize_base
+from .base import by, check, check_no_step, kind_of, layers_of, quantize_base, select_layers
 from .layers import TOKENS, active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, unusual, wrappers
-from .targets import by, layers_of, select_layers
 
 UNKNOWN_TOKENS = 1 << 20  # for a batch that does not show how many it has
 

@@ -28,9 +28,9 @@ from ..layers.packed_attention import Segments
 from .decoding import AttentionWeights, ColumnExpertWeights, Linear
 from .gemma import CappedAttention
 from .hf_modules import HFNorm, attention, norm
+from .language_model import SEGMENTS, restarts
 from .layer_types import TypedStack, typed_stack
 from .mixtral import sparse_causal_lm
-from .packed_rows import SEGMENTS, restarts
 from .reader import Reader, SingleAngles, weight_of
 from .registry import Maker, Swap, role_of
 

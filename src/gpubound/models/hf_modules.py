@@ -29,7 +29,7 @@ from ..layers.block import MLP, RMSNorm, gated_calls, run_block, run_blocks
 from ..layers.embedding_and_head import LOSS, head_mismatch, lm_loss, look_up
 from ..layers.fused_weights import Kernels, Stacked, bare, describe, hooked
 from ..layers.packed_attention import Segments
-from .packed_rows import SEGMENTS, WINDOWED, restarts
+from .language_model import SEGMENTS, WINDOWED, restarts
 from .reader import (
     ACTIVATION_NAMES,
     FIXED,

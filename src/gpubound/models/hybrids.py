@@ -37,10 +37,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.chunk_scan import CHUNK
 from ..kernels.decode_product import Norm
-from ..kernels.delta_rule import DeltaParameters, DeltaShape, chunked_delta_rule, delta_inputs, gated_norm
-from ..kernels.mamba import MambaParameters, MambaShape, chunked_mamba, group_normed, mamba_inputs
+from ..kernels.recurrent import (
+    CHUNK,
+    DeltaParameters,
+    DeltaShape,
+    MambaParameters,
+    MambaShape,
+    chunked_delta_rule,
+    chunked_mamba,
+    delta_inputs,
+    gated_norm,
+    group_normed,
+    mamba_inputs,
+)
 from ..layers.fused_weights import Kernels
 from .decoding import NoWeights, Shape, UngatedWeights
 from .hf_modules import HFMLP, IDLE, HFAttention, HFCausalLM, attention, causal_lm, mlp, norm, tried_causal_lm

@@ -14,7 +14,7 @@ from ..layers.attention import Mask, Rope, RopeTable
 from ..layers.block import run_blocks
 from ..layers.packed_attention import Segments
 from .hf_modules import SWAPS as LLAMA, HFAttention, HFStack, attention, stack
-from .packed_rows import FULL, WINDOWED
+from .language_model import FULL, WINDOWED
 from .reader import HFAngles, Reader, angle_types, layer_type
 from .registry import Maker, Swap
 

@@ -15,8 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.decode_product import Norm
-from ..kernels.delta_rule import DeltaParameters, DeltaShape, delta_inputs, gated_norm
-from ..kernels.mamba import MambaParameters, MambaShape, group_normed, mamba_inputs
+from ..kernels.recurrent import (
+    DeltaParameters,
+    DeltaShape,
+    MambaParameters,
+    MambaShape,
+    delta_inputs,
+    gated_norm,
+    group_normed,
+    mamba_inputs,
+)
 from ..layers.linear_product import format_of
 from .decoding import AnyNorm, Linear, PartWeights, Rounding, StateShape, plain_linear, plain_norm
 from .reader import Reader, linear_of, weight_of

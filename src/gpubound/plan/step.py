@@ -23,9 +23,9 @@ from ..train.accumulate import FlatLayout, counted
 from ..train.adamw import AdamW, Muon, count_by_rule
 from ..train.adapters import check_published, published_scheme
 from ..train.fields import Lora
+from ..train.offload import parse as parse_recompute
 from ..train.precision import Precision, precision as precision_named
 from ..train.recipe import Recipe, check_model
-from ..train.recompute import parse as parse_recompute
 
 META = torch.device("meta")
 PRODUCTS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.rows import IGNORED, MOST, AnswerInRow, pack_answers
+from ..data.packing import IGNORED, MOST, AnswerInRow, pack_answers
 from .episodes import Episode
-from .prompts import RLPrompt
-from .rewards import AnswerGroup
+from .rewards import AnswerGroup, RLPrompt
 
 OF_PACKED = ("position_ids", "segment_ids", "cu_seqlens")  # fields of rows with several answers
 ROW, MICRO = 2048, 8192  # tokens of a row and of a micro-batch, at most, where the recipe names none and answers are shorter

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GpuboundError, RewardError
 from ..formatting import hint, shown
-from .prompts import RLPrompt
-from .rewards import CODE, WORKERS, FromFile, one_line, run_code
+from .rewards import CODE, WORKERS, FromFile, RLPrompt, one_line, run_code
 
 if TYPE_CHECKING:
     from ..data import Tokenizer  # with torch, which a process that computes rewards does not import

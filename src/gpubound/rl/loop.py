@@ -35,9 +35,8 @@ from ..train.recipe import check_out
 from ..train.step import TrainStep
 from .batches import RowShape, Sampled, advantages, micro_batches
 from .episodes import Episodes, read_environment
-from .prompts import RLPrompt, fitting, read_prompts
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, Scoring, check_columns, read_rewards
+from .rewards import AnswerGroup, RLPrompt, Scoring, check_columns, fitting, read_prompts, read_rewards
 from .run import RLRun, figures_of
 
 

@@ -40,9 +40,8 @@ from ..train.step import TrainStep
 from ..version import __version__
 from .batches import RowShape, Sampled, as_state, from_state
 from .episodes import Episode, Episodes
-from .prompts import PromptOrder, RLPrompt
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, RewardFunction, Scoring
+from .rewards import AnswerGroup, PromptOrder, RewardFunction, RLPrompt, Scoring
 
 LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
     "lora", "environment", "turns", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "cache", "exact",

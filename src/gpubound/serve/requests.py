@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..data.rows import IGNORED, AnswerInRow, AnswerPlace, pack_answers
+from ..data.packing import IGNORED, AnswerInRow, AnswerPlace, pack_answers
 from ..formatting import hint, shown
 from ..kernels.dispatch import Call
 from ..train.objectives import Objective

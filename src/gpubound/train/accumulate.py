@@ -26,8 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, SymmetricSums
-from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, main_gradient, open_sums
-from ..kernels.tensor_state import drop_record, made_record
+from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, drop_record, made_record, main_gradient, open_sums
 from ..layers.fused_weights import overlapping
 from ..trace import notice
 from ..watch.pretend import PARAMETERS

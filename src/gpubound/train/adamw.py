@@ -29,9 +29,9 @@ from torch.nn import Parameter
 from ..device import fast_16bit
 from ..distributed import Ranks
 from ..kernels import adamw, plan_update
+from ..kernels.accumulate import made_record
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, join_fp32, number, plan_shape, split_fp32
 from ..kernels.dispatch import hasten
-from ..kernels.tensor_state import made_record
 from ..layers.embedding_and_head import head_of
 from ..layers.linear_product import full_tensor
 from .accumulate import ADAMW, MUON, FlatLayout, FlatSlot, Group, lay_out, matrices

@@ -33,18 +33,17 @@ from torch.autograd.graph import get_gradient_edge
 from ..device import products
 from ..distributed import ALONE
 from ..distributed.failures import FOR_GPU
-from ..kernels.accumulate import close_sums, deliver_all
+from ..kernels.accumulate import close_sums, deliver_all, made_record
 from ..kernels.adamw import BLOCK
 from ..kernels.dispatch import compile_ahead, hasten
-from ..kernels.tensor_state import made_record
 from ..layers.invariant import BatchInvariant
 from ..lora.model import calls_of_batch
 from ..models.registry import put_back
 from .accumulate import ALIGN, Accumulators, FlatLayout, FlatSlot, Group
 from .adamw import AdamW, AdamW8bit, FlatAdamW
 from .objectives import Objective
+from .offload import blocks_of
 from .precision import Fp8Weights, Precision
-from .recompute import blocks_of
 from .sharding import Replicated, Sharded
 
 WHERE = "update_in_backward"

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ..device import label
+from ..kernels.accumulate import drop_record, made_record
 from ..kernels.quantize import CAPABILITY, MULTIPLE
-from ..kernels.tensor_state import drop_record, made_record
 from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
 from ..layers.linear_product import is_sharded, multiply_by_records
 from ..trace import fallback
-from .recompute import find_blocks
+from .offload import find_blocks
 
 if TYPE_CHECKING:
     from .accumulate import FlatLayout, FlatSlot

@@ -41,9 +41,9 @@ from .checkpoint.checkpoints import WHERE, Checkpoint, Checkpoints, seed_ranks
 from .data import check_data, open_data, open_eval_data
 from .loop import Run
 from .objectives import Objective
+from .offload import blocks_of
 from .precision import precision as precision_named
 from .recipe import PHASED, SOURCES, Recipe, check_model, check_out
-from .recompute import blocks_of
 from .stages import Stage, empty_values, rows_of, stage_of
 
 FREE = (

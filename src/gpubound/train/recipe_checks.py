@@ -9,9 +9,8 @@ from ..models.registry import is_named
 from .device_step import check as check_update_in_backward
 from .fields import LORA, Lora, check_type
 from .graph_cache import MODES as GRAPH_MODES, MOST as MOST_SHAPES
-from .offload import check as check_offload
+from .offload import check as check_offload, parse as parse_recompute
 from .precision import precision
-from .recompute import parse as parse_recompute
 from .schedule import MOST_STEPS
 
 if TYPE_CHECKING:

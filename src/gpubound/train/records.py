@@ -29,7 +29,7 @@ from ..models.registry import Sizes, put_back
 from ..watch import Ledger, watch
 from .adapters import trained_state
 from .device_step import StepResult
-from .recompute import blocks_of
+from .offload import blocks_of
 from .step import TrainStep
 
 Record = dict[str, Any]

@@ -19,10 +19,10 @@ from torch import Tensor
 from ..data import Corpus, CorpusFeed
 from ..data.corpus import split_tail
 from ..data.packing import PADDING, Packing, pack_buckets, pack_corpus
-from ..data.progress import PROGRESS_SECONDS
+from ..data.texts import PROGRESS_SECONDS
 from ..distributed import ALONE, Ranks
 from ..errors import DataError
-from ..models.packed_rows import UNPACKED
+from ..models.language_model import UNPACKED
 from ..models.registry import mode
 from ..trace import fallback, notice, say
 from .checkpoint.checkpoints import Checkpoint

@@ -42,7 +42,7 @@ from .adamw import AdamW, AdamW8bit, Muon, Weights
 from .device_step import BackwardUpdate, DeviceStep, Loss, StepResult, check as check_update_in_backward, gradient_bytes
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .objectives import OBJECTIVES, Objective, objective_class
-from .offload import HostMemory, check as check_offload, move_to_host
+from .offload import HostMemory, check as check_offload, move_to_host, recompute_as
 from .precision import (
     Fp8Weights,
     Precision,
@@ -52,7 +52,6 @@ from .precision import (
     precision as precision_named,
     spelled,
 )
-from .recompute import recompute_as
 from .schedule import Schedule, is_rate
 from .sharding import Sharded, check_replicas, check_replicas_equal, make_sharding, settings, uncaptured
 from .step_inputs import MicroBatch, MicroBatchCounts, ModelGuard, gather

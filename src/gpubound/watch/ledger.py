@@ -19,8 +19,7 @@ from ..errors import BudgetError
 from ..formatting import listed, nearest, readable
 from . import pretend
 from .events import KINDS, Origins, Place, Site, here
-from .op_mode import Calls, Dispatch, SimGpu
-from .sensors import Allocator, Collector, Compiles, Fallbacks, GpuTrace, Kernels, Sensor, Triton
+from .sensors import Allocator, Calls, Collector, Compiles, Dispatch, Fallbacks, GpuTrace, Kernels, Sensor, SimGpu, Triton
 
 # Totals by name: the kinds of rows that they sum, and the field.
 TOTALS: dict[str, tuple[str, str]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.placement import peers, tensor_parallel as sliced_runner
+from gpubound.decode.placement import tensor_parallel, tensor_parallel as sliced_runner
 from gpubound.decode.runner import SamplingVariant
 from gpubound.kernels import peer_exchange
 from gpubound.kernels.peer_exchange import Mail
@@ -191,7 +191,7 @@ def test_a_device_that_waited_in_vain_is_named():
 
 def test_words_that_do_not_come_fail_the_certificate(monkeypatch):
     """A sum without the other device's part is NaN, and no token comes of it."""
-    monkeypatch.setattr(peers, "send_words", lambda y, mail, column=0: None)
+    monkeypatch.setattr(tensor_parallel, "send_words", lambda y, mail, column=0: None)
     with pytest.raises(gb.GenerateError, check=message("decode/tensors/decoder:words_that_do_not_come_f")):
         sliced(verify="quick")
 

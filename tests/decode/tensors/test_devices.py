@@ -7,7 +7,7 @@ import torch
 
 from gpubound.decode import weight_view
 from gpubound.decode.generate import FastDecoder
-from gpubound.decode.placement import peers
+from gpubound.decode.placement import tensor_parallel
 from gpubound.decode.placement.plan import LayerStage, move_layers, plan_slices, split_vocabulary
 from gpubound.decode.placement.tensor_parallel import SlicedRunner, sliced_runner
 from gpubound.decode.runner import BatchState, RunnerConfig, Stepper
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def sim(sim, monkeypatch) -> torch.device:
     """Its memory has no addresses."""
-    monkeypatch.setattr(peers, "addresses_of", lambda boxes, device: None)
+    monkeypatch.setattr(tensor_parallel, "addresses_of", lambda boxes, device: None)
     return sim
 
 

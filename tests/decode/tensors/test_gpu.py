@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode.placement.peers import connected
+from gpubound.decode.placement.tensor_parallel import connected
 from gpubound.decode.runner import Stepper
 from gpubound.kernels import send_words
 

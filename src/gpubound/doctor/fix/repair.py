@@ -25,11 +25,26 @@ from ...files import reading, replacing
 from ...formatting import hint
 from ...watch.events import shorten
 from ..finding import Finding, Verdict
-from .calls import BF16, COPIES, LOADER, OPTIMIZER, PERSISTENT, PINNED, TF32, WAITS, WORKERS, ZERO_GRAD
+from .calls import (
+    BF16,
+    COPIES,
+    INDEX,
+    LOADER,
+    OPTIMIZER,
+    PERSISTENT,
+    PINNED,
+    SLICE,
+    STAGED,
+    TF32,
+    UNVALIDATED,
+    WAITS,
+    WINDOWS,
+    WORKERS,
+    ZERO_GRAD,
+)
 from .reads import ELEMENTS, METERS, RARELY, READS
 from .source import Edit, Patch, Refused, SourceText, imported, keywords_of, last_name, name_of, with_keywords
 from .step import LATER, TRAIN_STEP
-from .uploads import INDEX, SLICE, STAGED, UNVALIDATED, WINDOWS
 
 CONFIGURATION = "from accelerate.utils import DataLoaderConfiguration"
 

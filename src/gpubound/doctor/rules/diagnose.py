@@ -9,7 +9,7 @@ from statistics import median
 from ...watch.ledger import TOTALS
 from ..finding import GPU_TIME, KINDS, Finding, Verdict
 from ..price.prices import Line, Measurements, Prices, line_of
-from . import compute, host, waits
+from . import compute, waits
 from .remedies import ACTED, RARE
 from .waits import MEMORY_KINDS, StallCandidate
 
@@ -33,8 +33,8 @@ RULES: dict[Rule, tuple[str, ...]] = {
     compute.optimizer: ("optimizer",),
     compute.zeros: ("zero_grad",),
     compute.loops: ("launch",),
-    host.work: ("host_work",),
-    host.launch_bound: ("launch_bound",),
+    compute.work: ("host_work",),
+    compute.launch_bound: ("launch_bound",),
     compute.products: ("precision",),
     compute.attention: ("attention",),
     compute.communication: ("comm",),
@@ -55,7 +55,7 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         key=lambda pair: (pair[1].ms is None, -(pair[1].ms or 0.0), line_of(pair[0].place) in evidence.once, -pair[1].count)
     )
     absent = ({"prices": prices.refused} if prices.refused else {}) | dict(evidence.absent)  # a dry run knows better why
-    absent |= {f"{loop.at}, {loop.code}": UNSEEN for loop in host.unseen_loops(evidence)}
+    absent |= {f"{loop.at}, {loop.code}": UNSEEN for loop in compute.unseen_loops(evidence)}
     return Verdict(
         script=evidence.script,
         machine={"device": evidence.device} | {name: fact for name, fact in evidence.about.items() if isinstance(fact, str)},

@@ -5,7 +5,7 @@ and `tune_steps` print lines as they are here, LOG.md has the figures.
 
 Rules hold for any shape and GPU. A new op is one more line in RULES.
 
-The ops of a single family are added by the plans.py of its kernels.
+The ops of a single family are added by its kernels.
 """
 
 from collections.abc import Callable

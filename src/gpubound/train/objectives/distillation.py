@@ -16,8 +16,7 @@ from ...data import Tokenizer
 from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.folder import read_config
-from ...models.language_model import first_row, hidden_of, logits_of, why_not_head, why_not_isolated
-from ...models.packed_rows import FIELDS, UNPACKED
+from ...models.language_model import FIELDS, UNPACKED, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
 from ...models.registry import family_of, mode
 from ...place import place
 from ...trace import fallback

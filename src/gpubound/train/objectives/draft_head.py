@@ -17,8 +17,7 @@ from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...layers.packed_attention import Segments
 from ...models.draft_head import DraftHead, hidden_states_of
-from ...models.language_model import why_not_head
-from ...models.packed_rows import FIELDS
+from ...models.language_model import FIELDS, why_not_head
 from ...models.registry import mode
 from . import Objective
 from .chunked_head import CHUNK, IGNORE, DistillationLoss, Head, student_loss

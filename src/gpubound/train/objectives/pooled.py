@@ -23,7 +23,7 @@ from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of, why_not_head
 from ...models.registry import mode
-from ..recompute import drops_out
+from ..offload import drops_out
 from . import Objective
 from .word_loss import IGNORE, WordLoss, check_arguments, check_tokens
 

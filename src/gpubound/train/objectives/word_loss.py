@@ -25,8 +25,16 @@ from ...kernels.cross_entropy import loss_shape
 from ...kernels.dispatch import INTEGERS, Call
 from ...layers.embedding_and_head import head_of, shift, within
 from ...lora.adapter import KEY, is_routed
-from ...models.language_model import LanguageModel, first_row, hidden_of, logits_of, why_not_head, why_not_isolated
-from ...models.packed_rows import FIELDS, UNPACKED
+from ...models.language_model import (
+    FIELDS,
+    UNPACKED,
+    LanguageModel,
+    first_row,
+    hidden_of,
+    logits_of,
+    why_not_head,
+    why_not_isolated,
+)
 from ...models.registry import mode
 from ...trace import fallback
 from . import Objective

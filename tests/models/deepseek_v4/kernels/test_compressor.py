@@ -6,8 +6,8 @@ import torch
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.registry import OPS, load
 from gpubound.models.deepseek_v4 import kernels
-from gpubound.models.deepseek_v4.kernels.compressor import Pending, Windows
-from gpubound.models.deepseek_v4.kernels.triton import compressor as fast
+from gpubound.models.deepseek_v4.kernels.attention import Pending, Windows
+from gpubound.models.deepseek_v4.kernels.triton import attention as fast
 from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
 
 from .theirs import angles, config, filled, theirs

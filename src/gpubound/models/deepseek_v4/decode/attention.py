@@ -23,8 +23,7 @@ from torch import Tensor
 from ....decode.runner import RunnerConfig
 from ..family import EntryWeights, IndexWeights, LatentWeights
 from ..kernels import compress, index_scores, index_topk, sparse_attention, turn_heads
-from ..kernels.attention import TurnedHeads
-from ..kernels.compressor import Pending, Windows, turned
+from ..kernels.attention import Pending, TurnedHeads, Windows, turned
 from .mixture import GEMV_ROWS, by_groups, normed, products
 
 Tables = list[tuple[Tensor, Tensor]]

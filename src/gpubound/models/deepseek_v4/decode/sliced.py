@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ....decode.model_watch import WeightVersions
-from ....decode.placement.peers import connected
 from ....decode.placement.plan import LayerStage, SlicePlan, fit_slice, free_bytes, let_apart, split_vocabulary
+from ....decode.placement.tensor_parallel import connected
 from ....decode.runner import RunnerConfig
 from ....decode.transformer import META, PARTIAL_ROWS
 from ....device import entered

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....decode.placement.peers import Peer
 from ....decode.placement.plan import LayerStage
+from ....decode.placement.tensor_parallel import Peer
 from ....decode.runner import RunnerConfig
 from ....device import entered
 from ....kernels import norm_product, send_words

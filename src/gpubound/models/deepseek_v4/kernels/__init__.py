@@ -1,8 +1,12 @@
 """Ops specific to DeepSeek-V4, as plain functions; each kernel is in triton/ under the same name (kernels/ops.py)."""
 
-from . import plans as plans
-from .attention import sparse_attention as sparse_attention, turn_heads as turn_heads
-from .compressor import compress as compress, index_scores as index_scores, index_topk as index_topk
+from .attention import (
+    compress as compress,
+    index_scores as index_scores,
+    index_topk as index_topk,
+    sparse_attention as sparse_attention,
+    turn_heads as turn_heads,
+)
 from .hyper_connections import (
     hc_head as hc_head,
     hc_post as hc_post,

@@ -6,6 +6,8 @@ for each block of rows and columns. `choose_experts` also computes the shared ex
 chosen experts' results apart, for another op to sum.
 
 Legend: B rows, S experts per row (its slots), E experts in all, I width of the shared expert.
+
+Launch plans of the ops of DeepSeek-V4 (kernels/plans).
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,9 @@ from ....kernels.experts import STACKED, check_read, draw_routes, times
 from ....kernels.gated import check_limit, swiglu_reference
 from ....kernels.packed_weights import Packed, unpack
 from ....kernels.peer_exchange import Mail, check_mail, example_mail
+from ....kernels.plans import RULES, Job
+from ....kernels.plans.defaults import SEARCHED, Rule, first, width
+from ....kernels.plans.types import MatrixPlan, TilePlan
 from ....kernels.quantize import has_cores
 from ....kernels.quantized_product import check_experts, check_packed, draw_packed
 from ....kernels.registry import definition, draw, ints, zeros
@@ -287,3 +292,27 @@ def _check_apart(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, o
     """Check the slots of a down product that writes each slot separately."""
     check_read(op, h, inner, ids, weights, out)
     require(op, "out", out, torch.float32, (*ids.shape, outer), out.device, WRITTEN)
+
+
+def hyper_connections(job: Job) -> MatrixPlan:
+    """shape: tokens, up to a power of two, and the numbers of one. rows: tokens of a program, which walks along columns."""
+    if job.way == "few":
+        return MatrixPlan(1, 128, 4)
+    return MatrixPlan(64, 64, 4) if job.shape[0] > 2048 else MatrixPlan(16, 64, 4)
+
+
+RULES.update(
+    {
+        "compress": Rule(TilePlan, lambda job: TilePlan(4096, 4), first(1)),
+        "hc_mix": Rule(TilePlan, lambda job: TilePlan(2048 if job.way == "read" else 1024, 4), first(0)),
+        "hc_pre": Rule(MatrixPlan, hyper_connections, first(2)),
+        "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), first(2)),
+        "index_topk": Rule(TilePlan, lambda job: TilePlan(8192, 16), width),  # 16 numbers a thread: 32 spill
+        "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), first(0)),  # a row of four a thread
+        "sparse_attention": Rule(
+            MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), first(2)
+        ),  # heads, keys
+        "turn_heads": Rule(TilePlan, lambda job: TilePlan(job.shape[0], 4), first(1)),
+    }
+)
+SEARCHED[90] |= {("sparse_attention", "", (16, 512), 2): (16, 16, 8)}

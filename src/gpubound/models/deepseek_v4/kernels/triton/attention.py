@@ -1,4 +1,6 @@
-"""Kernels of sparse attention: programs split a token's keys (split-K), and a second launch combines their partial results.
+"""Kernels of sparse attention, of compressed keys and of the indexer.
+
+Sparse attention: programs split a token's keys (split-K), and a second launch combines their partial results.
 
 A program has 16 heads, which all multiply the same tile of keys. In 16 bits, a tile is loaded once, for scores and values. The
 tiles of the ring come first, then those of the entries, gathered by ids or contiguous up to the limit. Tiles are assigned in
@@ -8,6 +10,26 @@ The second launch has a program for each head, which adds the sums in order, wit
 result by the negative angles.
 
 Kernel of turn_heads. A program computes one head, and loads each channel's pair partner a second time, from the cache.
+
+Kernel of compress: pooling, norm, RoPE, and the update of pending products, in one launch for a decoding step.
+
+A program has a window that the new tokens may fill, and m of the new tokens. It reads the window only if the window is full.
+The softmax over the slots is an online softmax, in parallel over channels. Slots of older tokens are read from `pending`, which
+other programs write: if new tokens could overwrite slots that a window still needs, pooling and writing are two launches.
+
+Kernels of the indexer: one launch for the scores, and one for top-k, or two for long stores.
+
+A program of `index_scores` multiplies a token's heads by a tile of keys on tensor cores, DEPTH channels at a time: in fp32,
+which tensor cores do not support, 128 at once would spill. A tile after the limit reads no keys.
+
+`index_topk` has one program per token. Scores are mapped to unsigned integers of the same order, and the k-th largest is found
+two bits at a time: the program counts the integers that reach each of three thresholds, in one sum. After 16 rounds, all scores
+above the k-th are chosen, and the first of those equal to it. A cumulative sum gives their indices in ids. A token with no more
+than k visible entries chooses all.
+
+The scores of one block stay in registers. In a longer store, each block has a program, which writes its k best; a second launch
+chooses among these, which are in the order of their indices, so the result is the same. A single program would read all scores
+18 times: 141 µs for 32,768. If a sequence ends in the first block, the second launch copies.
 """
 
 from collections.abc import Sequence
@@ -21,11 +43,278 @@ from torch import Tensor
 from .....device import interpreted
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import _begin, _wait, bump_versions, launch, options
-from ..attention import MOST_HEADS, TurnedHeads
-from .compressor import _turned
+from ..attention import MOST, MOST_HEADS, TurnedHeads, Windows
+
+
+@triton.jit
+def _slot(new_ptr, old_ptr, new_at, old_at, fresh, mask):
+    """Load each slot's product: a new token's, or a pending one."""
+    new = tl.load(new_ptr + new_at, mask=mask & fresh, other=0.0).to(tl.float32)
+    return new + tl.load(old_ptr + old_at, mask=mask & ~fresh, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _turned(y, cos_ptr, sin_ptr, D: tl.constexpr, DP: tl.constexpr, PAIRS: tl.constexpr, BACK: tl.constexpr = False):
+    """Rotate the last 2 · PAIRS of D channels, adjacent channels forming a pair. BACK: by the negative angles."""
+    a, b = tl.split(tl.reshape(y, [DP // 2, 2]))
+    angle = tl.arange(0, DP // 2) - (D // 2 - PAIRS)
+    moving = (angle >= 0) & (angle < PAIRS)
+    c = tl.load(cos_ptr + angle, mask=moving, other=1.0)
+    s = tl.load(sin_ptr + angle, mask=moving, other=0.0)
+    if BACK:
+        s = -s
+    return tl.reshape(tl.join(a * c - b * s, b * c + a * s), [DP])
+
+
+@triton.jit
+def _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv_ptr, gate_ptr, old_kv_ptr, old_gate_ptr, store_ptr, bias_ptr, norm_ptr,
+              eps, size, places, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, W: tl.constexpr, OFFSET: tl.constexpr,
+              SLOTS: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr):  # fmt: skip
+    """Process one window and M new tokens. M: tokens per window; R: slots per entry; SLOTS: slots at a time."""
+    b, window = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.load(position_ptr + b)
+    kv_ptr += b * tokens * W
+    gate_ptr += b * tokens * W
+    old_kv_ptr += b * size * W
+    old_gate_ptr += b * size * W
+    c = tl.arange(0, DP)
+    if POOL:
+        end = first + (M - 1 - first % M) + window * M
+        if (first >= 0) & (end < first + tokens) & (end // M < places):
+            peak, total = tl.full([DP], -1e30, tl.float32), tl.zeros([DP], tl.float32)
+            mean = tl.zeros([DP], tl.float32)
+            for start in range(0, R, SLOTS):
+                slot = start + tl.arange(0, SLOTS)[:, None]
+                place = end - R + 1 + slot
+                col = c[None] + tl.where(slot >= M, W - D, 0)
+                mask = (place >= 0) & (slot < R) & (c < D)[None]
+                fresh = place >= first
+                new_at, old_at = (place - first) * W + col, place % size * W + col
+                z = _slot(gate_ptr, old_gate_ptr, new_at, old_at, fresh, mask)
+                z += tl.load(bias_ptr + place % M * W + col, mask=mask, other=0.0).to(tl.float32)
+                z = tl.where(mask, z, -1e30)
+                new = tl.maximum(peak, tl.max(z, 0))
+                share, fix = tl.where(mask, tl.exp(z - new[None]), 0.0), tl.exp(peak - new)
+                total = total * fix + tl.sum(share, 0)
+                mean = mean * fix + tl.sum(share * _slot(kv_ptr, old_kv_ptr, new_at, old_at, fresh, mask), 0)
+                peak = new
+            y = mean / tl.maximum(total, 1e-30)  # 0 beyond D, where all shares are 0
+            gain = tl.load(norm_ptr + c, mask=c < D, other=0.0).to(tl.float32) + OFFSET
+            y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps) * gain
+            at = (end - M + 1) * PAIRS
+            y = _turned(y, cos_ptr + at, sin_ptr + at, D, DP, PAIRS)
+            to = store_ptr + (b * places + end // M) * D + c
+            tl.store(to, y.to(store_ptr.dtype.element_ty), mask=c < D)
+    if KEEP and first >= 0:
+        for t in range(tl.maximum(window * M, tokens - size), tl.minimum(window * M + M, tokens)):
+            at = (first + t) % size * W
+            for start in range(0, W, DP):
+                col = start + c
+                kv = tl.load(kv_ptr + t * W + col, mask=col < W, other=0.0).to(tl.float32)
+                gate = tl.load(gate_ptr + t * W + col, mask=col < W, other=0.0).to(tl.float32)
+                tl.store(old_kv_ptr + at + col, kv.to(old_kv_ptr.dtype.element_ty), mask=col < W)
+                tl.store(old_gate_ptr + at + col, gate.to(old_gate_ptr.dtype.element_ty), mask=col < W)
+
+
+@triton.jit
+def _compress_kernel(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0, old_gate0, store0, bias0, norm0, eps0, size0,
+                     places0, kv1, gate1, old_kv1, old_gate1, store1, bias1, norm1, eps1, size1, places1, R0: tl.constexpr,
+                     D0: tl.constexpr, DP0: tl.constexpr, W0: tl.constexpr, OFFSET0: tl.constexpr, SLOTS0: tl.constexpr,
+                     R1: tl.constexpr, D1: tl.constexpr, DP1: tl.constexpr, W1: tl.constexpr, OFFSET1: tl.constexpr,
+                     SLOTS1: tl.constexpr, M: tl.constexpr, PAIRS: tl.constexpr, POOL: tl.constexpr, KEEP: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    """Compress one or two parts. D1 0: one part."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    if tl.program_id(2) == 0:
+        _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0, old_gate0, store0, bias0, norm0, eps0, size0,
+                  places0, R0, D0, DP0, W0, OFFSET0, SLOTS0, M, PAIRS, POOL, KEEP)  # fmt: skip
+    elif D1 > 0:
+        _compress(position_ptr, cos_ptr, sin_ptr, tokens, kv1, gate1, old_kv1, old_gate1, store1, bias1, norm1, eps1, size1,
+                  places1, R1, D1, DP1, W1, OFFSET1, SLOTS1, M, PAIRS, POOL, KEEP)  # fmt: skip
+
+
+@torch.no_grad()
+def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+    (rows, tokens), m, first = parts[0].kv.shape[:2], len(parts[0].bias), parts[0]
+    slots = [part.kv.shape[2] // part.store.shape[2] * m for part in parts]
+    given: list[Any] = []
+    for kv, gate, pending, store, bias, norm in parts:
+        given += [kv, gate, *pending, store, bias, norm.weight, norm.eps, pending.kv.shape[1], store.shape[1]]
+    given += [None] * 7 + [0.0, 0, 0] if len(parts) < MOST else []
+    apart = any(part.pending.kv.shape[1] < count + tokens - 1 for part, count in zip(parts, slots))
+    steps = [(True, False), (False, True)] if apart else [(True, True)]
+
+    def run(plan: TilePlan) -> None:
+        sizes: list[Any] = []
+        for part, count in zip(parts, slots):
+            D, W = part.store.shape[2], part.kv.shape[2]
+            wide = power_of_two(D)
+            sizes += [count, D, wide, W, part.norm.offset, max(1, min(power_of_two(count), plan.elements // wide))]
+        sizes += [0, 0, 0, 0, 0.0, 0] if len(parts) < MOST else []
+        for pools, keeps in steps:
+            _compress_kernel[(rows, cdiv(tokens, m), len(parts))](
+                position, cos, sin, tokens, *given, *sizes, m, cos.shape[1], pools, keeps, **options(plan.warps)
+            )
+
+    launch(job_of("compress", "", (max(part.store.shape[2] for part in parts),), first.store), run)
+    written = tuple(t for part in parts for t in (part.store, *part.pending))
+    bump_versions(*written)
+    return written
+
+
+@triton.jit
+def _index_scores_kernel(q_ptr, k_ptr, w_ptr, limit_ptr, out_ptr, scale, places, tokens, H: tl.constexpr, HP: tl.constexpr,
+                         D: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+                         DEPENDENT: tl.constexpr):  # fmt: skip
+    """Compute the scores of one tile of entries. tokens: per row."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    n = tl.program_id(1).to(tl.int64)
+    h, depth, s = tl.arange(0, HP), tl.arange(0, DEPTH), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    limit = tl.minimum(tl.load(limit_ptr + n), places)
+    score = tl.full([BLOCK], float("-inf"), tl.float32)
+    if tl.program_id(0) * BLOCK < limit:
+        products = tl.zeros([HP, BLOCK], tl.float32)
+        for start in tl.static_range(0, D, DEPTH):
+            d = start + depth
+            inside = (h < H)[:, None] & (d < D)[None]
+            q = tl.load(q_ptr + (n * H + h[:, None]) * D + d[None], mask=inside, other=0.0)
+            at = (n // tokens * places + s[None]) * D + d[:, None]
+            k = tl.load(k_ptr + at, mask=(s < limit)[None] & (d < D)[:, None], other=0.0)
+            if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+                q, k = q.to(tl.float32), k.to(tl.float32)
+            products = tl.dot(q, k, products, input_precision="tf32x3")
+        w = tl.load(w_ptr + n * H + h, mask=h < H, other=0.0) * scale
+        total = tl.sum(tl.maximum(products, 0.0) * w[:, None], 0)
+        score = tl.where(s < limit, tl.where(total == 0.0, 0.0, total), score)
+    tl.store(out_ptr + n * places + s, score, mask=s < places)
+
+
+@triton.jit
+def _ordered(line, from_ptr, at, reach):
+    """Load scores as uint32 keys of the same order: 0 for none and -inf; NaN as infinity. from_ptr: indices of the scores."""
+    live = at < reach
+    if from_ptr is not None:
+        at = tl.load(from_ptr + at, mask=live, other=-1)
+        live = at >= 0
+    x = tl.load(line + at, mask=live, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), tl.where(x == 0.0, 0.0, x))
+    bits = x.to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
+    return tl.where(x == float("-inf"), tl.zeros_like(key), key)
+
+
+@triton.jit
+def _reaching(key, least, step):
+    """Count the keys that reach least + step, + 2 step and + 3 step: three counts of 21 bits in one int64."""
+    first = (key >= least + step).to(tl.int64)
+    second, third = (key >= least + 2 * step).to(tl.int64), (key >= least + 3 * step).to(tl.int64)
+    return tl.sum(first + (second << 21) + (third << 42), 0)
+
+
+@triton.jit(do_not_specialize=["places", "span"])
+def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EACH: tl.constexpr, K: tl.constexpr,
+                       KP: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+                       DEPENDENT: tl.constexpr):  # fmt: skip
+    """Choose the top K of each slice of `span` scores, or of the EACH candidates per slice at from_ptr.
+
+    WHOLE: a program's scores fit in one block."""
+    _begin(DEPENDENT)
+    _wait(DEPENDENT)
+    n, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    line, at, slot = score_ptr + n * places, tl.arange(0, BLOCK), tl.arange(0, KP)
+    limit, first = tl.minimum(tl.load(limit_ptr + n), places), part * span
+    to = ids_ptr + (n * tl.num_programs(1) + part) * K
+    if from_ptr is None:
+        line += first
+        reach = tl.minimum(limit - first, span)
+    else:
+        from_ptr += n * tl.cdiv(places, span) * EACH
+        reach = tl.cdiv(tl.maximum(limit, 0), span) * EACH
+    key = _ordered(line, from_ptr, at, reach)
+    least = tl.zeros([1], tl.uint32)  # the largest key that K keys reach, found from its highest bits down
+    if reach > K:
+        for bits in tl.static_range(16):
+            step = tl.full([1], 1 << (30 - 2 * bits), tl.uint32)
+            counts = tl.zeros([1], tl.int64)
+            if WHOLE:
+                counts += _reaching(key, least, step)
+            else:
+                for start in range(0, reach, BLOCK):
+                    counts += _reaching(_ordered(line, from_ptr, start + at, reach), least, step)
+            more = ((counts & 0x1FFFFF) >= K).to(tl.uint32) + (((counts >> 21) & 0x1FFFFF) >= K).to(tl.uint32)
+            least += (more + ((counts >> 42) >= K).to(tl.uint32)) * step
+    above = tl.zeros([1], tl.int32)
+    for start in range(0, reach, BLOCK):
+        if not WHOLE:
+            key = _ordered(line, from_ptr, start + at, reach)
+        above += tl.sum((key > least).to(tl.int32), 0)
+    room = K - above  # for keys equal to `least`
+    taken, equals = tl.zeros([1], tl.int32), tl.zeros([1], tl.int32)
+    for start in range(0, reach, BLOCK):
+        if not WHOLE:
+            key = _ordered(line, from_ptr, start + at, reach)
+        over, equal = (key > least).to(tl.int32), ((key == least) & (key > 0)).to(tl.int32)
+        before = tl.cumsum(over + (equal << 16), 0)  # inclusive; a block has at most 2^15 entries
+        equal_before = equals + (before >> 16) - equal
+        place = taken + (before & 0xFFFF) - over + tl.minimum(equal_before, room)
+        chosen = (over > 0) | ((equal > 0) & (equal_before < room))
+        found = first + start + at
+        if from_ptr is not None:
+            found = tl.load(from_ptr + start + at, mask=chosen, other=-1)
+        tl.store(to + place, found, mask=chosen)
+        taken += tl.sum(over, 0)
+        equals += tl.sum(equal, 0)
+    count = taken + tl.minimum(equals, room)
+    tl.store(to + slot, tl.full([KP], -1, tl.int32), mask=(slot < K) & (slot >= count))
+
+
+@torch.no_grad()
+def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
+    tokens, heads, width = q.shape
+    places = keys.shape[1]
+
+    def run(plan: TilePlan) -> None:
+        _index_scores_kernel[(cdiv(places, plan.elements), tokens)](
+            q, keys, weights, limit, out, scale, places, tokens // len(keys), heads, max(16, power_of_two(heads)), width,
+            min(128 // q.element_size(), max(16, power_of_two(width))), plan.elements, interpreted(),
+            **options(plan.warps),
+        )  # fmt: skip
+
+    launch(job_of("index_scores", "", (heads, width), keys), run)
+    bump_versions(out)
+    return out
+
+
+@torch.no_grad()
+def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
+    (tokens, places), slots = scores.shape, ids.shape[1]
+
+    def run(plan: TilePlan) -> None:
+        span = min(plan.elements, power_of_two(places))
+        parts, each = cdiv(places, span), min(slots, span)
+
+        def choose(among: Tensor | None, to: Tensor, programs: int, keep: int, reach: int) -> None:
+            block = min(plan.elements, power_of_two(reach))
+            _index_topk_kernel[(tokens, programs)](
+                scores, limit, among, to, places, span, each, keep, power_of_two(keep), block, reach <= block,
+                **options(max(1, min(plan.warps, block // 256))),
+            )  # fmt: skip
+
+        if parts == 1:
+            return choose(None, ids, 1, slots, span)
+        best = torch.empty(tokens, parts, each, device=ids.device, dtype=torch.int32)
+        choose(None, best, parts, each, span)
+        choose(best, ids, 1, slots, parts * each)
+
+    launch(job_of("index_topk", "", (places,), scores), run)
+    bump_versions(ids)
+    return ids
+
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
-MOST = 32  # programs that share a token's keys
+MOST_KEYS = 32  # programs that share a token's keys
 FEW = 16  # tokens up to which keys are split, equally in any such batch, for equal bits; otherwise one program has all keys
 DEPTH = 32  # channels of an fp32 key that are multiplied at a time: 512 at once spill 5 KB per thread
 
@@ -146,7 +435,7 @@ def sparse_attention(
     def run(plan: MatrixPlan) -> None:
         groups = cdiv(H, plan.rows)
         tiles = cdiv(window, plan.columns) + cdiv(chosen or places, plan.columns)
-        splits = min(MOST, tiles) if N <= FEW else 1
+        splits = min(MOST_KEYS, tiles) if N <= FEW else 1
         sums = torch.empty(N, splits, H, D, device=q.device, dtype=torch.float32)
         weights = torch.empty(N, splits, H, 2, device=q.device, dtype=torch.float32)
         _sparse_attention_kernel[(N, groups, splits)](

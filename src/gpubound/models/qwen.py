@@ -1,26 +1,39 @@
-"""Qwen3.5: three layers of the gated delta rule for each of attention, whose heads are gated; norms whose gain is 1 + weight.
+"""Qwen3.5, Qwen3-Next, Qwen2.5-VL and Qwen3-VL.
+
+Qwen3.5: three layers of the gated delta rule for each of attention, whose heads are gated; norms whose gain is 1 + weight.
 
 Placing swaps norms, MLPs, layers of the delta rule and the loss; attention and the loop over layers stay those of transformers.
+
+Qwen3-Next, and Qwen3.5 with experts: the layers of Qwen3.5, and sparse MLPs with a shared expert, as Qwen2-MoE has.
+
+Placing swaps norms and layers of the delta rule; all else stays that of transformers.
+
+Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, where an image's tokens have positions of a grid.
+
+The tokens of a text have one position on all three axes, and so the angles of any other model.
 """
 
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from ..kernels.accumulate import join_rows
 from ..kernels.decode_product import Norm
-from ..kernels.delta_rule import DeltaShape
+from ..kernels.recurrent import DeltaShape
 from ..layers.linear_product import format_of
 from .decoding import AttentionWeights, Linear
-from .hf_modules import HFShiftedNorm, mlp, norm, tried_causal_lm
+from .hf_modules import SWAPS as LLAMA, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .hybrids import gated_delta
-from .reader import HFAngles, linear_of, weight_of
+from .mixtral import SparseReader
+from .reader import HFAngles, Reader, linear_of, weight_of
 from .recurrent import DeltaWeights, RecurrentReader
-from .registry import Maker
+from .registry import Maker, Swap
 
 INPUTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
-SWAPS: dict[str, Maker] = {
+QWEN3_5: dict[str, Maker] = {
     "RMSNorm": partial(norm, part=HFShiftedNorm),
     "MLP": mlp,
     "GatedDeltaNet": partial(gated_delta, inputs=INPUTS),
@@ -81,4 +94,66 @@ class DeltaReader(RecurrentReader):
         return [part for part in ((layers[:half], layers[half:]) if coded else (layers,)) if len(part) > 1] + groups
 
 
-DECODING: dict[str, Any] = {"ForCausalLM": DeltaReader}
+GROUPED = ("in_proj_qkvz", "in_proj_ba")
+
+
+def delta_layer(module: Any, stack: Any) -> Swap:
+    grouped = hasattr(module, GROUPED[0])
+    return gated_delta(module, stack, GROUPED if grouped else INPUTS, grouped)
+
+
+QWEN3_NEXT: dict[str, Maker] = {"RMSNorm": partial(norm, part=HFShiftedNorm), "GatedDeltaNet": delta_layer}
+
+
+class SparseDeltaReader(DeltaReader, SparseReader):
+    READS = DeltaReader.READS | SparseReader.READS
+
+    def mlp_norms(self, block: Any) -> list[Any]:
+        """Return the norms around the MLP. The experts' kernels take a gain, which is a copy in fp32."""
+        before, after = super().mlp_norms(block)
+        gain = self.copies.of(weight_of(getattr(block, self.NORMS[2] or "")), lambda weight: 1 + weight.float())
+        return [Norm(gain, before.eps, 0.0), after]
+
+
+class NextReader(SparseDeltaReader):
+    ANGLES = HFAngles
+    INPUTS = GROUPED
+    GROUPED = True
+
+
+class GridStack(HFStack):
+    def unable(self, kwargs: dict[str, Any]) -> str | None:
+        positions = kwargs.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 3:
+            return "position_ids are those of a grid"
+        return super().unable(kwargs)
+
+
+QWEN_VL: dict[str, Maker] = LLAMA | {
+    "Model": partial(stack, part=GridStack),
+    # Qwen2.5-VL's names of the text model's parts; its MLP and Attention are those for images
+    "Qwen2_5_VLRMSNorm": norm,
+    "Qwen2MLP": mlp,
+    "Qwen2_5_VLAttention": attention,
+}
+
+
+class GridReader(Reader):
+    READS = frozenset({"mrope_section", "mrope_interleaved"})
+    image_positions = False
+
+
+SWAPS: dict[str, Any] = {
+    "qwen3_5": QWEN3_5,
+    "qwen3_next": QWEN3_NEXT,
+    "qwen3_5_moe": QWEN3_NEXT,
+    "qwen2_5_vl": QWEN_VL,
+    "qwen3_vl": QWEN_VL,
+}
+DECODING: dict[str, Any] = {
+    "Qwen3_5ForCausalLM": DeltaReader,
+    "Qwen3NextForCausalLM": NextReader,
+    "Qwen3_5MoeForCausalLM": SparseDeltaReader,
+    "Qwen2_5_VLTextForCausalLM": GridReader,
+    "Qwen3VLTextForCausalLM": GridReader,
+}
