@@ -445,12 +445,12 @@ class Cache:
     def group(self, groups: Iterable[list[int]], tokens: list[int]) -> None:
         """Write which rows begin with the same tokens, and with how many (B)."""
         lines = [rows[at : at + MEMBERS] for rows in groups for at in range(0, len(rows), MEMBERS) if len(rows) > 1]
-        places = [number * MEMBERS + place for number, line in enumerate(lines) for place in range(len(line))]
-        members = [row for line in lines for row in line]
+        slots = [number * MEMBERS + place for number, line in enumerate(lines) for place in range(len(line))]
+        grouped = [row for line in lines for row in line]
         # A list of every place took 0.25 ms, at each refill.
         table, counts = (torch.zeros(t.numel(), dtype=torch.int32, device="cpu") for t in self.common)
-        table.fill_(-1)[places] = torch.tensor(members, dtype=torch.int32, device="cpu")
-        counts[members] = torch.tensor([tokens[row] for row in members], dtype=torch.int32, device="cpu")
+        table.fill_(-1)[slots] = torch.tensor(grouped, dtype=torch.int32, device="cpu")
+        counts[grouped] = torch.tensor([tokens[row] for row in grouped], dtype=torch.int32, device="cpu")
         self.common.rows.copy_(to_device(table.view_as(self.common.rows), self.device))
         self.common.counts.copy_(to_device(counts, self.device))
 

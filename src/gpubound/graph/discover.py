@@ -362,7 +362,7 @@ class Discovery:
         """Return tensors that an earlier call created and a later call used, with their first values."""
         return {key: self.created_before[key] for key in self.external if key in self.created_before}
 
-    def made_and_written(self) -> dict[int, Tensor]:
+    def created_and_written(self) -> dict[int, Tensor]:
         """Return survivors that began as computed values and may have been written since, as a table that a kernel gets."""
         written = ((key, first) for key, first in self.survivors().items() if self.external[key].is_written)
         return {key: self.external[key].tensor for key, first in written if first.fill is None and not first.empty}

@@ -155,12 +155,12 @@ class Recording:
                 first = number == 0
                 self.runner.release_cached()
                 if number == 2 and self.runner.gate is open_gate:  # else other processes make as many calls, altered or not
-                    before = {key: elements_of(tensor).clone() for key, tensor in self.discovery.made_and_written().items()}
+                    before = {key: elements_of(tensor).clone() for key, tensor in self.discovery.created_and_written().items()}
                 with attention_ahead(self.runner.stream if first else None):
                     self.runner.run(lambda: self.discovery.run(self._warm_call))
             self.unaltered = {
                 key
-                for key, tensor in self.discovery.made_and_written().items()
+                for key, tensor in self.discovery.created_and_written().items()
                 if key in before and torch.equal(before[key], elements_of(tensor))
             }
             if self.discovery.hazards:

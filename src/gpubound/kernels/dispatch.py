@@ -344,7 +344,7 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
     return partial(wait, [threads().submit(_load, device, compiled) for compiled in launches.values()])
 
 
-def test_ahead(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
+def begin_self_tests(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
     """Begin self-tests as `hasten` does, and compile their kernels in parallel first, those of backward, too.
 
     A test alone comes to these when it has run forward. Placing 135m waited 0.45 s for its tests in place of 1.8. The ops must

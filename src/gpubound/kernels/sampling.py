@@ -175,9 +175,9 @@ def _race(scaled: Tensor, position: Tensor, settings: Settings) -> Tensor:
     mass = torch.where(scaled >= _floor(scaled, settings)[:, None], scaled.double().exp(), 0.0)
     sums = F.pad(mass, (0, chunks * CHUNK - words)).unflatten(1, (chunks, CHUNK)).sum(2)
     chunk = _first(sums, position, settings, 1)
-    whole = ((settings.top_k <= 0) | (settings.top_k >= words)) & (settings.top_p >= 1) & (settings.min_p <= 0)
+    unfiltered = ((settings.top_k <= 0) | (settings.top_k >= words)) & (settings.top_p >= 1) & (settings.min_p <= 0)
     outside = torch.arange(words, device=scaled.device) // CHUNK != chunk[:, None]
-    return _first(mass.masked_fill(outside & whole[:, None], 0.0), position, settings, 0)
+    return _first(mass.masked_fill(outside & unfiltered[:, None], 0.0), position, settings, 0)
 
 
 def _first(mass: Tensor, position: Tensor, settings: Settings, stream: int) -> Tensor:
@@ -190,8 +190,8 @@ def _noise(seed: Tensor, position: Tensor, row: Tensor, words: int, stream: int 
     """32 random bits for each token or chunk of each row, as int64 (B, words)."""
     counter = torch.arange(-(-words // 4), device=seed.device)[None]
     key = seed[:, None] & 0xFFFFFFFF, (seed[:, None] >> 32) & 0xFFFFFFFF
-    drawn = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.full_like(counter, stream), *key)
-    return torch.stack(drawn, 2).flatten(1)[:, :words]
+    noise = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.full_like(counter, stream), *key)
+    return torch.stack(noise, 2).flatten(1)[:, :words]
 
 
 def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:

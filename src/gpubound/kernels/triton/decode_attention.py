@@ -8,7 +8,7 @@ Each of several tokens of a row has separate programs, which compute the same bi
 each other's writes to the cache, so they recompute the keys of the new tokens before theirs.
 
 The keys that rows share are read by another launch, for the queries of all of them in one tile; it leaves what they come to in
-fp32. This launch runs beside it, waits for it once a row's own keys are read, and a row's first part adds the two.
+fp32. This launch overlaps with it, waits for it once a row's own keys are read, and a row's first part adds the two.
 
 A cache may hold 8-bit values: tiles are multiplied as integers or e4m3, which bf16 holds exactly. The scales of keys are
 applied to the scores, those of values to the weights. It may have pages, of which a table names those of each row: a position
@@ -276,12 +276,12 @@ def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr,
         for j in tl.static_range(TOGETHER):
             other = tl.zeros([G], tl.int32) + start + j
             line, in_range = mine + (other * GROUP + g) * (D + 2), (g < GROUP) & (other < parts)
-            all_there = heads & in_range[:, None]
+            all_present = heads & in_range[:, None]
             # .cg: what other programs wrote is in the L2, and this multiprocessor's L1 may hold the last step's
             their_m = tl.load(line + D, mask=in_range, other=NOTHING, cache_modifier=".cg")
             their_weight = tl.load(line + D + 1, mask=in_range, other=1.0, cache_modifier=".cg")
-            their_a = tl.load(line[:, None] + i[None], mask=all_there, other=0.0, cache_modifier=".cg")
-            their_b = tl.load(line[:, None] + i[None] + HALF, mask=all_there, other=0.0, cache_modifier=".cg")
+            their_a = tl.load(line[:, None] + i[None], mask=all_present, other=0.0, cache_modifier=".cg")
+            their_b = tl.load(line[:, None] + i[None] + HALF, mask=all_present, other=0.0, cache_modifier=".cg")
             new = tl.maximum(m, their_m)
             fix, factor = tl.exp(m - new), tl.exp(their_m - new)
             weight = weight * fix + their_weight * factor
@@ -307,11 +307,11 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
                         GROUP: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
                         PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
                         Q: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, PAGE: tl.constexpr,
-                        KIND: tl.constexpr, MEMBERS: tl.constexpr, BESIDE: tl.constexpr):  # fmt: skip
+                        KIND: tl.constexpr, MEMBERS: tl.constexpr, OVERLAPPED: tl.constexpr):  # fmt: skip
     """Leave in state_ptr (rows, KV, GROUP, D + 2) what the keys that a group of rows shares come to: the queries of up to
-    MEMBERS rows, G at once, over the keys of the one of them that is at the largest position. BESIDE: the next launch may run
-    at the same time. This one is plain: all launches before it have ended, which both read from."""
-    if BESIDE:
+    MEMBERS rows, G at once, over the keys of the one of them that is at the largest position. OVERLAPPED: the next launch may
+    run at the same time. This one is plain: all launches before it have ended, which both read from."""
+    if OVERLAPPED:
         tl.extra.cuda.gdc_launch_dependents()
     EACH: tl.constexpr = G // GROUP
     D: tl.constexpr = 2 * HALF
@@ -461,9 +461,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             begun = g < tl.where((split == 0) & (begin > 0), GROUP, 0)
             their_m = tl.load(line + D, mask=begun, other=NOTHING, cache_modifier=".cg")
             their_weight = tl.load(line + D + 1, mask=begun, other=0.0, cache_modifier=".cg")
-            there = begun[:, None] & inside[None]
-            their_a = tl.load(line[:, None] + i[None], mask=there, other=0.0, cache_modifier=".cg")
-            their_b = tl.load(line[:, None] + i[None] + HALF, mask=there, other=0.0, cache_modifier=".cg")
+            present = begun[:, None] & inside[None]
+            their_a = tl.load(line[:, None] + i[None], mask=present, other=0.0, cache_modifier=".cg")
+            their_b = tl.load(line[:, None] + i[None] + HALF, mask=present, other=0.0, cache_modifier=".cg")
             new = tl.maximum(m, their_m)
             fix, factor = tl.exp(m - new), tl.exp(their_m - new)
             weight = weight * fix + their_weight * factor
@@ -544,16 +544,16 @@ def decode_attention(
     if most is not None:  # bf16 holds every code, and unlike fp16 the weights times any scale of the values
         kind, itemsize = (tl.float32, 4) if interpreted() or out.dtype == torch.float32 else (tl.bfloat16, 2)
 
-    pages, shared, state, beside = page if cache.pages is not None else None, cache.shared, None, False
+    pages, shared, state, overlapping = page if cache.pages is not None else None, cache.shared, None, False
     if shared is not None:
         lines = max(16 if itemsize == 4 else 32, power_of_two(group))
         keys, warps = (64, 4) if D <= 128 else (16, 8)
-        beside = can_chain(out.device) and not interpreted()
+        overlapping = can_chain(out.device) and not interpreted()
         state = torch.empty(len(position), KV, group, D + 2, device=out.device, dtype=torch.float32)
         _shared_keys_kernel[(len(shared.rows) * cdiv(MEMBERS, lines // group) * KV,)](
             qkv, position, *cache[:5], *shared, cos, sin, q_weight, eps, scale, state, len(cos), len(cache.k), len(position),
             apart, terms, KV, group, lines, D // 2, HP, keys, cos.shape[1], norms[0], offset, interleaved, heads.q_width, new,
-            cap, interpreted(), pages, kind, MEMBERS, beside, num_warps=warps, num_stages=2,
+            cap, interpreted(), pages, kind, MEMBERS, overlapping, num_warps=warps, num_stages=2,
         )  # fmt: skip
 
     way = "many" if position.numel() * KV >= MANY else ""
@@ -569,7 +569,7 @@ def decode_attention(
             plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap,
             interpreted(), tokens, pages, most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0,
             num_stages=plan.stages,
-            **options(plan.warps, EARLY if dependent else LATE if beside else 0),
+            **options(plan.warps, EARLY if dependent else LATE if overlapping else 0),
         )  # fmt: skip
 
     launch(job_of("decode_attention", way, (group, D // 2, KV, itemsize), cache.k), run)

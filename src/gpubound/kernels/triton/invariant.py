@@ -323,7 +323,7 @@ def _rows(q: Tensor, k: Tensor) -> int:
     return max(ROWS[q.element_size()], power_of_two(q.shape[-2] // k.shape[1]))
 
 
-_few: dict[tuple[Any, ...], bool] = {}  # whether tiles of few rows have the bits of the others, by sizes, dtype and device
+_agree: dict[tuple[Any, ...], bool] = {}  # whether tiles of few rows have the bits of the others, by sizes, dtype and device
 
 
 def _step_rows(q: Tensor, k: Tensor) -> int | None:
@@ -340,7 +340,7 @@ def _step_rows(q: Tensor, k: Tensor) -> int | None:
     if not many or q.element_size() > 2 or width > 128 or rows > 16 or _chip(q).capability != 90 or interpreted():
         return None
     key = heads, kv_heads, width, q.dtype, q.device
-    if q.is_cuda and key not in _few:
+    if q.is_cuda and key not in _agree:
         if torch.cuda.is_current_stream_capturing():
             return None
         draws = torch.Generator(q.device).manual_seed(0)
@@ -348,12 +348,12 @@ def _step_rows(q: Tensor, k: Tensor) -> int | None:
         query, keys, values = (torch.randn(s, generator=draws, device=q.device, dtype=q.dtype) for s in shapes)
         table = torch.arange(1, 41, device=q.device, dtype=torch.int32).view(8, 5)
         position = torch.arange(3, 320, 42, device=q.device, dtype=torch.int32)
-        indices, strides, found = (None, None, None, position, table), [t.stride()[:3] for t in (keys, values)], []
+        indices, strides, outputs = (None, None, None, position, table), [t.stride()[:3] for t in (keys, values)], []
         for tile in (None, rows):
-            found.append(torch.empty_like(query))
-            _attend(8, query, keys, values, found[-1], None, indices, width**-0.5, strides, 1, rows=tile)
-        _few[key] = torch.equal(*found)
-    return rows if _few.get(key, True) else None
+            outputs.append(torch.empty_like(query))
+            _attend(8, query, keys, values, outputs[-1], None, indices, width**-0.5, strides, 1, rows=tile)
+        _agree[key] = torch.equal(*outputs)
+    return rows if _agree.get(key, True) else None
 
 
 def _tiles(bounds: Tensor, tokens: int, each: int) -> tuple[Tensor, Tensor]:
