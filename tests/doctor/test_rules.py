@@ -35,7 +35,7 @@ def up(detail: str, place, kind: str = "h2d", **more):
 
 
 def copied(host: float, *rows):
-    return seen(steps(lambda l: l.copy("h2d", pageable=True).think(compute)), *rows, line=rows[0].place, kinds=("copy",))
+    return seen(steps(lambda l: l.copy("h2d", pageable=True).think(host)), *rows, line=rows[0].place, kinds=("copy",))
 
 
 MANY_ADDS = row("launch", "add_", at(30), 16)

@@ -17,7 +17,7 @@ from ...messages import message
 from ..runs import texts
 from .formulas import WORDS, check_captured, check_formula, check_steps, decoder
 
-kernel = import_module("gpubound.kernels.divergence")
+kernel = import_module("gpubound.kernels.cross_entropy")
 
 KINDS = {"forward": (1.0, 0.0, 1.0), "reverse": (1.0, 1.0, 2.0), "jensen-shannon": (1.0, 0.3, 0.5), "mixed": (0.6, 0.0, 3.0)}
 
