@@ -12,7 +12,6 @@ import yaml
 
 from ..files import check_creatable, check_replaceable, explain_disk_full, exporting_run, read_text
 from ..formatting import shown
-from ..monitor.tape import ABOUT, RunTape
 from ..rl.recipe import RLRecipe
 from ..train.aliases import advice, convert, is_alias, normal
 from ..train.recipe import EITHER, Recipe, of_either
@@ -270,6 +269,8 @@ def from_file(path: str, complete: bool = True) -> Train:
 
 def recorded(out: str) -> dict[str, Any]:
     """Return the config of the run in the folder `out`, which a resumed run takes where no option is given."""
+    from ..monitor.tape import ABOUT, RunTape  # 90 modules, which --help needs not
+
     config = RunTape.open(out).about.get("config") or {} if Path(out, ABOUT).exists() else {}
     return {key: value for key, value in config.items() if value not in (None, {}, []) and key != "out"}
 

@@ -1,4 +1,4 @@
-"""Inputs of a draft head's layer while it drafts (decode/draft_head.py): the normed embedding of a token beside the normed
+"""Inputs of a draft head's layer while it drafts (decode/draft_head.py): the normed embedding of a token and the normed
 feature of the position before it, and the tokens as they are drafted.
 
 Between two products of a draft there is one launch: it takes the likeliest token from the head's partial maxima, writes it to
@@ -74,7 +74,7 @@ def begin_draft(
     The entry at position p has the embedding of the token at p + 1. Which of a row's T entries is the last accepted one follows
     from its position, which the entry's is one below.
 
-    text       int32 (B, L): the tokens of each row. Entries after the accepted ones read what stands there
+    text       int32 (B, L): the tokens of each row. Entries after the accepted ones are read, too
     first      int32 (B,): the position of a row's first entry
     x          float32 (B T, H): their features
     place      int32 (B, T): becomes the positions, L - 1 at most

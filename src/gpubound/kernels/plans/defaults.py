@@ -323,12 +323,12 @@ def split_product(job: Job) -> SplitPlan:
     most = 1 if job.way == "gated" else min(8, job.chip.sms * 3 // 2 // cdiv(outputs, 64))
     parts = next((n for n in range(most, 1, -1) if width % (64 * n) == 0 and width >= 192 * n), 1)
     each, gated = width // parts, job.way == "gated"
-    wide = tall <= 32 or (tall == 64 and gated)
-    columns = max(16, min(128 if wide and each % 128 == 0 else 64, power_of_two(width)) * 2 // max(2, job.bytes))
+    long = tall <= 32 or (tall == 64 and gated)
+    columns = max(16, min(128 if long and each % 128 == 0 else 64, power_of_two(width)) * 2 // max(2, job.bytes))
     if tall > 64 and gated and outputs >= 96 * job.chip.sms:
         return SplitPlan(128, columns, 8, 1, 5)
-    held = tall <= 32 and each <= (512 if outputs <= 1024 else 256)
-    return SplitPlan(64, columns, 4, parts, 0 if held else 6 if not wide else 3 if tall == 64 else 4)
+    resident = tall <= 32 and each <= (512 if outputs <= 1024 else 256)
+    return SplitPlan(64, columns, 4, parts, 0 if resident else 6 if not long else 3 if tall == 64 else 4)
 
 
 class Rule(NamedTuple):

@@ -21,11 +21,11 @@ from .decode_product import _gated
 
 
 @triton.jit
-def _weights(at, k, there, end, WHOLE: tl.constexpr):
+def _weights(at, k, valid, end, WHOLE: tl.constexpr):
     """(R, C) of the rows that begin at `at`, up to column `end`."""
     if WHOLE:
         return tl.load(at[:, None] + k[None])
-    return tl.load(at[:, None] + k[None], mask=there[:, None] & (k < end)[None], other=0.0)
+    return tl.load(at[:, None] + k[None], mask=valid[:, None] & (k < end)[None], other=0.0)
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def _plus(total, w, x, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _range(x_ptr, at, there, B, TB: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+def _range(x_ptr, at, valid, B, TB: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
            HELD: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, ALL: tl.constexpr, WIDE: tl.constexpr,
            DEPENDENT: tl.constexpr):  # fmt: skip
-    """(R, TB): the rows of weights that begin at `at`, which are `there`, times x, over this program's range of columns."""
+    """(R, TB): the rows of weights that begin at `at`, which are `valid`, times x, over this program's range of columns."""
     EVEN: tl.constexpr = KS % C == 0
     b, begin = tl.arange(0, TB), tl.program_id(1) * KS
     k, end = begin + tl.arange(0, C), begin + KS
@@ -59,7 +59,7 @@ def _range(x_ptr, at, there, B, TB: tl.constexpr, K: tl.constexpr, KS: tl.conste
     if HELD:
         ws, xs = (), ()
         for i in tl.static_range((KS + C - 1) // C):
-            ws += (_weights(at, i * C + k, there, end, WHOLE),)
+            ws += (_weights(at, i * C + k, valid, end, WHOLE),)
         _wait(DEPENDENT)
         for i in tl.static_range((KS + C - 1) // C):
             xs += (_input(x_ptr, b, i * C + k, end, B, K, EVEN, ALL),)
@@ -69,7 +69,7 @@ def _range(x_ptr, at, there, B, TB: tl.constexpr, K: tl.constexpr, KS: tl.conste
         _wait(DEPENDENT)
         for i in tl.range(0, KS, C, num_stages=STAGES):
             x = _input(x_ptr, b, i + k, end, B, K, EVEN, ALL)
-            total = _plus(total, _weights(at, i + k, there, end, WHOLE), x, WIDE)
+            total = _plus(total, _weights(at, i + k, valid, end, WHOLE), x, WIDE)
     _end(DEPENDENT)
     return total
 
@@ -81,17 +81,17 @@ def _split_product_kernel(x_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, ou
                           BIAS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    there, in_q, in_k = row < rows, row < q_rows, row < q_rows + k_rows
+    valid, in_q, in_k = row < rows, row < q_rows, row < q_rows + k_rows
     of_k, of_v = row - q_rows, row - (q_rows + k_rows)
     at = tl.where(in_q, q_ptr + row.to(tl.int64) * K,
                   tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
-    y = _range(x_ptr, at, there, B, TB, K, KS, R, C, HELD, STAGES, WHOLE, ALL, WIDE, DEPENDENT)
+    y = _range(x_ptr, at, valid, B, TB, K, KS, R, C, HELD, STAGES, WHOLE, ALL, WIDE, DEPENDENT)
     if BIAS:  # noqa: SIM102 - this is a constant of the compiler
         if tl.program_id(1) == 0:
             bias = tl.where(in_q, q_bias + row, tl.where(in_k, k_bias + of_k, v_bias + of_v))
-            y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
+            y += tl.load(bias, mask=valid, other=0.0).to(tl.float32)[:, None]
     to = (tl.program_id(1) * B + b).to(tl.int64)[:, None] * rows + row[None]
-    tl.store(out_ptr + to, tl.trans(y), mask=(b < B)[:, None] & there[None])
+    tl.store(out_ptr + to, tl.trans(y), mask=(b < B)[:, None] & valid[None])
 
 
 @triton.jit
@@ -153,11 +153,11 @@ def _launch(
     tall, each = max(16, power_of_two(count)), width // number
 
     def run(plan: SplitPlan) -> None:
-        whole = rows % plan.rows == 0 and each % plan.columns == 0
-        held = plan.stages == 0 and number >= plan.parts  # longer ranges than the plan's may not fit
+        aligned = rows % plan.rows == 0 and each % plan.columns == 0
+        resident = plan.stages == 0 and number >= plan.parts  # longer ranges than the plan's may not fit
         kernel[(cdiv(rows, plan.rows), number)](
-            x, *arguments, count, TB=tall, K=width, R=plan.rows, C=plan.columns, HELD=held, STAGES=plan.stages or 2,
-            WHOLE=whole, ALL=count == tall, WIDE=interpreted(), **constants, **options(plan.warps, dependent),
+            x, *arguments, count, TB=tall, K=width, R=plan.rows, C=plan.columns, HELD=resident, STAGES=plan.stages or 2,
+            WHOLE=aligned, ALL=count == tall, WIDE=interpreted(), **constants, **options(plan.warps, dependent),
         )  # fmt: skip
 
     launch(job_of("split_product", way, (rows, width, tall), weight), run)
