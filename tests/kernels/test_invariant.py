@@ -153,7 +153,7 @@ def test_a_tile_of_few_rows_has_the_bits_of_a_large_one(device, heads, kv_heads,
     blocks = torch.randperm(5 * rows, generator=torch.Generator().manual_seed(0)).int().to(device).view(rows, 5)
     arguments = q, k, v, blocks, torch.arange(rows, device=device, dtype=torch.int32), width**-0.5
     few = kernels.invariant_cached_attention(*arguments)
-    assert few.isfinite().all() and all(fast._few.values()), "the trial of a tile of few rows found other bits"
+    assert few.isfinite().all() and all(fast._agree.values()), "the trial of a tile of few rows found other bits"
     monkeypatch.setattr(fast, "_step_rows", lambda q, k: None)
     assert torch.equal(kernels.invariant_cached_attention(*arguments), few)
 
