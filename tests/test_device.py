@@ -431,7 +431,7 @@ def test_the_collector_looks_at_new_objects_alone(fails):
     gc.disable()  # or it could come between
     try:
         old = cycle()
-        with suppress(KeyError), policy.collecting_new_objects():
+        with suppress(KeyError), policy.collecting_new_objects(torch.device("cpu")):
             new = cycle()
             gc.collect()
             assert old() is not None and new() is None
@@ -441,10 +441,25 @@ def test_the_collector_looks_at_new_objects_alone(fails):
         gc.collect()
         assert old() is None
         gc.freeze()  # by the caller, who may have forked
-        with policy.collecting_new_objects():
+        with policy.collecting_new_objects(torch.device("cpu")):
             pass
         assert gc.get_freeze_count() > 0
     finally:
         if not frozen:
             gc.unfreeze()
         gc.enable()
+
+
+@pytest.mark.parametrize("allocated", [4, 6])
+def test_an_earlier_model_is_collected_where_the_gpu_is_full(allocated, monkeypatch):
+    """Of 10 bytes, more than half."""
+    calls = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append(None))
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # the suite's own objects are frozen
+    for name in ("freeze", "unfreeze"):
+        monkeypatch.setattr(gc, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    monkeypatch.setattr(policy, "total_bytes", lambda device: 10)
+    with policy.collecting_new_objects(torch.device("cuda", 0)):
+        pass
+    assert len(calls) == (allocated > 5)

@@ -367,7 +367,7 @@ def decoder(
     for draft in drafts:
         check_kind(draft)
     home = target if gpus is None else gpus[0]
-    with plainly(home), torch.no_grad(), restore_on_error(model, *drafts), collecting_new_objects():
+    with plainly(home), torch.no_grad(), restore_on_error(model, *drafts), collecting_new_objects(home):
         runner: ModelRunner
         if exact:
             runner = ExactRunner(model, config)

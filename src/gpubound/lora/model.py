@@ -157,7 +157,8 @@ def add(
         planned = _planned(layers.values(), rank, alpha / rank, dropout)
         hasten(calls_of_any_batch(model, planned, base is not None), weight.device, weight.dtype)
     options = {"lora_dropout": dropout, "use_rslora": rslora, "use_dora": dora, "init_lora_weights": init}
-    with collecting_new_objects(), without_autocast(next(model.parameters()).device):  # it would round the lengths of rows
+    device = next(model.parameters()).device
+    with collecting_new_objects(device), without_autocast(device):  # it would round the lengths of rows
         attach(model, layers, {"r": rank, "lora_alpha": alpha, **options}, name, "lora.add")
     if base is not None:
         quantize_base(model, base)

@@ -193,7 +193,7 @@ def place(
     check_example(example)
     target = facts.resolve(device)
     # A weight moved inside inference_mode could not be trained, and autocast would round the values that are compared.
-    with facts.plainly(target), facts.growing_segments(target), facts.collecting_new_objects():
+    with facts.plainly(target), facts.growing_segments(target), facts.collecting_new_objects(target):
         candidates.move(model, target)
         is_plain, notes = candidates.is_plain(model), dict[str, Note]()
         leaves = list(candidates.leaves(model)) if fuse else []

@@ -208,7 +208,7 @@ class TrainStep(NotCopyable):
         shorter list, or the rest of an iterator, gives a smaller step, just as exact. Autocast (use `precision`) and no_grad
         around the call have no effect.
         """
-        with self._calling(), collecting_new_objects() if self._first else nullcontext():
+        with self._calling(), collecting_new_objects(self.device) if self._first else nullcontext():
             return self._step(micro_batches)
 
     def add(self, micro_batch: Any) -> None:
