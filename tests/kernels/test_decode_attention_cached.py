@@ -190,9 +190,14 @@ def test_wrong_arguments_are_named(device):
     k, v, k_scale, v_scale = case.caches
     out = torch.zeros(1, 64, device=device)
 
-    def call(k=k, v=v, k_scale=k_scale, pages=case.pages):
-        cache = LayerCache(k, v, k_scale, v_scale, pages)
-        kernels.quantized_decode_attention(case.qkv, case.position, cache, case.heads, case.scratch(1), out)
+    group, none = (
+        torch.full(shape, value, dtype=torch.int32, device=device) for shape, value in (((1, MEMBERS), -1), ((1,), 0))
+    )
+
+    def call(k=k, v=v, k_scale=k_scale, pages=case.pages, window=None):
+        cache = LayerCache(k, v, k_scale, v_scale, pages, window and SharedKeys(group, none))
+        heads = case.heads._replace(window=window or 0)
+        kernels.quantized_decode_attention(case.qkv, case.position, cache, heads, case.scratch(1), out)
 
     call()
     refusals(
@@ -201,6 +206,7 @@ def test_wrong_arguments_are_named(device):
         partial(call, k_scale=k_scale.half()),
         partial(call, pages=case.pages.long()),
         partial(call, pages=case.pages[:, :2].contiguous()),
+        partial(call, window=2),
     )
 
 

@@ -309,6 +309,11 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
     if cache.shared is not None:
         require(op, "cache.shared.rows", cache.shared.rows, torch.int32, ("groups", MEMBERS), device, "the kernel reads it")
         require(op, "cache.shared.counts", cache.shared.counts, torch.int32, (rows,), device, "it has one number for each row")
+        if not reads_shared(cache, heads, torch.bfloat16):
+            raise ValueError(
+                f"{op}: cache.shared: got a window, sinks or norms of full rows in heads, with which no launch reads shared "
+                f"keys; leave it out."
+            )
     counts = (max(rows * K, finished.numel()),)
     require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
 
