@@ -16,7 +16,7 @@ import torch
 from gpubound import cli, device, measure
 from gpubound.cli import bench
 from gpubound.errors import BudgetError, DeviceError, MeasureError
-from gpubound.measure import Ceilings, Machine
+from gpubound.measure import Ceilings, Machine, ceiling
 from gpubound.measure.ceiling import Gpu
 from gpubound.version import __version__
 from tests.messages import message
@@ -298,9 +298,9 @@ def test_the_list_of_commands_fits_any_terminal(run, columns, monkeypatch):
 def test_env_on_this_very_machine(run, monkeypatch, tmp_path):
     """On whatever this is; only buffers and products are smaller."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(measure.limits, "_cpu_buffer_bytes", lambda quick: 1 << 20)
-    rate = measure.limits._product_rate
-    monkeypatch.setattr(measure.limits, "_product_rate", lambda most, *rest: rate(64, *rest))
+    monkeypatch.setattr(ceiling, "_cpu_buffer_bytes", lambda quick: 1 << 20)
+    rate = ceiling._product_rate
+    monkeypatch.setattr(ceiling, "_product_rate", lambda most, *rest: rate(64, *rest))
     code, out, err = run("env", "--json", "--device", "cpu")
     found = json.loads(out)
     assert code == 0 and found["policy"]["device"] == "cpu" and found["ceilings"]["fp32_flops_per_s"] > 0

@@ -36,9 +36,9 @@ def uncertified(kind: str = "Mistral", max_batch: int = 2, **options) -> str:
 
 def wrong(monkeypatch, door: str, change) -> None:
     """`change(door's result)` in place of what the decoder's body gets from a door."""
-    module = own_weights if hasattr(own_weights, door) else layer
-    own = getattr(module, door)
-    monkeypatch.setattr(module, door, lambda *given, **named: change(own(*given, **named)))
+    for module in (own_weights, layer):
+        if own := getattr(module, door, None):
+            monkeypatch.setattr(module, door, lambda *given, own=own, **named: change(own(*given, **named)))
 
 
 def slightly(result: torch.Tensor) -> torch.Tensor:
