@@ -417,7 +417,7 @@ def test_beyond_a_limit_there_is_no_memory(unlimited):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_collector_looks_at_new_objects_alone(fails):
+def test_the_collector_looks_at_new_objects_alone(fails, monkeypatch):
     class Node:
         """Of a cycle."""
 
@@ -426,12 +426,14 @@ def test_the_collector_looks_at_new_objects_alone(fails):
         node.own = node
         return weakref.ref(node)
 
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(policy, "total_bytes", lambda device: 10)
     frozen = gc.get_freeze_count() > 0  # as the suite does
     gc.unfreeze()
     gc.disable()  # or it could come between
     try:
         old = cycle()
-        with suppress(KeyError), policy.collecting_new_objects(torch.device("cpu")):
+        with suppress(KeyError), policy.collecting_new_objects(torch.device("cuda", 0)):
             new = cycle()
             gc.collect()
             assert old() is not None and new() is None
@@ -441,7 +443,7 @@ def test_the_collector_looks_at_new_objects_alone(fails):
         gc.collect()
         assert old() is None
         gc.freeze()  # by the caller, who may have forked
-        with policy.collecting_new_objects(torch.device("cpu")):
+        with policy.collecting_new_objects(torch.device("cuda", 0)):
             pass
         assert gc.get_freeze_count() > 0
     finally:
