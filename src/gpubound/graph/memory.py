@@ -389,15 +389,14 @@ class Generators:
 def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
     """Allocate this thread's memory in a graph's pool, which between replays is free except for the outputs.
 
-    Autograd's threads allocate elsewhere, so backward runs on this thread. Other threads (a feed's) are not affected.
+    Autograd's threads would allocate elsewhere; GraphRunner runs backward on this one. Others (a feed's) are not affected.
     """
     if pool is None:
         yield
         return
     torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool)
     try:
-        with torch.autograd.set_multithreading_enabled(False):
-            yield
+        yield
     finally:
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)
