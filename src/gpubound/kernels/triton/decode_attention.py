@@ -266,6 +266,24 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl
 
 
 @triton.jit
+def _plus_part(m, weight, acc_a, acc_b, line, mask, halves, i, other, HALF: tl.constexpr):
+    """Add what another program left at `line` (G,): both halves of a sum, its largest score and its weight. other: the weight
+    where `mask` (G,) is false, and `halves` (G, HP) is too."""
+    D: tl.constexpr = 2 * HALF
+    # .cg: what other programs wrote is in the L2, and this multiprocessor's L1 may hold the last step's
+    their_m = tl.load(line + D, mask=mask, other=NOTHING, cache_modifier=".cg")
+    their_weight = tl.load(line + D + 1, mask=mask, other=other, cache_modifier=".cg")
+    their_a = tl.load(line[:, None] + i[None], mask=halves, other=0.0, cache_modifier=".cg")
+    their_b = tl.load(line[:, None] + i[None] + HALF, mask=halves, other=0.0, cache_modifier=".cg")
+    new = tl.maximum(m, their_m)
+    fix, factor = tl.exp(m - new), tl.exp(their_m - new)
+    weight = weight * fix + their_weight * factor
+    acc_a = acc_a * fix[:, None] + their_a * factor[:, None]
+    acc_b = acc_b * fix[:, None] + their_b * factor[:, None]
+    return new, weight, acc_a, acc_b
+
+
+@triton.jit
 def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr, G: tl.constexpr, HP: tl.constexpr,
               TOGETHER: tl.constexpr):  # fmt: skip
     """Combine all parts of a row and KV head, (G, HP) each half. A load from the L2 brings TOGETHER of them."""
@@ -276,18 +294,9 @@ def _combined(mine, parts, g, i, heads, GROUP: tl.constexpr, HALF: tl.constexpr,
         for j in tl.static_range(TOGETHER):
             other = tl.zeros([G], tl.int32) + start + j
             line, in_range = mine + (other * GROUP + g) * (D + 2), (g < GROUP) & (other < parts)
-            all_present = heads & in_range[:, None]
-            # .cg: what other programs wrote is in the L2, and this multiprocessor's L1 may hold the last step's
-            their_m = tl.load(line + D, mask=in_range, other=NOTHING, cache_modifier=".cg")
-            their_weight = tl.load(line + D + 1, mask=in_range, other=1.0, cache_modifier=".cg")
-            their_a = tl.load(line[:, None] + i[None], mask=all_present, other=0.0, cache_modifier=".cg")
-            their_b = tl.load(line[:, None] + i[None] + HALF, mask=all_present, other=0.0, cache_modifier=".cg")
-            new = tl.maximum(m, their_m)
-            fix, factor = tl.exp(m - new), tl.exp(their_m - new)
-            weight = weight * fix + their_weight * factor
-            acc_a = acc_a * fix[:, None] + their_a * factor[:, None]
-            acc_b = acc_b * fix[:, None] + their_b * factor[:, None]
-            m = new
+            m, weight, acc_a, acc_b = _plus_part(
+                m, weight, acc_a, acc_b, line, in_range, heads & in_range[:, None], i, 1.0, HALF
+            )
     return acc_a / weight[:, None], acc_b / weight[:, None]
 
 
@@ -459,17 +468,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
             _wait(DEPENDENT)
             line = state_ptr + ((b * KV + kv) * GROUP + g) * (D + 2)
             begun = g < tl.where((split == 0) & (begin > 0), GROUP, 0)
-            their_m = tl.load(line + D, mask=begun, other=NOTHING, cache_modifier=".cg")
-            their_weight = tl.load(line + D + 1, mask=begun, other=0.0, cache_modifier=".cg")
-            present = begun[:, None] & inside[None]
-            their_a = tl.load(line[:, None] + i[None], mask=present, other=0.0, cache_modifier=".cg")
-            their_b = tl.load(line[:, None] + i[None] + HALF, mask=present, other=0.0, cache_modifier=".cg")
-            new = tl.maximum(m, their_m)
-            fix, factor = tl.exp(m - new), tl.exp(their_m - new)
-            weight = weight * fix + their_weight * factor
-            acc_a = acc_a * fix[:, None] + their_a * factor[:, None]
-            acc_b = acc_b * fix[:, None] + their_b * factor[:, None]
-            m = new
+            m, weight, acc_a, acc_b = _plus_part(
+                m, weight, acc_a, acc_b, line, begun, begun[:, None] & inside[None], i, 0.0, HALF
+            )
         if NEW > 0:  # noqa: SIM102  # without it, nothing below is compiled
             if split == parts - 1:
                 if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along

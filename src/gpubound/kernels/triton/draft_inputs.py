@@ -12,7 +12,7 @@ from ..ngram_speculation import Chunk
 from ..plans import power_of_two
 from ..sampling import Rows
 from ._launch import bump_versions, options
-from .sampling import NOBODY, _embedding, _finite, _lead, _leader, _start
+from .sampling import _embedding, _finite, _largest, _start
 
 PARTS = 1024  # partial maxima at a time
 
@@ -82,13 +82,7 @@ def _extend_draft_kernel(best_ptr, arg_ptr, targets_ptr, token_ptr, x_ptr, table
     _start(DEPENDENT)
     token = tl.load(token_ptr + b)
     if best_ptr is not None:
-        best = tl.full([PARTS], float("-inf"), tl.float32)
-        arg = tl.full([PARTS], NOBODY, tl.int32)
-        for start in range(0, P, PARTS):
-            i = start + tl.arange(0, PARTS)
-            value = tl.load(best_ptr + b * P + i, mask=i < P, other=float("-inf"))
-            best, arg = _lead(value, tl.load(arg_ptr + b * P + i, mask=i < P, other=NOBODY), best, arg)
-        top, chosen = _leader(best, arg)
+        top, chosen = _largest(best_ptr + b * P, arg_ptr + b * P, P, PARTS)
         if _finite(top):
             token = tl.load(targets_ptr + tl.minimum(chosen, targets - 1)).to(tl.int32)
         tl.store(token_ptr + b, token)

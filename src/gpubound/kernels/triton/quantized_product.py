@@ -48,7 +48,7 @@ from ._packed import (
     _values,
     _words,
 )
-from .decode_product import _gated, _norm_parts
+from .decode_product import _gated, _norm_parts, _stacked
 from .experts import _expert
 from .gated import _limited
 
@@ -385,13 +385,10 @@ def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_b
                                GAIN: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    there, in_q, in_k = row < rows, row < q_rows, row < q_rows + k_rows
-    of_k, of_v = row - q_rows, row - (q_rows + k_rows)
-    at = tl.where(in_q, q_ptr + row.to(tl.int64) * K,
-                  tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
+    there, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K)
     y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
     if BIAS:
-        bias = tl.where(in_q, q_bias + row, tl.where(in_k, k_bias + of_k, v_bias + of_v))
+        bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1)
         y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=there[:, None] & (b < B)[None])
 

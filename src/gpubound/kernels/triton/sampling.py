@@ -47,6 +47,17 @@ def _leader(best, arg):
 
 
 @triton.jit
+def _largest(best_ptr, arg_ptr, P, BLOCK: tl.constexpr):
+    """(the largest, its token) of P partial maxima, as a product with the head leaves them."""
+    best, arg = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([BLOCK], NOBODY, tl.int32)
+    for start in range(0, P, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        value = tl.load(best_ptr + i, mask=i < P, other=float("-inf"))
+        best, arg = _lead(value, tl.load(arg_ptr + i, mask=i < P, other=NOBODY), best, arg)
+    return _leader(best, arg)
+
+
+@triton.jit
 def _penalised(z, past_ptr, penalty, i, V):
     """The logits z of tokens `i` with the penalty."""
     if past_ptr is not None:  # noqa: SIM102  this is a constant of the compiler, the penalty a number on the device
@@ -386,13 +397,7 @@ def _pick_kernel(best_ptr, arg_ptr, token_ptr, position_ptr, alive_ptr, limit_pt
     _start(DEPENDENT)
     token = tl.load(token_ptr + b)
     if tl.load(alive_ptr + b) != 0:
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        arg = tl.full([BLOCK], NOBODY, tl.int32)
-        for start in range(0, P, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            value = tl.load(best_ptr + b * P + i, mask=i < P, other=float("-inf"))
-            best, arg = _lead(value, tl.load(arg_ptr + b * P + i, mask=i < P, other=NOBODY), best, arg)
-        top, first = _leader(best, arg)
+        top, first = _largest(best_ptr + b * P, arg_ptr + b * P, P, BLOCK)
         good = _finite(top)
         _advance(b, first, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
                  V, stops, STOPS)  # fmt: skip

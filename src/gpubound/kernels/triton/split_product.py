@@ -17,7 +17,7 @@ from ...device import interpreted
 from ..plans import cdiv, job_of, power_of_two
 from ..plans.types import SplitPlan
 from ._launch import _begin, _end, _wait, bump_versions, launch, options
-from .decode_product import _gated
+from .decode_product import _gated, _stacked
 
 
 @triton.jit
@@ -81,14 +81,11 @@ def _split_product_kernel(x_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, ou
                           BIAS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    valid, in_q, in_k = row < rows, row < q_rows, row < q_rows + k_rows
-    of_k, of_v = row - q_rows, row - (q_rows + k_rows)
-    at = tl.where(in_q, q_ptr + row.to(tl.int64) * K,
-                  tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
+    valid, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K)
     y = _range(x_ptr, at, valid, B, TB, K, KS, R, C, HELD, STAGES, WHOLE, ALL, WIDE, DEPENDENT)
     if BIAS:  # noqa: SIM102 - this is a constant of the compiler
         if tl.program_id(1) == 0:
-            bias = tl.where(in_q, q_bias + row, tl.where(in_k, k_bias + of_k, v_bias + of_v))
+            bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1)
             y += tl.load(bias, mask=valid, other=0.0).to(tl.float32)[:, None]
     to = (tl.program_id(1) * B + b).to(tl.int64)[:, None] * rows + row[None]
     tl.store(out_ptr + to, tl.trans(y), mask=(b < B)[:, None] & valid[None])
