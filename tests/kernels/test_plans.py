@@ -76,7 +76,7 @@ def test_a_large_weight_whose_columns_are_no_power_of_two_is_read_by_tiles_that_
         ("gate_up", (9216, 2304, 9216), MatrixPlan(1, 4096, 4)),
         ("adapted gate_up", (10_240, 2560, 10_240), MatrixPlan(1, 4096, 4)),
     ):
-        assert plan_for(Job("product", way, shape, 2, H200)) == want, (way, shape)
+        assert defaults.product(Job("product", way, shape, 2, H200)) == want, (way, shape)
 
 
 def test_no_program_spans_two_parts_of_a_product():

@@ -75,6 +75,11 @@ _HOPPER: dict[Key, tuple] = {
     ("product", "gate_up", (14336, 4096), 2): (2, 2048, 4),
     ("product", "add", (4096, 14336), 2): (2, 2048, 4),
     ("product", "head", (128256, 4096), 2): (16, 256, 4),
+    # Gemma 4 E4B's and Gemma 3 4B's. Whole steps of 12 layers of E4B: 1,110 us against 1,167.
+    ("product", "add", (2560, 2048), 2): (4, 1024, 4),
+    ("product", "gate_up", (10240, 2560), 2): (1, 512, 2),
+    ("product", "add", (2560, 10240), 2): (2, 1024, 4),
+    ("product", "head", (262144, 2560), 2): (16, 256, 4),
     # The same over packed weights: rows a program, words a tile, warps.
     ("packed_product", "int4 qkv", (6144, 4096), 0): (16, 512, 4),
     ("packed_product", "int4 add", (4096, 14336), 0): (8, 256, 2),
