@@ -67,6 +67,7 @@ CASES = {
     "1b-x8": Case("1b", 2048, 4, 8, {"liger": (1.12, None), "compile": (1.12, None)}, recompute="none", least=(78_000, None)),
     "1b-x8-fp8": Case("1b", 2048, 4, 8, {"ours-bf16": (1.25, None)}, "ours-fp8", "none", least=(95_000, None)),
     "8b": Case("8b", 2048, 1, 4, {}, "ours-8bit", least=(11_000, None)),  # on one GPU
+    "8b-fp8": Case("8b", 2048, 1, 4, {}, "ours-fp8-8bit", least=(14_000, None)),
     "feed": Case("tiny", 200, 4, 1, {"frames-usual": (5.6, 7.0)}, ours="frames-ours"),
     "feed-fp32": Case("tiny", 200, 4, 1, {"frames-usual": (5.6, 7.0)}, ours="frames-ours-fp32"),
 }
@@ -99,7 +100,7 @@ class Train:
     """
 
     only: str = "350m,350m-x8,135m,feed"
-    """Cases, by comma: 350m, 350m-fp8, 350m-x8, 350m-x16, 135m, 1b-x8, 1b-x8-fp8, 8b, feed, feed-fp32."""
+    """Cases, by comma: 350m, 350m-fp8, 350m-x8, 350m-x16, 135m, 1b-x8, 1b-x8-fp8, 8b, 8b-fp8, feed, feed-fp32."""
     peers: str = ""
     """Of a case's peers only these, by comma."""
     rounds: int = 12

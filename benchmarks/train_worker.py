@@ -203,6 +203,7 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "ours-bf16": ours,
     "ours-fp8": lambda job: ours(job, "fp8"),
     "ours-8bit": lambda job: ours(job, optimizer=AdamW8bit),  # of the moments
+    "ours-fp8-8bit": lambda job: ours(job, "fp8", optimizer=AdamW8bit),
     "hf": hugging_face,
     "liger": liger,
     "liger-autocast": lambda job: liger(job, autocast=True),
