@@ -10,6 +10,7 @@ import yaml
 from gpubound import device as facts
 from gpubound.cli import main, rl
 
+from .messages import same_texts
 from .train.runs import build_corpus, recipe, train
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl_arithmetic"
@@ -39,6 +40,30 @@ def config(base, tmp_path, monkeypatch, capsys):
 
 
 SMALL = ["--steps", "2", "--prompts-per-step", "2", "--samples", "2", "--max-new-tokens", "4", "--device", "cpu"]
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed_by_the_config_that_it_has_recorded(config, tmp_path, capsys):
+    run = tmp_path / "runs" / "rl"
+    values = yaml.safe_load((tmp_path / config).read_text()) | {"clip": "none", "lr": "1e-4"}
+    (tmp_path / config).write_text(yaml.safe_dump(values))
+    assert main(["rl", config, *SMALL]) == 0
+    Path(config).unlink()
+    assert main(["rl", "--resume", "--out", str(run), "--steps", "3"]) == 0
+    about = json.loads((run / "run.json").read_text())
+    assert about["finished"] and (about["config"]["steps"], about["config"]["lr"], about["config"]["clip"]) == (3, 1e-4, None)
+    assert main(["rl", "--resume", "--out", str(run), "--samples", "4"]) == 2
+    assert "samples: got 4, and the run in" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_run_of_rl_is_not_resumed(tmp_path, capsys):
+    errors = []
+    for config in (None, {"data": "x"}, {"rewards": {}, "model": "x"}):
+        if config is not None:
+            (tmp_path / "run.json").write_text(json.dumps({"starts": [], "config": config}))
+        assert main(["rl", "--resume", "--out", str(tmp_path)]) == 2
+        errors.append(capsys.readouterr().err.splitlines()[-1])
+    same_texts("cli_rl:not_resumed", errors, tmp_path)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 gpubound rl config.yaml                 gpubound init rl prints a commented config
 gpubound rl config.yaml --lr 2e-6       options override the file
 gpubound rl config.yaml --resume        go on from the newest whole checkpoint
+gpubound rl --out runs/sums --resume    with the config that the run has recorded
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tyro
@@ -69,6 +71,8 @@ def main(argv: Sequence[str]) -> int:
     options = arguments(RLOptions, argv, "rl", RLOptions())
     if file is not None:
         options = arguments(RLOptions, argv, "rl", from_file(file))
+    elif options.resume:
+        options = arguments(RLOptions, argv, "rl", from_run(options.out))
     check_log(options.log)
     recipe = options.recipe()
     if not (recipe.model and recipe.prompts and recipe.rewards):
@@ -115,6 +119,23 @@ def from_file(path: str) -> RLOptions:
         return options
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def from_run(out: str) -> RLOptions:
+    """Return the options that the run in the folder `out` has recorded."""
+    from ..monitor.tape import ABOUT, RunTape
+
+    if not Path(out, ABOUT).exists():
+        raise ValueError(f"resume: out: {out} holds no run; give the folder of one, or the config of a new one.")
+    config = RunTape.open(out).about.get("config") or {}
+    if "rewards" not in config:
+        raise ValueError(f"resume: out: {out} is a run of gpubound train; go on with that, or give the folder of another run.")
+    if python := [key for key in ("model", "prompts", "rewards") if not config.get(key)]:
+        raise ValueError(
+            f"resume: {python[0]}: the run in {out} has what Python gave it; go on with gb.rl.train(..., resume=True)."
+        )
+    lists = {key: tuple(config[key]) for key in ("stop", "betas") if key in config}
+    return RLOptions(**{key: value for key, value in (config | lists).items() if key in OPTIONS} | {"out": out})
 
 
 def _converted(key: str, value: Any) -> Any:

@@ -6,6 +6,7 @@
 import copy
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -212,6 +213,10 @@ def train(
     module = policy if isinstance(policy, nn.Module) else None
     if module is not None and keys.get("lora"):
         raise ValueError("rl: lora: got a policy that is a module; call gb.lora.add(policy) first, or give its folder.")
+    named = {"prompts": prompts, "eval_prompts": eval_prompts, "environment": environment, "tokenizer": tokenizer}
+    keys |= {key: str(value) for key, value in named.items() if isinstance(value, str | Path)}  # those that run.json can hold
+    if isinstance(rewards, Mapping) and all(isinstance(name, str) for name in rewards):
+        keys["rewards"] = dict(rewards)
     recipe = RLRecipe(**keys if module is not None else keys | {"model": str(policy)})
     advice = "what was saved there before is intact. Free space, then go on with --resume, or give another --out."
     with explain_disk_full(recipe.out, advice), locked(recipe.out):
