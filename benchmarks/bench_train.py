@@ -59,7 +59,19 @@ class Case:
 
 
 CASES = {
-    "350m": Case("350m", 1024, 16, 1, {"liger": (1.15, 1.22), "liger-autocast": (1.45, None), "hf": (None, None)}),
+    "350m": Case(
+        "350m",
+        1024,
+        16,
+        1,
+        {
+            "liger": (1.15, 1.22),
+            "liger-cutedsl": (1.15, None),
+            "compile-max": (1.15, None),
+            "liger-autocast": (1.45, None),
+            "hf": (None, None),
+        },
+    ),
     "350m-fp8": Case("350m", 1024, 16, 1, {"ours-bf16": (1.25, None)}, ours="ours-fp8", least=(250_000, 280_000)),
     "350m-x8": Case("350m", 1024, 16, 8, {"liger": (None, None), "liger-autocast": (None, None)}),
     "135m": Case("135m", 1024, 1, 1, {"hf": (8.0, 10.0), "liger": (None, None)}, least=(186_000, 205_000)),  # 5.5 and 5 ms

@@ -82,7 +82,7 @@ def peft(job: Job, autocast: bool = False, compiled: bool = False, liger: bool =
     if liger:
         use_liger()
     dtype = torch.bfloat16 if job.device != "cpu" else torch.float32
-    return usual(job, get_peft_model(llama(job, dtype)), autocast, compiled)
+    return usual(job, get_peft_model(llama(job, dtype)), autocast, "default" if compiled else "")
 
 
 CONTENDERS: dict[str, Callable[[Job], Contender]] = {

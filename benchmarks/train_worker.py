@@ -1,5 +1,6 @@
 """The contenders of the training benchmark, one a process: Liger patches classes, and peaks of memory must not mix."""
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -98,18 +99,18 @@ def ours(
     return Contender(start, sum(p.numel() for p in model.parameters()), lambda: bool(steps[0].captured), memory)
 
 
-def hugging_face(job: Job, autocast: bool = False, compiled: bool = False) -> Contender:
-    """Pure bf16, or fp32 weights under autocast."""
+def hugging_face(job: Job, autocast: bool = False, compiled: str = "") -> Contender:
+    """Pure bf16, or fp32 weights under autocast. `compiled`: torch.compile's mode."""
     return usual(job, llama(job, torch.float32 if autocast else torch.bfloat16), autocast, compiled)
 
 
-def usual(job: Job, model: nn.Module, autocast: bool = False, compiled: bool = False) -> Contender:
+def usual(job: Job, model: nn.Module, autocast: bool = False, compiled: str = "") -> Contender:
     """The usual loop: batches resident, nothing read back, fused AdamW over what is not frozen."""
     batches, trained = token_batches(job), [p for p in model.parameters() if p.requires_grad]
 
     def start() -> Step:
         if compiled:
-            model.compile()
+            model.compile(mode=compiled)
         optimizer = torch.optim.AdamW(trained, lr=job.lr, fused=True)
 
         def step() -> Tensor:
@@ -120,21 +121,23 @@ def usual(job: Job, model: nn.Module, autocast: bool = False, compiled: bool = F
             nn.utils.clip_grad_norm_(trained, CLIP)
             optimizer.step()
             optimizer.zero_grad()
-            return loss.detach()
+            return loss.detach().clone() if compiled else loss.detach()  # torch's graphs write the next step's into this one
 
         return step
 
     return Contender(start, sum(p.numel() for p in model.parameters()))
 
 
-def use_liger() -> None:
+def use_liger(implementation: str = "") -> None:
+    if implementation:  # read when Liger is imported, which fails where it cannot be used
+        os.environ["LIGER_KERNEL_IMPL"] = implementation
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama()
 
 
-def liger(job: Job, autocast: bool = False) -> Contender:
-    use_liger()
+def liger(job: Job, autocast: bool = False, implementation: str = "") -> Contender:
+    use_liger(implementation)
     return hugging_face(job, autocast)
 
 
@@ -207,7 +210,9 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "hf": hugging_face,
     "liger": liger,
     "liger-autocast": lambda job: liger(job, autocast=True),
-    "compile": lambda job: hugging_face(job, compiled=True),
+    "liger-cutedsl": lambda job: liger(job, implementation="cutedsl"),
+    "compile": lambda job: hugging_face(job, compiled="default"),
+    "compile-max": lambda job: hugging_face(job, compiled="max-autotune"),  # with CUDA graphs
     "frames-ours": frames_ours,
     "frames-ours-fp32": lambda job: frames_ours(job, "fp32"),
     "frames-usual": frames_usual,
