@@ -70,7 +70,7 @@ def mixture(seed):
 
 def denoiser(seed):
     torch.manual_seed(seed)
-    return RichardsDecoder(RichardsConfig(16, 24, 2, 2, 2, WORDS, causal=False, time="film"))
+    return RichardsDecoder(RichardsConfig(16, 24, 2, 2, 2, WORDS, causal=False))
 
 
 def wider(seed):

@@ -1,4 +1,4 @@
-"""Generation from the live weights: gpubound.decoder(model), and of diffusion models MaskedSampler and NoiseSampler."""
+"""Generation from the live weights: gpubound.decoder(model), and of masked diffusion models MaskedSampler."""
 
 from importlib import import_module
 from typing import Any
@@ -11,6 +11,6 @@ from .speculation import Draft as Draft
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("MaskedSampler", "NoiseSampler"):  # a family, above this package
-        return getattr(import_module("gpubound.models.diffusion"), name)
+    if name == "MaskedSampler":  # of a family, above this package
+        return import_module("gpubound.models.diffusion").MaskedSampler
     raise AttributeError(f"module 'gpubound.decode' has no attribute {name!r}")

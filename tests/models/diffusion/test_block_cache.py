@@ -244,7 +244,6 @@ def test_models_that_are_not_cached():
     others = {
         "BothWays": BothWays(),
         "PolyAttention": RichardsDecoder(RichardsConfig(**SIZES, attention="poly")),
-        "read the time": RichardsDecoder(RichardsConfig(**SIZES, time="film")),
         "hooks": hooked,
     }
     for named, model in others.items():

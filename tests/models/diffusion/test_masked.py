@@ -81,18 +81,6 @@ def test_a_model_of_ours_is_kept_from_the_places_behind_its_rows(attention):
     assert sampler.generate(prompts, 6, steps=4, block=3, guidance=0.5).tokens == want and want[0] != want[1]
 
 
-def test_a_model_that_is_told_the_time_hears_how_much_is_masked():
-    model, times = random_model(), []
-    model.config = type("Config", (), {"time": "film", "causal": False})()
-    below = model.below.forward
-    model.below.forward = lambda input_ids, time: (times.append(time), below(input_ids))[1]
-    model.forward = lambda input_ids, time: model.head(model.below(input_ids, time=time))
-    sampler = MaskedSampler(model, mask_token=MASK)
-    times.clear()
-    sampler.generate(PROMPTS[:2], 8, steps=3)
-    assert torch.stack(times).tolist() == [[1, 1], [5 / 8, 5 / 8], [2 / 8, 2 / 8]]
-
-
 STEPS = 1000  # of training, at most; four seeds took 175 to 275
 MARGIN = 0.9  # of every token's probability where only its row's first token is seen
 

@@ -146,24 +146,6 @@ def test_captured_is_eager():
         assert (p - q).norm() <= 1e-5 * q.norm(), name
 
 
-def test_a_model_with_a_time_is_told_the_rate():
-    class Timed(BothWays):
-        config = type("Config", (), {"time": "film"})()
-
-        def forward(self, input_ids, time=None):
-            self.times.append(time)
-            return super().forward(input_ids) * time[:, None, None]
-
-    model = Timed()
-    model.times, model.get_output_embeddings = [], lambda: None
-    objective = MaskedDiffusion(MASK)
-    objective(model, batch())
-    *trials, time = model.times
-    assert all((t == 0.5).all() for t in trials), "and never left untold, which such a model refuses"
-    shares = (model.seen[-1] == MASK).float().mean(1)
-    assert time.shape == (8,) and (time - shares).abs().max() < 0.5 and torch.corrcoef(torch.stack([time, shares]))[0, 1] > 0.8
-
-
 def shifted() -> dict:
     given = batch()
     return given | {"labels": given["labels"].roll(-1, 1)}

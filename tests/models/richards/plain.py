@@ -6,16 +6,14 @@ import torch
 import torch.nn.functional as F
 
 
-def logits(model, ids, time=None):
+def logits(model, ids):
     """Of ids (B, T), by the weights of `model`; in the dtype that they have."""
     c, w = model.config, dict(model.named_parameters())
     x = w["model.embed_tokens.weight"][ids] * (1 if c.norm == "rms" else c.hidden**0.5)
-    told = None if time is None else embedded_time(w, time)
     for n in range(c.layers):
         own = {name.removeprefix(f"model.layers.{n}."): p for name, p in w.items() if name.startswith(f"model.layers.{n}.")}
-        (s1, b1), (s2, b2) = film(own, told)
-        x = x + MIXERS[c.attention](c, own, NORMS[c.norm](c, own, "input_layernorm.", x) * s1 + b1)
-        x = x + MLPS[c.mlp](c, own, NORMS[c.norm](c, own, "post_attention_layernorm.", x) * s2 + b2)
+        x = x + MIXERS[c.attention](c, own, NORMS[c.norm](c, own, "input_layernorm.", x))
+        x = x + MLPS[c.mlp](c, own, NORMS[c.norm](c, own, "post_attention_layernorm.", x))
     return NORMS[c.norm](c, w, "model.norm.", x) @ w["lm_head.weight" if not c.tied else "model.embed_tokens.weight"].T
 
 
@@ -82,21 +80,6 @@ def turned(x, c):
 def swiglu(c, w, x):
     gate, up = (x @ w[f"mlp.{n}_proj.weight"].T for n in ("gate", "up"))
     return (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-
-
-def embedded_time(w, time):
-    """1000 t times frequencies from 1 down to nearly 1 / 10000, their cosines and sines, then two layers."""
-    angles = 1000 * time.double()[:, None] * torch.tensor([10000 ** (-i / 128) for i in range(128)])
-    h = torch.cat([angles.cos(), angles.sin()], -1).to(w["model.time.inner.weight"].dtype)
-    h = F.silu(h @ w["model.time.inner.weight"].T + w["model.time.inner.bias"])
-    return F.silu(h @ w["model.time.outer.weight"].T + w["model.time.outer.bias"])
-
-
-def film(w, told):
-    if told is None:
-        return (1, 0), (1, 0)
-    s1, b1, s2, b2 = (told @ w["film.weight"].T + w["film.bias"])[:, None].chunk(4, -1)
-    return (1 + s1.tanh() / 10, b1.tanh() / 10), (1 + s2.tanh() / 10, b2.tanh() / 10)
 
 
 def moe(c, w, x):

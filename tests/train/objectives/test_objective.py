@@ -86,7 +86,7 @@ def test_text_is_what_an_objective_writes(finished):
 def test_refusals(share, name, options, sentence):
     with pytest.raises(ValueError) as error:
         objective_named(name, options)
-    names = ", ".join(known for known in OBJECTIVES if known not in ("causal_lm", "policy", "noise_prediction"))  # of a Corpus
+    names = ", ".join(known for known in OBJECTIVES if known not in ("causal_lm", "policy"))  # of a Corpus
     assert str(error.value) == sentence.replace("{names}", names)
 
 

@@ -1,4 +1,4 @@
-"""Diffusion models of masked tokens and of noise: training objectives and samplers."""
+"""Diffusion models of masked tokens: training objective and sampler."""
 
 from .masked import MaskedSampler as MaskedSampler
-from .objective import MaskedDiffusion as MaskedDiffusion, NoisePrediction as NoisePrediction, NoiseSampler as NoiseSampler
+from .objective import MaskedDiffusion as MaskedDiffusion

@@ -55,7 +55,10 @@ from ...trace import fallback, notice
 from ..folder import MASK_ID
 from ..language_model import LanguageModel, hidden_of, logits_of, why_not_head
 from ..registry import mode
-from .objective import MODES, MOST, is_causal, time_argument
+from .objective import is_causal
+
+MODES = ("auto", "require", "off")  # of `graph`
+MOST = 8  # shapes whose buffers and graph are cached
 
 
 def why_uncached(model: Any) -> str | None:
@@ -63,8 +66,6 @@ def why_uncached(model: Any) -> str | None:
     name = type(model).__name__
     if not isinstance(model, LanguageModel):
         return f"{name} is no gb.Decoder or gb.RichardsDecoder"
-    if getattr(model.config, "time", "none") != "none":
-        return f"the blocks of {name} read the time of each step"
     for block in model.model.layers:
         attention = block.self_attn
         if not isinstance(attention, Attention) or type(attention).mix is not Attention.mix:
@@ -279,8 +280,7 @@ class Buffers:
         if self.cache is not None:
             mask = (self.place < start + self.tokens)[:, None, None] if self.padded else None
             return head_of(model)((self.cache.full if full else self.cache.block)(ids, at, mask))
-        masks = (ids == self.sampler.mask_token) & (self.place >= start)
-        inputs = {"input_ids": ids} | time_argument(model, masks.sum(1) / self.tokens)
+        inputs = {"input_ids": ids}
         if self.padded:
             inputs |= padding_argument(model, self.place < start + self.tokens)
         if self.sampler.full_logits:
@@ -343,7 +343,7 @@ class MaskedSampler:
     def _check(self) -> str | None:
         """Raise ValueError for a causal model. Return why the head cannot compute the logits of single positions, or None."""
         ids = torch.tensor([[self.mask_token, 0, 0]], device=self.device)
-        inputs = {"input_ids": ids} | time_argument(self.model, torch.full((1,), 0.5, device=self.device, dtype=torch.float32))
+        inputs = {"input_ids": ids}
         if is_causal(self.model, inputs, 1):
             raise ValueError(
                 f"MaskedSampler: {type(self.model).__name__} is causal, and cannot fill a position by later tokens; "

@@ -2,7 +2,6 @@
 
 from .checkpoint import load_richards as load_richards, save_richards as save_richards
 from .model import (
-    DiffusionBlock as DiffusionBlock,
     RichardsConfig as RichardsConfig,
     RichardsDecoder as RichardsDecoder,
     TransformerBlock as TransformerBlock,

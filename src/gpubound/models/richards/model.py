@@ -1,4 +1,4 @@
-"""Richards language model: any mixer, MLP and norm of its config, causal or not, with or without a diffusion time.
+"""Richards language model: any mixer, MLP and norm of its config, causal or not.
 
 Children are named as Hugging Face names them.
 
@@ -8,20 +8,17 @@ The config names the parts. A part is one line of a table, with its module and i
 MLP `mix(x)`, a norm `forward(x)` and `add(x, pending)`.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...formatting import hint
 from ...kernels.dispatch import Call
-from ...layers.attention import Attention, Mask, Rope, RopeTable, RotaryAngles, turn_calls
-from ...layers.block import MLP, Block, RMSNorm, gated_calls, must_be_called, normed_for, run_block, run_blocks
+from ...layers.attention import Attention, Mask, RopeTable, RotaryAngles, turn_calls
+from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
 from ...layers.embedding_and_head import look_up
 from ...layers.moe import MoE
 from ..decoding import ExpertWeights, Linear
@@ -31,7 +28,6 @@ from .kernels.poly_attention import DEGREES
 from .layers import RGLRU, DynamicTanh, PolyAttention, RichardsGLU, poly_calls, rg_lru_calls, richards_glu_calls
 
 POLY = ("degree", "soft_clip", "window", "gates")
-TIMES = ("none", "film")
 
 
 @dataclass(frozen=True)
@@ -123,7 +119,6 @@ class RichardsConfig(DecoderConfig):
     attention: str = "softmax"
     mlp: str = "swiglu"
     norm: str = "rms"
-    time: str = "none"  # film: norms are scaled and shifted by a time, for a denoiser of continuous inputs
     rope: bool = True  # False: no rotary positions
     degree: int = 3  # of poly attention: 1, 3, 5 or 7
     soft_clip: float = 8.0  # of poly attention's scores: c tanh(s / c); 0: not clipped
@@ -139,8 +134,6 @@ class RichardsConfig(DecoderConfig):
         for field, table in TABLES.items():
             if (name := getattr(self, field)) not in table:
                 raise ValueError(f"RichardsConfig: {field}: got {name!r}; {hint(name, table, 'there are')}")
-        if self.time not in TIMES:
-            raise ValueError(f"RichardsConfig: time: got {self.time!r}; {hint(self.time, TIMES, 'there are')}")
         if self.rope and self.head_dim % 2:
             raise ValueError(f"RichardsConfig: heads are {self.head_dim} wide, and rotation works on pairs; give rope=False.")
         if self.shifted:
@@ -191,11 +184,6 @@ class RichardsConfig(DecoderConfig):
         return self.layers * sum(part.products(self) for part in self.parts) + self.vocabulary * self.hidden
 
 
-TIME_SCALE = 1000.0  # of a time: without it no sinusoid would turn by more than a radian, and all times would look alike
-WAVES = 256  # sinusoids of a time
-FILM_LIMIT = 0.1  # largest scale and shift of FiLM
-
-
 class TransformerBlock(Block):
     """Pre-norm block of the parts that the config names."""
 
@@ -209,52 +197,6 @@ class TransformerBlock(Block):
         super().__init__(mixer, mlp, config.hidden, config.eps, **where, norm=norm)
 
 
-class DiffusionBlock(TransformerBlock):
-    """TransformerBlock with FiLM: the norms' outputs are scaled by 1 + 0.1 tanh(a) and shifted by 0.1 tanh(b), where a and b
-    are linear in the embedded time."""
-
-    def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
-        super().__init__(config, device, dtype)
-        self.film = nn.Linear(config.hidden, 4 * config.hidden, device=device, dtype=dtype)
-
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask = None, *, time: Tensor) -> Tensor:  # type: ignore[override]
-        x, pending = run_at_time(self, x, None, rope, mask, time=time)
-        return x + pending.to(x.dtype)
-
-
-def _mixed(part: Any, *inputs: Any) -> Tensor:
-    """Return part.mix(*inputs), or part(*inputs) where hooks are to run or another forward."""
-    return part(*inputs) if must_be_called(part) else part.mix(*inputs)
-
-
-def run_at_time(
-    block: DiffusionBlock, x: Tensor, pending: Tensor | None, rope: Rope | None, mask: Mask = None, *, time: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run a block like layers.block.run_block, with the embedded time (B, hidden) of each row."""
-    scale1, shift1, scale2, shift2 = (FILM_LIMIT * torch.tanh(block.film(time)))[:, None].chunk(4, -1)
-    y, x = normed_for(None, block.input_layernorm, x, pending)
-    y = _mixed(block.self_attn, torch.addcmul(shift1, y, 1 + scale1), rope, mask)
-    y, x = normed_for(None, block.post_attention_layernorm, x, y)
-    return x, _mixed(block.mlp, torch.addcmul(shift2, y, 1 + scale2))
-
-
-class TimeEmbedding(nn.Module):
-    """Vector of a time from 0 to 1: sinusoids of 1000 t, then an MLP."""
-
-    def __init__(self, hidden: int, device=None, dtype=None) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WAVES, hidden, device=device, dtype=dtype)
-        self.outer = nn.Linear(hidden, hidden, device=device, dtype=dtype)
-
-    def forward(self, time: Tensor) -> Tensor:
-        """Return (B, hidden) of times (B,)."""
-        half = WAVES // 2
-        steps = torch.arange(half, device=time.device, dtype=torch.float32) / half
-        angles = TIME_SCALE * time.float()[:, None] * torch.exp(-math.log(10000.0) * steps)
-        waves = torch.cat([angles.cos(), angles.sin()], -1).to(self.inner.weight.dtype)
-        return F.silu(self.outer(F.silu(self.inner(waves))))
-
-
 class RichardsTrunk(nn.Module):
     """All layers below the head: token ids (B, T) to the last hidden state (B, T, hidden)."""
 
@@ -262,22 +204,15 @@ class RichardsTrunk(nn.Module):
         super().__init__()
         where = {"device": device, "dtype": dtype}
         self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, **where)
-        self.time = TimeEmbedding(config.hidden, **where) if config.time == "film" else None
-        block = TransformerBlock if self.time is None else DiffusionBlock
-        self.layers = nn.ModuleList(block(config, **where) for _ in range(config.layers))
+        self.layers = nn.ModuleList(TransformerBlock(config, **where) for _ in range(config.layers))
         self.norm = NORMS[config.norm].make(config, **where)
         self.embedded = config.embedded
         self.rope = RopeTable(RotaryAngles(config.head_dim, config.rope_theta)) if config.rope else None
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None, time: Tensor | None = None
-    ) -> Tensor:
-        return self.run(self.embed(input_ids), position_ids, mask, time)
-
-    def run(self, x: Tensor, position_ids: Tensor | None = None, mask: Mask = None, time: Tensor | None = None) -> Tensor:
-        """Run the layers on embedded tokens, or on any other x (B, T, hidden)."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, mask: Mask = None) -> Tensor:
+        x = self.embed(input_ids)
         rope = None if self.rope is None else self.rope.of(x, position_ids)
-        return run_blocks(self.layers, self.norm, x, rope, mask, self._step(x, time))
+        return run_blocks(self.layers, self.norm, x, rope, mask)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         x = look_up(self.embed_tokens, input_ids)
@@ -290,16 +225,6 @@ class RichardsTrunk(nn.Module):
         for mlp in sparse:
             mlp.load = None
         return torch.stack(loads).mean() if loads else None
-
-    def _step(self, x: Tensor, time: Tensor | None):
-        if (time is None) != (self.time is None):
-            wanted = "this model is not told the time" if self.time is None else f"wanted times from 0 to 1, ({x.shape[0]},)"
-            raise ValueError(f"RichardsDecoder: time: got {'none' if time is None else 'some'}; {wanted}.")
-        if time is None or self.time is None:
-            return run_block
-        if time.shape != x.shape[:1]:
-            raise ValueError(f"RichardsDecoder: time: got shape {tuple(time.shape)}, wanted one a row, ({x.shape[0]},).")
-        return partial(run_at_time, time=self.time(time))
 
 
 class RichardsReader(OwnReader):
@@ -343,22 +268,8 @@ class RichardsDecoder(LanguageModel):
             raise ValueError(f"RichardsDecoder: config: got {type(config).__name__}, wanted a RichardsConfig.")
         super().__init__(config, RichardsTrunk(config, device, dtype), device, dtype)
 
-    @torch.no_grad()
-    def initialise(self, std: float = 0.02) -> None:
-        """Draw weights as every language model does; those that read the time with a deviation of 1 / √inputs.
-
-        With a deviation of 0.02, the last hidden states of an untrained model 64 wide change by 3e-6 between the times 0.1 and
-        0.9; with this one they change by 6e-4.
-        """
-        super().initialise(std)
-        if self.model.time is not None:
-            for layer in (self.model.time.inner, self.model.time.outer, *(block.film for block in self.model.layers)):
-                layer.weight.normal_(0.0, layer.in_features**-0.5)
-
     def undecoded(self) -> str | None:
-        if not self.config.causal:
-            return BOTH_DIRECTIONS
-        return "its blocks are told a time" if self.config.time != "none" else super().undecoded()
+        return super().undecoded() if self.config.causal else BOTH_DIRECTIONS
 
     def extra_loss(self) -> Tensor | None:
         load = self.model.load() if self.training else None
@@ -371,21 +282,3 @@ class RichardsDecoder(LanguageModel):
     def unpacked(self) -> str | None:
         mixer = self.config.attention
         return None if mixer == "softmax" else f"its mixer is {mixer!r}, and only 'softmax' reads their bounds"
-
-    def forward(  # type: ignore[override]  # with a time
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor | None = None,
-        mask: Mask = None,
-        time: Tensor | None = None,
-        *,
-        segment_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits (B, T, vocabulary).
-
-        mask  an SDPA mask; None: the config's `causal`
-        time  (B,), from 0 to 1, for a model with config.time
-        """
-        mask = self.mask_of(input_ids, mask, segment_ids, cu_seqlens)
-        return self.lm_head(self.model(input_ids, position_ids, mask, time))

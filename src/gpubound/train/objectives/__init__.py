@@ -26,7 +26,6 @@ OBJECTIVES = {
     "contrastive": (".pooled", "Contrastive"),
     "masked_diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
     "diffusion": ("gpubound.models.diffusion.objective", "MaskedDiffusion"),
-    "noise_prediction": ("gpubound.models.diffusion.objective", "NoisePrediction"),
 }
 """(module, class) by name; imported on first use"""
 

@@ -67,7 +67,7 @@ class WordLoss(Objective):
         """Check the first batch, and the first of packed rows, and decide whether all logits are needed. Reads the device once;
         the step never does."""
         if self._isolates is not model and isinstance(batch, Mapping) and FIELDS & batch.keys():
-            inputs = self.trial(model, self.split(batch)[0])
+            inputs, _ = self.split(batch)
             check_arguments(self.name, model, inputs)
             if why := why_not_isolated(model, inputs):
                 raise ValueError(
@@ -76,11 +76,10 @@ class WordLoss(Objective):
                 )
             self._isolates = model
         if self._tried is not model:
-            batch_inputs, labels = self.split(batch)
-            inputs = self.trial(model, batch_inputs)
+            inputs, labels = self.split(batch)
             check_arguments(self.name, model, inputs)
             self._classes = None
-            self.check_values(model, batch_inputs["input_ids"], labels)
+            self.check_values(model, inputs["input_ids"], labels)
             self.check(model, inputs, labels)
             self._why_all_logits = self.why_all_logits(model, inputs)
             if self._why_all_logits:
@@ -92,7 +91,7 @@ class WordLoss(Objective):
     def check_batch(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         self.prepare(model, batch)
         inputs, labels = self.split(batch)
-        check_arguments(self.name, model, self.trial(model, inputs))
+        check_arguments(self.name, model, inputs)
         self.check_values(model, inputs["input_ids"], labels)
 
     def why_all_logits(self, model: nn.Module, inputs: dict[str, Any]) -> str | None:
@@ -109,10 +108,6 @@ class WordLoss(Objective):
     def check_values(self, model: nn.Module, ids: Tensor, labels: Tensor) -> None:
         """Raise ValueError for ids or labels out of range. Waits for the device."""
         check_tokens(self.name, model, ids, labels, self._classes)
-
-    def trial(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the model's arguments for a trial: the batch, and what else it gets in training."""
-        return inputs
 
     def check(self, model: nn.Module, inputs: dict[str, Any], labels: Tensor) -> None:
         """Raise ValueError if the loss would be wrong for a model or batch. Called once for each model; may read the device."""
