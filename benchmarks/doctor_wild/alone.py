@@ -115,7 +115,7 @@ def run(lock: str, arguments: list[str]) -> int:
     job = Path(arguments[0])
     content = json.loads(job.read_text(encoding="utf-8"))
     timed = not content["deterministic"]
-    at = max(content["warmup"] - BEFORE, 1) if timed else 0
+    at = max(content["warmup"] - BEFORE, SOON) if timed else 0
     turn = Turn(lock, str(job.with_name("notes.json")), at, content["steps"])
     from gpubound.doctor.fix import prove
     from gpubound.doctor.record.script import Steps

@@ -14,9 +14,9 @@ from gpubound.doctor.record.located import (
     period_of,
     repeats_after,
 )
-from gpubound.doctor.record.phases import Period, Phase, Phases, RecordedPhase, TimedPhase
-from gpubound.doctor.record.run import RunPlan, lines_once, rare_steps
-from gpubound.doctor.report.words import notes
+from gpubound.doctor.record.phases import LoaderClock, Period, Phase, Phases, RecordedPhase, TimedPhase
+from gpubound.doctor.record.run import RunPlan, _timed_and_taped, lines_once, rare_steps, spread
+from gpubound.doctor.report.words import notes, screen
 from gpubound.watch.pretend import simgpu
 
 from .verdicts import judged, looped
@@ -71,9 +71,36 @@ def test_what_rare_steps_hold():
 
 def test_timed_steps_that_are_not_the_script_s_are_reported():
     verdict = judged(*looped()).as_dict() | {"distortion": None}
+    verdict |= {"spread": None}
     for plain, timed, remarks in ((43.0, 44.0, 0), (43.0, 70.9, 1), (70.9, 43.0, 1), (None, 43.0, 0)):
         (*found,) = notes(Verdict.from_dict(verdict | {"plain_ms": plain, "timed_ms": timed}))
         assert len(found) == remarks and all("43.0 ms" in text and "70.9 ms" in text for text in found)
+    for apart, remarks in ((None, 0), (0.05, 0), (0.21, 1)):
+        uncertain = Verdict.from_dict(verdict | {"spread": apart})
+        assert len(notes(uncertain)) == remarks and all("21 %" in text for text in notes(uncertain))
+        assert ("± 21%" in screen(uncertain)) == bool(remarks)
+
+
+class Timed(TimedPhase):
+    """A phase with these times."""
+
+    def __init__(self, name: str, step_ms: list[float]):
+        super().__init__(1, name=name)
+        self.step_ms, self.memory, self.loader = step_ms, {}, LoaderClock()
+        self._loading = [(float(n), 0.0) for n in range(len(step_ms) + 1)]
+
+
+def test_a_step_is_timed_before_any_sensor_if_a_period_fits_in():
+    located = WatchedPhase(1, Period(4))
+    plain, timed = Timed("plain", [9.0, 9.0] + [1.0, 1.0, 1.0, 5.0] * 2), Timed("timed", [3.0] * 8)
+    found = _timed_and_taped([plain, timed], located)
+    assert found["step_ms"] == [1.0, 1.0, 1.0, 5.0] * 2 and (found["plain_ms"], found["timed_ms"]) == (1.0, 3.0)
+    assert found["loading_ms"] == 1e3 and found["rare"]["times"] == 5.0
+    found = _timed_and_taped([Timed("plain", [1.0] * 3), timed], located)
+    assert found["step_ms"] == [3.0] * 8 and "plain_ms" not in found, "three steps are no period"
+    windows = [1.0] * 5 + [2.0] * 5 + [3.0] * 5
+    assert spread(windows) == pytest.approx(2 / 3**0.5 / 2) and spread([1.0] * 14) is None
+    assert spread([1.0, 3.0] * 20, 2) == 0.0, "whole periods are alike"
 
 
 def loop(planted: list[Phase], steps: int, rollout: int, print_every: int) -> dict[str, float]:

@@ -133,9 +133,10 @@ class Verdict:
     script, command     the script, and the command line, without values of secrets and folders of this machine
     date                when it was measured
     machine             `device` and versions
-    step_ms             mean of the timed steps; null without a GPU
-    plain_ms, timed_ms  medians of steps before any sensor was attached (null if a period is longer than they are), and of the
-                        timed ones; more than 5 % apart, the timed steps are not the script's
+    step_ms             mean of the plain steps, or of the timed ones if plain_ms is null; null without a GPU
+    plain_ms, timed_ms  medians of steps before any sensor was attached (null if a period is longer than they are), and of
+                        those timed after the survey; more than 5 % apart, the script's steps changed meanwhile
+    spread              twice the standard error of step_ms, as a fraction of it, by windows of whole periods
     ceiling_ms          a step whose host never stalls, but still launches each kernel
     device_ms           a step whose host takes no time, as in a CUDA graph: the GPU's work back to back
     together_ms         how much shorter a step would be without all findings
@@ -177,6 +178,7 @@ class Verdict:
     period: int = 1
     plain_ms: float | None = None
     timed_ms: float | None = None
+    spread: float | None = None
     rare: dict[str, float] = field(default_factory=dict)
     loader: dict[str, float] = field(default_factory=dict)
     command: str = ""

@@ -370,12 +370,13 @@ def timed_steps(verdict: Verdict) -> dict[str, int]:
     The first epoch chooses algorithms for its smaller last batch, too, and an agent that acts less at random calls its model
     more often: only the same steps can be compared with a verdict.
     """
-    names = list(verdict.phases)
-    if "timed" not in names:
+    names, timed = list(verdict.phases), "timed" if verdict.plain_ms is None else "plain"
+    if timed not in names:
         return {}
-    counts = [int(verdict.phases[name]["steps"]) for name in names[: names.index("timed") + 1]]
-    before = sum(counts[:-1]) + int(verdict.phases["timed"].get("drained", 0))
-    return {"warmup": before - 1, "steps": sum(counts)} if sum(counts) > before > 0 else {}
+    counts = [int(verdict.phases[name]["steps"]) for name in names[: names.index(timed) + 1]]
+    count = (counts[-1] - int(verdict.phases[timed].get("drained", 0))) // verdict.period * verdict.period
+    before = sum(counts) - count
+    return {"warmup": before - 1, "steps": sum(counts)} if count and before else {}
 
 
 def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:

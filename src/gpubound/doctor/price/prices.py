@@ -162,7 +162,7 @@ class Measurements:
     steps: int = 0
     counted: frozenset[str] = frozenset()  # the ledger's totals that a running sensor counted
     tape: Tape = field(default_factory=Tape)  # recorded without sensors
-    step_ms: Sequence[float] = ()  # of each step timed without hooks
+    step_ms: Sequence[float] = ()  # of each step timed without hooks, before any sensor if these hold a period
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     loading_ms: float | None = None  # of a timed step, in the script's DataLoader
@@ -174,7 +174,9 @@ class Measurements:
     phases: Mapping[str, Any] = field(default_factory=dict)  # steps and seconds of each phase
     step: str = ""  # what a step is, in words, if no optimizer makes one
     period: int = 1  # steps after which the loop repeats itself
-    plain_ms: float | None = None  # median of the steps that were timed before any sensor was attached
+    plain_ms: float | None = None  # median of the steps that were timed before any sensor was attached, if they hold a period
+    timed_ms: float | None = None  # median of those timed after the survey
+    spread: float | None = None  # run.spread of step_ms
     rare: Mapping[str, float] = field(default_factory=dict)  # run.rare_steps of the timed steps
     once: frozenset[Line] = frozenset()  # lines that blocked in a single one of several steps under the sensors
     absent: Mapping[str, str] = field(default_factory=dict)

@@ -105,9 +105,6 @@ class LoaderClock:
     def __exit__(self, *error: object) -> None:
         self._ending.close()
 
-    def restart(self) -> None:
-        self.seconds = self.starting = 0.0
-
     def _begun(self, original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
         began = time.perf_counter()
         original(iterator, *args, **kwargs)
@@ -157,9 +154,6 @@ class TimedPhase(Phase):
     """
 
     step_ms: Sequence[float] = ()
-    loading_ms = 0.0  # in the loader, a step,
-    starting_ms = 0.0  # and of it while workers start
-    workers = 0  # of the loader
 
     def __init__(self, steps: int, period: Period | None = None, name: str = "timed", seconds: float = TIMED_S):
         super().__init__(steps, period)
@@ -174,11 +168,12 @@ class TimedPhase(Phase):
     def _open(self) -> None:
         """Begin the time of the first timed step."""
         self._before = statistics()
-        self.loader.restart()
         self._events: list[torch.cuda.Event] = []
+        self._loading: list[tuple[float, float]] = []  # in the loader until each event, and of it while workers start
         self._record()
 
     def _record(self) -> None:
+        self._loading.append((self.loader.seconds, self.loader.starting))
         self._events.append(torch.cuda.Event(enable_timing=True))
         self._events[-1].record()
 
@@ -204,13 +199,19 @@ class TimedPhase(Phase):
 
     def end(self) -> None:
         torch.cuda.synchronize()
-        timed = self.done - self.drained
         self.step_ms = [before.elapsed_time(after) for before, after in pairwise(self._events)]
-        self.loading_ms, self.workers = 1e3 * self.loader.seconds / max(timed, 1), self.loader.workers
-        self.starting_ms = 1e3 * self.loader.starting / max(timed, 1)
         after = statistics()
-        self.memory = {kind: (after[kind] - self._before[kind]) / max(timed, 1) for kind in after}
+        self.memory = {kind: (after[kind] - self._before[kind]) / max(len(self.step_ms), 1) for kind in after}
         super().end()
+
+    def measured(self, period: int) -> dict[str, Any]:
+        """Return what the last whole periods of the timed steps took, as Measurements have it; {} if there are none."""
+        count = len(self.step_ms) // period * period
+        if not count:
+            return {}
+        loading, starting = (1e3 * (b - a) / count for a, b in zip(self._loading[-1 - count], self._loading[-1]))
+        times = {"step_ms": self.step_ms[-count:], "loading_ms": loading, "starting_ms": starting}
+        return times | {"memory": self.memory, "workers": self.loader.workers}
 
 
 class RecordedPhase(Phase):

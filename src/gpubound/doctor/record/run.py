@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from .tape import lines_by_mark, match_lines
 PYTHON, COMMAND = "pass dry_run=True", "put --dry-run before the script"
 DRY = "a dry run counts and names lines; prices need a GPU"
 SAMPLED = 4  # steps in which the launching thread's stack is sampled, at least
-PLAIN = 10  # steps that are timed before any sensor was attached, to check the timed ones
 UNUSED = "nothing ran on the device, so nothing could wait for it"
 
 
@@ -61,7 +60,7 @@ class RunPlan:
         recorded = RecordedPhase(self.taped, period)
         located = LocatedPhase(self.located, period, lambda: recorded.copied)
         plain, timed, sampled = (
-            TimedPhase(PLAIN, name="plain", seconds=0.0),
+            TimedPhase(self.timed, name="plain"),
             TimedPhase(self.timed, period),
             SampledPhase(SAMPLED, period),
         )
@@ -199,13 +198,13 @@ def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:
 def _timed_and_taped(steps: Sequence[Phase], located: WatchedPhase) -> dict[str, Any]:
     """Return the measurements of the timed and the recorded phase."""
     measured: dict[str, Any] = {}
+    period = located.period.steps
     for phase in steps:
-        if phase.name == "plain" and isinstance(phase, TimedPhase) and phase.step_ms:
-            if located.period.steps <= PLAIN:  # fewer steps than a period are other ones than the timed
-                measured["plain_ms"] = median(phase.step_ms)
-        elif isinstance(phase, TimedPhase) and phase.step_ms:
-            measured |= {"step_ms": phase.step_ms, "memory": phase.memory, "rare": rare_steps(phase.step_ms)}
-            measured |= {"loading_ms": phase.loading_ms, "starting_ms": phase.starting_ms, "workers": phase.workers}
+        if isinstance(phase, TimedPhase) and (timed := phase.measured(period)):
+            measured[f"{phase.name}_ms"] = median(timed["step_ms"])
+            if "step_ms" not in measured:  # of the steps before any sensor, if they hold a period
+                rare, apart = rare_steps(timed["step_ms"]), spread(timed["step_ms"], period)
+                measured |= timed | {"rare": rare, "spread": apart}
         if isinstance(phase, SampledPhase):
             measured["samples"] = phase.samples
         if isinstance(phase, RecordedPhase) and (tape := phase.tape) is not None:
@@ -232,6 +231,20 @@ def rare_steps(step_ms: Sequence[float]) -> dict[str, float]:
         return {}
     share, time = len(long) / len(step_ms), sum(long) / sum(step_ms)
     return {"steps": share, "time": time, "times": sum(long) / len(long) / middle}
+
+
+WINDOW = 5  # steps, at least: the windows by which the spread of a mean is told
+
+
+def spread(step_ms: Sequence[float], period: int = 1) -> float | None:
+    """Return twice the standard error of the mean, as a fraction of it, by windows of whole periods; None with fewer than three.
+
+    >>> round(spread([1.0] * 5 + [2.0] * 5 + [3.0] * 5), 2), spread([1.0] * 9)
+    (0.58, None)
+    """
+    steps = -(-WINDOW // period) * period
+    windows = [mean(step_ms[end - steps : end]) for end in range(len(step_ms), steps - 1, -steps)]
+    return 2 * stdev(windows) / len(windows) ** 0.5 / mean(windows) if len(windows) > 2 else None
 
 
 BYTES = 32 << 20

@@ -156,9 +156,11 @@ def notes(verdict: Verdict) -> list[str]:
         )
     if verdict.plain_ms and verdict.timed_ms and abs(verdict.timed_ms / verdict.plain_ms - 1) > APART:
         remarks.append(
-            f"The median of the timed steps is {milliseconds(verdict.timed_ms)}, that of steps before any sensor was attached "
-            f"{milliseconds(verdict.plain_ms)}: all numbers are for the timed steps."
+            f"The median of the steps before any sensor was attached is {milliseconds(verdict.plain_ms)}, that of later ones "
+            f"{milliseconds(verdict.timed_ms)}: all numbers are for the earlier ones."
         )
+    if (verdict.spread or 0.0) > APART:
+        remarks.append(f"Timed steps differ so much that their mean is known to {100 * verdict.spread:.0f} % alone: run it again.")
     if verdict.period > 1:
         remarks.append(f"The loop repeats every {verdict.period} steps; each window is a multiple of that.")
     if len(verdict.rare) == 3:
@@ -440,6 +442,8 @@ def _step(verdict: Verdict) -> Text:
     """Return one line: the step, and its shares in percent."""
     line, percentages = Text(), rounded(shares(verdict))
     line.append(f"STEP {milliseconds(verdict.step_ms or 0.0)}", "bold")
+    if verdict.spread is not None:
+        line.append(f" ± {100 * verdict.spread:.0f}%")
     for share, name in SHARES.items():
         if share in percentages:
             line.append(f"   {name} ").append(f"{percentages[share]:.0f}%", COLOURS.get(share, ""))

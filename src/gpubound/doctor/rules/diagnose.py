@@ -74,7 +74,8 @@ def diagnose(evidence: Measurements, rules: Iterable[Rule] = tuple(RULES)) -> Ve
         step=evidence.step,
         period=evidence.period,
         plain_ms=evidence.plain_ms,
-        timed_ms=median(evidence.step_ms) if evidence.step_ms else None,
+        timed_ms=evidence.timed_ms or (median(evidence.step_ms) if evidence.step_ms else None),
+        spread=evidence.spread,
         rare=dict(evidence.rare),
         loader=_loader(evidence, [finding for _, finding in costly]),
     )
