@@ -160,7 +160,7 @@ def notes(verdict: Verdict) -> list[str]:
             f"{milliseconds(verdict.timed_ms)}: all numbers are for the earlier ones."
         )
     if (verdict.spread or 0.0) > APART:
-        remarks.append(f"Timed steps differ so much that their mean is known to {100 * verdict.spread:.0f} % alone: run it again.")
+        remarks.append(f"The timed steps differ: their mean is known to {100 * (verdict.spread or 0.0):.0f} %. Run it again.")
     if verdict.period > 1:
         remarks.append(f"The loop repeats every {verdict.period} steps; each window is a multiple of that.")
     if len(verdict.rare) == 3:
