@@ -237,7 +237,7 @@ WINDOW = 5  # steps, at least: the windows by which the spread of a mean is told
 
 
 def spread(step_ms: Sequence[float], period: int = 1) -> float | None:
-    """Return twice the standard error of the mean, as a fraction of it, by windows of whole periods; None with fewer than three.
+    """Return twice the standard error of the mean, as a fraction of it, by windows of whole periods; None for fewer than 3.
 
     >>> round(spread([1.0] * 5 + [2.0] * 5 + [3.0] * 5), 2), spread([1.0] * 9)
     (0.58, None)
