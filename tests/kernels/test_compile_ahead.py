@@ -56,6 +56,18 @@ def test_each_kind_is_compiled_and_loaded_once_and_none_launched(kernel):
     assert kernel.happened[-1] == ("launch", "MainThread", 33, 16)
 
 
+def test_kernels_are_compiled_while_the_call_goes_on(kernel):
+    """A decoding step names its first kernels long before it has passed all layers."""
+    compiled = threading.Event()
+    type(kernel).run = lambda *arguments, **options: compiled.set()
+
+    def call():
+        kernel.run(None, 1, grid=(1,), warmup=False, BLOCK=16)
+        assert compiled.wait(60)
+
+    compile_ahead(call, THERE)()
+
+
 def test_other_threads_launch_meanwhile(kernel):
     def call():
         other = threading.Thread(target=kernel.run, args=(None, 1), kwargs={"grid": (1,), "warmup": False}, name="other")

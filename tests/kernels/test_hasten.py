@@ -19,7 +19,7 @@ def tested(monkeypatch):
     """Pretend that there is a GPU, and record which self-tests run, in which thread."""
     runs: list[tuple[str, str]] = []
 
-    def check(op, device, dtype, shape=()):
+    def check(op, device, dtype, shape=(), forward=False):
         runs.append((op, threading.current_thread().name))
         return f"{op} is wrong" if op == "add_rows" else None
 
@@ -70,6 +70,25 @@ def test_what_was_not_begun_is_tested_when_asked_for(tested):
     assert len(tested) == 2
 
 
+def test_without_gradients_forward_alone_is_tested(monkeypatch, tested):
+    there, asked = torch.device("cuda", 0), []
+    monkeypatch.setattr(
+        selftest, "check", lambda *key: asked.append(key[3:]) or ("it is wrong" if key[4:] == (False,) else None)
+    )
+    with torch.no_grad():
+        for _ in range(2):
+            assert dispatch.verdict("rms_norm", there, torch.bfloat16, (64,)) is None
+    assert asked == [((64,), True)]
+    assert dispatch.verdict("rms_norm", there, torch.bfloat16, (64,)) == "it is wrong"  # in backward
+    with torch.no_grad():
+        assert dispatch.verdict("rms_norm", there, torch.bfloat16, (64,)) == "it is wrong"
+    assert asked == [((64,), True), ((64,), False)]
+    dispatch.hasten([("rope", ())], there, torch.bfloat16)
+    with torch.no_grad():
+        dispatch.verdict("rope", there, torch.bfloat16)
+    assert len(asked) == 3  # the test that was begun
+
+
 def test_nothing_begins_where_no_kernel_could_run(tested):
     dispatch.hasten([("quantize", ())], torch.device("cpu"), torch.bfloat16)
     dispatch.hasten([("quantize", ())], torch.device("cuda", 0), torch.float64)
@@ -115,7 +134,7 @@ def test_a_self_test_that_asks_for_a_verdict_which_waits_for_a_thread(tested, mo
     """The one thread runs the first test, and the second, which it asks for, would come after it."""
     there, first = torch.device("cuda", 0), selftest.check
 
-    def check(op, device, dtype, shape=()):
+    def check(op, device, dtype, shape=(), forward=False):
         begun.wait(60)
         if op == "quantize":
             dispatch.verdict("add_rows", device, dtype)

@@ -173,6 +173,16 @@ def test_the_self_test_leaves_its_arguments_alone(device, monkeypatch):
     assert selftest.check("rms_norm", device, FP32) is None
 
 
+def test_forward_alone_makes_no_gradient(device, monkeypatch):
+    right = fast.rms_norm
+    monkeypatch.setattr(fast, "rms_norm", lambda x, weight, eps: right(x, weight, eps) + (x - x.detach()))
+    assert "gradient" in (selftest.check("rms_norm", device, FP32) or "")
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **named: pytest.fail("backward"))
+    assert selftest.check("rms_norm", device, FP32, (), True) is None
+    monkeypatch.setattr(fast, "rms_norm", lambda x, weight, eps: right(x, weight, eps) + 1)
+    assert "output 0" in (selftest.check("rms_norm", device, FP32, (), True) or "")
+
+
 MODES = {
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,

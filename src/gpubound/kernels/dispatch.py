@@ -97,18 +97,19 @@ def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | Non
         why = unable or verdict(op, device, dtype, shape)
         if why is None:
             return "triton"
-        if _untested.get() is not None:
+        if _untested.get():
             raise NoKernel(op)
         fallback(op, why)
     return "reference"
 
 
 Call = tuple[str, tuple]  # an op and the `shape` that its caller passes to `implementation`
-Key = tuple[str, torch.device, torch.dtype, tuple]
+Key = tuple[str, torch.device, torch.dtype, tuple] | tuple[str, torch.device, torch.dtype, tuple, bool]
+"""What a self-test is of: arguments of `selftest.check`, the last one for a test without backward."""
 
 _early: dict[Key, Future] = {}
 _verdicts: dict[Key, str | None] = {}
-_untested: ContextVar[list[Key] | None] = ContextVar("gpubound_untested", default=None)
+_untested: ContextVar[bool] = ContextVar("gpubound_untested", default=False)
 
 
 def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
@@ -116,16 +117,17 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
 
     A shape must equal the one that the op passes to `implementation`, or the call compiles other kernels again.
     """
-    for key in not_begun(calls, device, dtype):
+    for key in not_begun((op, device, dtype, shape) for op, shape in calls):
         _early[key] = threads().submit(selftest.check, *key)
 
 
-def not_begun(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> list[Key]:
-    """Return the self-tests of these calls that were not begun, where there are kernels to test."""
-    if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
-        return []
-    keys = [(op, device, dtype, shape) for op, shape in dict.fromkeys(calls)]
-    return [key for key in keys if key not in _verdicts and key not in _early]
+def not_begun(keys: Iterable[Key]) -> list[Key]:
+    """Return the self-tests of these that were not begun, where there are kernels to test."""
+    return [
+        key
+        for key in dict.fromkeys(keys)
+        if key[1].type == "cuda" and has_triton() and key[2] in KERNEL_DTYPES and key not in _verdicts and key not in _early
+    ]
 
 
 @cache
@@ -156,16 +158,27 @@ def _begin(hashing: Lock, building: Lock) -> None:
 
 
 def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
-    """Return None when the kernel of `op` may run on `device` in `dtype`, else the reason. Tested once a process and shape."""
-    key = (op, device, dtype, shape)
+    """Return None when the kernel of `op` may run on `device` in `dtype`, else the reason. Tested once a process and shape.
+
+    Without gradients forward alone is tested, unless a whole test was begun: a first token's tests compiled six kernels of
+    backward, each after the one before it.
+    """
+    key: Key = (op, device, dtype, shape)
+    if not torch.is_grad_enabled() and key not in _verdicts and key not in _early:
+        key = (*key, True)
+    return _verdict(key)
+
+
+def _verdict(key: Key) -> str | None:
     if key not in _verdicts:
-        if (asked := _untested.get()) is not None:
-            asked.append(key)
+        if _untested.get():
+            for new in not_begun([key]):
+                _early[new] = threads().submit(selftest.check, *new)
             return None
         early = _early.pop(key, None)
         # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.
         if early is None or early.cancel():
-            _verdicts[key] = _test(op, device, dtype, shape)
+            _verdicts[key] = _test(*key)
         else:
             _verdicts[key] = early.result()
     return _verdicts[key]
@@ -177,19 +190,16 @@ class NoKernel(Exception):
 
 @contextmanager
 def untested() -> Iterator[None]:
-    """Choose kernels without waiting for their self-tests, in a block that launches none. They begin in parallel at its end.
+    """Choose kernels without waiting for their self-tests, which begin, in a block that launches none.
 
     The block ends at an op that has no kernel: its reference would write, by numbers that no kernel has computed.
     """
-    asked = list[Key]()
-    before = _untested.set(asked)
+    before = _untested.set(True)
     try:
         with suppress(NoKernel):
             yield
     finally:
         _untested.reset(before)
-    for op, device, dtype, shape in asked:
-        hasten([(op, shape)], device, dtype)
 
 
 def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -206,11 +216,11 @@ def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
 def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype) -> list[str | None]:
     """Return the results of the self-tests of `op` in any shape, those that `hasten` started included."""
     for key in [key for key in _early if key[:3] == (op, device, dtype)]:
-        verdict(*key)
+        _verdict(key)
     return [why for key, why in _verdicts.items() if key[:3] == (op, device, dtype)]
 
 
-def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> str | None:
+def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple, forward: bool = False) -> str | None:
     if not has_triton():
         return "Triton is not installed"
     if dtype not in (*KERNEL_DTYPES, BYTES):
@@ -226,7 +236,7 @@ def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> st
     # hooks (torch.utils.checkpoint would count a self-test's tensors among the block's, and miss them when it recomputes).
     # The context is copied: its PDL mode (decode_product.py) selects the kernels that the caller uses.
     with ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest") as thread:
-        return thread.submit(copy_context().run, selftest.check, op, device, dtype, shape).result()
+        return thread.submit(copy_context().run, selftest.check, op, device, dtype, shape, forward).result()
 
 
 def require(
@@ -326,7 +336,7 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
     """
     if device.type != "cuda" or not has_triton() or interpreted():
         return lambda: None
-    launches: dict[Any, Callable[[], Any]] = {}
+    loads: dict[Any, Future] = {}  # begun while `call` runs on: the first kernels of 24 layers waited 0.4 s for its end
     caller = threading.get_ident()
 
     def note(run: Callable, kernel: Any, *arguments: Any, **options: Any) -> Any:
@@ -336,12 +346,13 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
         constant = {parameter.name: parameter.is_constexpr for parameter in kernel.params}
         signature = ((name, _kind(value, constant.get(name, True))) for name, value in named.items() if name != "grid")
         key = kernel, *sorted(signature, key=lambda kind: kind[0])
-        launches.setdefault(key, partial(run, kernel, *arguments, **options | {"warmup": True}))
+        if key not in loads:
+            loads[key] = threads().submit(_load, device, partial(run, kernel, *arguments, **options | {"warmup": True}))
         return None
 
     with hooked(import_module("triton.runtime.jit").JITFunction, "run", note), untested():
         call()
-    return partial(wait, [threads().submit(_load, device, compiled) for compiled in launches.values()])
+    return partial(wait, [*loads.values()])
 
 
 def begin_self_tests(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
@@ -350,7 +361,7 @@ def begin_self_tests(calls: Iterable[Call], device: torch.device, dtype: torch.d
     A test alone comes to these when it has run forward. Placing 135m waited 0.45 s for its tests in place of 1.8. The ops must
     be such as `compile_ahead` can call: for none is a kernel's result an index of torch's.
     """
-    keys = not_begun(calls, device, dtype)
+    keys = not_begun((op, device, dtype, shape) for op, shape in calls)
     ready = [compile_ahead(partial(_run, key), device) for key in keys]
     for key, loaded in zip(keys, ready):  # in separate threads: a verdict takes a test out of a queue
         _early[key] = test = Future[Any]()

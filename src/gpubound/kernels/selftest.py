@@ -17,18 +17,20 @@ LIMITS = {torch.float32: 2e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.
 PART = 1 << 22  # elements compared at a time
 
 
-def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) -> str | None:
+def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = (), forward: bool = False) -> str | None:
     """None when Triton and the reference agree on outputs and every gradient, else one sentence with the worst of them.
+
+    forward: compare outputs alone, of calls without gradients
 
     Arguments of the caller's own shape make it test the kernels that the caller will run, and compile no others.
     """
     test = f"its self-test in {dtype} on {device}"
     try:
         with entered(device):  # on a new thread the current device is the first, whatever the caller's is
-            got = run("triton", op, device, dtype, shape)
+            got = run("triton", op, device, dtype, shape, forward)
     except Exception as error:  # compiling a kernel can raise anything; the reason is reported, never dropped
         return f"{test} raised {type(error).__name__}: {(str(error).strip().splitlines() or ['(no message)'])[0]}"
-    want = run("reference", op, torch.device("cpu"), dtype, shape)
+    want = run("reference", op, torch.device("cpu"), dtype, shape, forward)
     if missing := want.keys() ^ got.keys():
         return f"{test} failed: only one of kernel and reference gives {', '.join(sorted(missing))}"
     # Products of products in tf32 of 128 x 128: a gradient was off by 2.2e-3.
@@ -40,9 +42,12 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()) 
     return f"{test} failed: {worst} is off by {errors[worst]:.2e} relative to the reference (limit {limit:.0e})"
 
 
-def run(source: str, op: str, device: torch.device, dtype: torch.dtype, shape: tuple) -> dict[str, torch.Tensor]:
-    """Run the op's example forward and backward; return outputs and gradients by name."""
-    return _run(load(source, op), OPS[op].example(torch.Generator().manual_seed(0), *shape), device, dtype)
+def run(
+    source: str, op: str, device: torch.device, dtype: torch.dtype, shape: tuple, forward: bool = False
+) -> dict[str, torch.Tensor]:
+    """Run the op's example forward and, unless `forward`, backward; return outputs and gradients by name."""
+    with torch.set_grad_enabled(not forward):
+        return _run(load(source, op), OPS[op].example(torch.Generator().manual_seed(0), *shape), device, dtype)
 
 
 def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
