@@ -71,6 +71,13 @@ def one_biased_weight(op: str, *outputs: None) -> tuple:
     return x, norm, weight, None, None, bias, None, None, torch.empty(len(x), len(weight)), *outputs
 
 
+def together(op: str) -> tuple:
+    """Attention of a row's two tokens together."""
+    qkv, position, cache, heads, scratch, out = example_of(op)
+    cache = cache._replace(**{name: t[:1] for name, t in cache._asdict().items() if t is not None})
+    return qkv, position.view(1, 2), cache, heads, scratch._replace(together=True), out
+
+
 def example_of(op: str, *shape: Any) -> tuple:
     from gpubound.kernels.registry import every
 
@@ -100,6 +107,11 @@ MORE = {
     "tiled_norm_product of one weight with a bias": (
         "tiled_norm_product",
         lambda: one_biased_weight("tiled_norm_product"),
+    ),
+    "decode_attention of tokens together": ("decode_attention", lambda: together("decode_attention")),
+    "quantized_decode_attention of tokens together": (
+        "quantized_decode_attention",
+        lambda: together("quantized_decode_attention"),
     ),
     "choose_experts by the token": ("choose_experts", by_token),
     "decode_attention over shared keys": (

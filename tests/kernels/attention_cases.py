@@ -58,7 +58,10 @@ class Case:
         partial = torch.full((rows, self.kv, splits, self.group, self.width + 2), float("nan"), device=self.device)
         return Scratch(partial, torch.zeros(rows * self.kv, device=self.device, dtype=torch.int32), tiles, most, parts)
 
-    def __call__(self, source, window=0, rows=None, part=None, caches=None, splits=4, dependent=0, tiles=1, most=0, parts=None):
+    def __call__(
+        self, source, window=0, rows=None, part=None, caches=None, splits=4, dependent=0, tiles=1, most=0, parts=None,
+        together=False,
+    ):  # fmt: skip
         """`rows`: of the batch, those alone; `part`: of the tokens of each row, that one alone."""
         qkv, position = self.qkv, self.position
         caches = [cache.clone() for cache in self.caches] if caches is None else caches
@@ -67,7 +70,7 @@ class Case:
         if part is not None:
             qkv, position = qkv[part :: self.tokens].contiguous(), position[:, part].contiguous()
         cache = LayerCache(*caches)._replace(pages=self.pages, shared=self.shared)
-        scratch = self.scratch(len(qkv), splits, tiles, most, parts)
+        scratch = self.scratch(len(qkv), splits, tiles, most, parts)._replace(together=together)
         out = torch.empty(len(qkv), self.kv * self.group * self.width, device=self.device, dtype=self.dtype)
         op = "decode_attention" if self.kind is None else "quantized_decode_attention"
         result = load(source, op)(qkv, position, cache, self.heads._replace(window=window), scratch, out, dependent)

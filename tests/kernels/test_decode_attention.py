@@ -113,6 +113,41 @@ def test_several_tokens_of_a_single_row(device):
     one_by_one(Case(device, torch.float32, [62], tokens=3), "reference")
 
 
+@pairwise
+@pytest.mark.parametrize("tokens", [2, 3, 5, 16])
+@pytest.mark.parametrize("dependent", [0, EARLY])
+@pytest.mark.parametrize("window", [0, 2, 20])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"kind": "int8", "paged": True},
+        {"kind": "fp8"},
+        {"paged": True, "normed": True, "offset": 1.0},
+        {"gated": True, "interleaved": True, "cap": 5.0, "pairs": 4},
+        {"new": 1, "v_eps": 1e-6},
+        {"new": 0},
+        {"normed": True, "whole": True},
+    ],
+)
+def test_tokens_of_a_row_together_agree_with_the_reference(device, tokens, dependent, window, form):
+    """From the start, before, at and behind the borders of tiles of 16 keys, and up to the last place."""
+    case = Case(device, torch.float32, [0, 15, 17, 64, L - tokens], tokens=tokens, **form)
+    if "cap" in form:
+        case.heads = case.heads._replace(sinks=draw(device, torch.float32, 4, seed=9))
+    size = 4 if "kind" in form else case.caches[0].element_size()
+    job = plans.job_of("decode_attention", "", (2 * tokens, 8, 2, size), case.caches[0])
+    with plans.trying(job, AttentionPlan(16, 2, 4)):
+        parity(case, 1e-5, window=window, splits=16, dependent=dependent, together=True)
+
+
+def test_tokens_together_where_the_cache_has_no_place_for_some(device):
+    """A row that begins nowhere, one whose last token is beyond the end, and a NaN among the values of a second token."""
+    case = Case(device, torch.float32, [-1, L, 5, L - 2, 62], tokens=3)
+    case.qkv[4 * 3 + 1, -16:] = float("nan")
+    parity(case, 1e-5, together=True)
+
+
 def test_what_is_wrong_with_a_later_token_stays_there(device):
     """A NaN among the values of each row's second token, and tokens beyond the cache: the first is as it was."""
     for positions in ([5, 62], [149, 148]):

@@ -115,10 +115,11 @@ def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     agree("add_product", x, weights[0], None, torch.zeros(2, 16, device=device))
 
 
-@pytest.mark.parametrize("columns", [32, 256])
+@pytest.mark.parametrize(("columns", "held"), [(32, 96), (32, 4), (256, 96), (256, 6)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, monkeypatch):
-    """One tile a row of the weight, and several."""
+def test_a_row_gives_the_same_bits_in_any_batch(device, dtype, columns, held, monkeypatch):
+    """One tile a row of the weight, and several; all rows of x at once, or some after the others."""
+    monkeypatch.setattr("gpubound.kernels.triton._launch.HELD", held)
     hidden, width, outputs = 128, 16, 24
     for kind, shape in (("qkv", (outputs, hidden)), ("gate_up", (width, hidden)), ("add", (outputs, hidden))):
         monkeypatch.setitem(plans.TRIED, ("product", kind, shape), MatrixPlan(4, min(columns, shape[1]), 4))

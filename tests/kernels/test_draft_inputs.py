@@ -71,6 +71,9 @@ def test_keep_stream_matches(tokens, device):
     _, kept, _, _, first, _ = agree("keep_stream", x, to, 60, position, ints(device, 7, 7), 0, limit=0)
     assert torch.equal(kept[:, 60:], x) and first.tolist() == [0, tokens]
     agree("keep_stream", x, to, 0, None, None, 0, limit=0)
+    index = torch.tensor([2 * tokens - 1, 0, 0], device=device)
+    _, kept, *_ = agree("keep_stream", x, draw(device, torch.float32, 3, 40), 0, None, None, 0, index, limit=0)
+    assert torch.equal(kept, x[index])
 
 
 def test_the_doors(device):

@@ -81,6 +81,7 @@ class Workspace:
         self.copy: Tensor | None = None  # of the stream in `dtype`, which a tiled GEMM reads
         self.split = range(0)  # rows of steps whose products are in parts (kernels/split_product.py)
         self.parts: Tensor | None = None  # room for those of a product, fp32
+        self.together = False  # attention may sum a row's tokens in another order than one by one
         self.pending: Tensor | None = None  # parts that the stream still lacks: the next norm adds them
         self.step_inputs: Any = None  # (layers, rows, width): the layers' own inputs in a step (weights.py)
         self.prompt_inputs: Any = None  # (B, T, layers, width)
@@ -322,7 +323,7 @@ class CachedAttention(Part):
         heads = Heads(*self._angles, w.q_norm, w.k_norm, w.scale, w.window, w.cap, *how)
         splits, tiles = _splits(rows, kv_heads)
         partial = self._partial[: rows * splits].view(rows, kv_heads, splits, *self._partial.shape[2:])
-        scratch = Scratch(partial, self._finished[: rows * kv_heads], tiles)
+        scratch = Scratch(partial, self._finished[: rows * kv_heads], tiles, together=self.workspace.together)
         self.workspace.cache.attend(self.number, qkv, position, heads, scratch, self._mixed[:rows], mode)
 
     def ops(self) -> list[tuple[str, str, str]]:

@@ -69,6 +69,7 @@ from .weights import InputProduct, LayerInput, PackedFormat, weight_format
 # and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
 # 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
+AT_ONCE, HEAD_AT_ONCE = 1, 1  # rows of a GEMV where there is a tiled GEMM, too: of a layer, and of the head
 # The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
 # otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
@@ -231,6 +232,7 @@ class LayerGroup:
         layers = cached_layers(live.layers)
         self.cache = Cache(config, {number: layers[number] for number in stage.layers}, live.dtype, self.device, rings)
         self.workspace = Workspace(live.shape, self.cache, tables, config.max_batch * config.tokens, config.tokens)
+        self.workspace.together = not config.same_bits
         self.layers: list[Layer] = []
         self.hidden_states: Any = None  # of draft_head.py, which keeps the stream before some layers
 
@@ -437,7 +439,10 @@ class FusedRunner(ViewRunner):
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         most = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else 0
         self.tiled_rows = min(self.tiled_rows, SPLIT_FROM) if most else self.tiled_rows
-        self.gemv_rows = 1 if self.tiled_rows else gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
+        self.gemv_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
+        self.head_rows = self.gemv_rows
+        if self.tiled_rows:
+            self.gemv_rows, self.head_rows = (min(most, self.tiled_rows) for most in (AT_ONCE, HEAD_AT_ONCE))
         self.split = range(max(self.tiled_rows or SPLIT_FROM, self.gemv_rows) + 1, most + 1) if most else range(0)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -512,7 +517,7 @@ class FusedRunner(ViewRunner):
     def leave(self, x: Tensor) -> Tensor:
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
-        if rows > self.gemv_rows:
+        if rows > self.head_rows:
             split = rows in self.split
             h = normed_rows(x, self.live.norm, self.normed[:rows], mode * split, self.workspace.take_pending())
             return self.logits_of(h, mode * split)
@@ -560,10 +565,10 @@ class FusedRunner(ViewRunner):
         return self.can_chain and self.mode(rows) > 0
 
     def finds_best(self, rows: int) -> bool:
-        return self.host is not None or rows <= self.gemv_rows
+        return self.host is not None or rows <= self.head_rows
 
     def same_kernels(self, rows: int) -> bool:
-        return rows <= self.gemv_rows and self.host is None
+        return rows <= min(self.gemv_rows, self.head_rows) and self.host is None
 
     @property
     def adapters(self) -> list[str] | None:

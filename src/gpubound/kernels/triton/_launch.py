@@ -57,7 +57,7 @@ def launch(job: Job, run: Callable[[Any], Result]) -> Result:
 
 def launch_product(
     kernel: Any, job: Job, length: int, across: int, dependent: int, *arguments: Any, height: int | None = None,
-    **constants: Any,
+    weights: int = 0, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel whose programs each own some rows of a weight, and loop over all of their `length` elements or words.
 
@@ -65,6 +65,7 @@ def launch_product(
 
     across   number of programs for each range of rows. Kernels of packed weights (KIND) have them as the first grid dimension
     height   rows of a program, where the plan does not choose them
+    weights  whose tiles a program holds, of a kernel that multiplies SOME rows of x at once; 0: of others
     ahead    in `constants`: number of programs in front of all others, with another task
     """
     rows, args = job.shape[0], [arguments[0] if argument is None else argument for argument in arguments]
@@ -72,12 +73,24 @@ def launch_product(
     def run(plan: MatrixPlan) -> None:
         plan = plan if height is None else plan._replace(rows=height)
         along = plan.along(rows)
+        if weights:
+            constants["SOME"] = _at_a_time(plan, constants["B"], length, weights)
         kernel[(across, along) if "KIND" in constants else (along + constants.get("ahead", 0), across)](
             *args, **constants, K=job.shape[1], R=plan.rows, C=plan.columns, WHOLE=plan.divides(rows, length),
             **options(plan.warps, dependent),
         )  # fmt: skip
 
     launch(job, run)
+
+
+HELD = 96  # numbers a thread that rows of x take which are multiplied at once: with more, tiles of weights spill
+
+
+def _at_a_time(plan: MatrixPlan, count: int, length: int, weights: int) -> int:
+    """Return how many of `count` rows of x a program multiplies at once. Over several tiles, registers hold their sums."""
+    threads, tiles = 32 * plan.warps, -(-length // plan.columns)
+    each = max(1, plan.columns // threads) + (weights * plan.rows * plan.columns // threads if tiles > 1 else 0)
+    return max(1, min(count, HELD // each)) if tiles <= 8 else 1  # tiles are unrolled
 
 
 def options(warps: int, dependent: int = 0) -> dict[str, Any]:

@@ -5,7 +5,8 @@ so the bits do not depend on which that was. Only as many programs work as the l
 size of the cache. The program whose part ends with the new token reads its k and v from the product and caches them.
 
 Each of several tokens of a row has separate programs, which compute the same bits as if it came alone. They cannot wait for
-each other's writes to the cache, so they recompute the keys of the new tokens before theirs.
+each other's writes to the cache, so they recompute the keys of the new tokens before theirs. Where other bits are allowed, the
+queries of all tokens are one tile (`_together_kernel`).
 
 The keys that rows share are read by another launch, for the queries of all of them in one tile; it leaves what they come to in
 fp32. This launch overlaps with it, waits for it once a row's own keys are read, and a row's first part adds the two.
@@ -239,12 +240,13 @@ NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf 
 # Parts that are loaded at once. H200, a step of 350m: at 150 tokens, 3 parts, 377 us by 4, 380 by 8, 397 all in one tile of
 # three dimensions; at 4,200, 32 parts, 513 by 4 and 498 by 8. The kernel compiles in 1.9 s by 4, in 1.2 s with single ones.
 TOGETHER = 4
+MOST_TOGETHER = 64  # queries of a row and KV head that one tile takes; their sums are in registers
 
 
 @triton.jit
 def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl.constexpr, KIND: tl.constexpr,
           WIDE: tl.constexpr):  # fmt: skip
-    """Online softmax over one tile of keys."""
+    """Online softmax over one tile of keys, where they are `live` (1 or G, N)."""
     if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
         ka, kb, va, vb = ka.to(tl.float32), kb.to(tl.float32), va.to(tl.float32), vb.to(tl.float32)
     kind = ka.dtype
@@ -254,7 +256,7 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl
         score *= ks[None]
     if CAP > 0.0:
         score = capped(score, CAP)
-    score = tl.where(live[None], score, NOTHING)
+    score = tl.where(live, score, NOTHING)
     new = tl.maximum(m, tl.max(score, 1))
     p, fix = tl.exp(score - new[:, None]), tl.exp(m - new)
     weight = weight * fix + tl.sum(p, 1)
@@ -356,7 +358,9 @@ def _shared_keys_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, p
             live = start + n < end
             ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, leader, start + n, live, i, inside, length_max,
                                           total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
-            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+            m, weight, acc_a, acc_b = _part(
+                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+            )
         line = state_ptr + ((row * KV + kv) * GROUP + g % GROUP) * (D + 2)
         tl.store(line[:, None] + i[None], acc_a, mask=heads)
         tl.store(line[:, None] + i[None] + HALF, acc_b, mask=heads)
@@ -445,13 +449,17 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
         if AHEAD:
             # An empty tile leaves weights of 1, which the first key that is live multiplies by 0: each part has one.
-            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+            m, weight, acc_a, acc_b = _part(
+                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+            )
             lo += N
         for start in range(lo, old, N):
             live = start + n < old
             ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, start + n, live, i, inside,
                                           length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
-            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+            m, weight, acc_a, acc_b = _part(
+                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+            )
         if TOKENS > 1 and NEW > 0:
             for start in range(old, hi, N):
                 place = start + n
@@ -463,7 +471,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                                                        k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, apart,
                                                        TERMS, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS,
                                                        NEW, TOKENS, MOST, KIND)  # fmt: skip
-                m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP, KIND, WIDE)
+                m, weight, acc_a, acc_b = _part(
+                    qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+                )
         if counts_ptr is not None:
             _wait(DEPENDENT)
             line = state_ptr + ((b * KV + kv) * GROUP + g) * (D + 2)
@@ -527,13 +537,157 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         tl.store(to + HALF, nothing, mask=heads)
 
 
+@triton.jit
+def _together_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, pages, cos_ptr, sin_ptr, q_norm, k_norm, sinks, eps,
+                     scale, part_ptr, count_ptr, out_ptr, length_max, total, KV: tl.constexpr, GROUP: tl.constexpr,
+                     FEW: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr, N: tl.constexpr,
+                     SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+                     INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr,
+                     WIDE: tl.constexpr, TOKENS: tl.constexpr, FRESH: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
+                     KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+                     DEPENDENT: tl.constexpr):  # fmt: skip
+    """All TOKENS of a row: their queries are the rows of one tile, which reads the cached keys once. The last part adds the new
+    keys, a tile of FRESH that each query sees up to its own. Names as in `_decode_attention_kernel`."""
+    _begin(DEPENDENT)
+    b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
+    D: tl.constexpr = 2 * HALF
+    ROWS: tl.constexpr = TOKENS * GROUP
+    LINE: tl.constexpr = (Q * GROUP + NEW) * KV * D  # of a token, in the product
+    g, i, n, j = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N), tl.arange(0, FRESH)
+    inside, mine, fresh = i < HALF, g < ROWS, j < TOKENS
+    if not AHEAD:
+        _wait(DEPENDENT)
+    position_ptr += b * TOKENS
+    first = tl.load(position_ptr, cache_modifier=".cg")
+    query_place = tl.load(position_ptr + g // GROUP, mask=mine, other=-1, cache_modifier=".cg")
+    new_place = tl.load(position_ptr + j, mask=fresh, other=-1, cache_modifier=".cg")
+    there, known = (first >= 0) & (first < length_max), (new_place >= 0) & (new_place < length_max)
+    nowhere = (query_place < 0) | (query_place >= length_max)
+    first = tl.where(there, first, 0)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(first + 1 - WINDOW, 0)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(first - begin, splits), N * TILES), 1) * (N * TILES)
+    parts = tl.where(there, tl.maximum(tl.cdiv(first - begin, chunk), 1), 0)
+    lo = begin + split * chunk
+    hi = tl.minimum(lo + chunk, first)
+    if PAGE is None:
+        base = (b * KV + kv).to(tl.int64) * length_max
+        k_ptr += base * D
+        v_ptr += base * D
+        if MOST is not None:
+            k_scale += base
+            v_scale += base
+    angle = tl.where(nowhere, 0, query_place)[:, None] * PAIRS + i[None]
+    c = tl.load(cos_ptr + angle, mask=(i < PAIRS)[None], other=1.0)
+    s = tl.load(sin_ptr + angle, mask=(i < PAIRS)[None], other=0.0)
+    angle = tl.where(known, new_place, 0)[:, None] * PAIRS + i[None]
+    new_c = tl.load(cos_ptr + angle, mask=(i < PAIRS)[None], other=1.0)
+    new_s = tl.load(sin_ptr + angle, mask=(i < PAIRS)[None], other=0.0)
+    live = lo + n < hi
+    if AHEAD:
+        ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b, lo + n, live, i, inside, length_max, total, kv,
+                                      KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+        _wait(DEPENDENT)
+    row = qkv_ptr + b * TOKENS * LINE
+    token, head = g // GROUP, kv * GROUP + g % GROUP
+    heads = mine[:, None] & inside[None]
+    gate = row + (token * LINE + (head * Q + 1) * D)[:, None] + i[None]
+    to = out_ptr + ((b * TOKENS + token) * (KV * GROUP) + head)[:, None] * D + i[None]
+    if split < parts:
+        qa, qb = _head(row, (token * LINE + head * (Q * D))[:, None], q_norm, c, s, eps, heads, i, 0, 1, HALF, PAIRS, NORM,
+                       OFFSET, INTERLEAVED)  # fmt: skip
+        ones = fresh[:, None] & inside[None]
+        keys = row + GROUP * KV * (Q * D)
+        new_key = (j * LINE + kv * D)[:, None]
+        na, nb = _head(keys, new_key, k_norm, new_c, new_s, eps, ones, i, 0, 1, HALF, PAIRS, NORM, OFFSET, INTERLEAVED)
+        new_v = keys + (NEW - 1) * KV * D + new_key + i[None]
+        ua, ub = _sum(new_v, ones, 0, 1), _sum(new_v + HALF, ones, 0, 1)
+        if V_EPS > 0.0:
+            normed = 1.0 / tl.sqrt(tl.sum(tl.fma(ua, ua, ub * ub), 1) / D + V_EPS)[:, None]
+            ua, ub = ua * normed, ub * normed
+        kind = k_ptr.dtype.element_ty
+        ns, us = 1.0, 1.0
+        if MOST is None:
+            na, nb, ua, ub = na.to(kind), nb.to(kind), ua.to(kind), ub.to(kind)
+        else:
+            na, nb, ns = _coded(na, nb, MOST)
+            ua, ub, us = _coded(ua, ub, MOST)
+        qa *= scale
+        qb *= scale
+        m, weight = tl.full([G], NOTHING, tl.float32), tl.zeros([G], tl.float32)
+        if sinks is not None:  # as of a key without a value, in the first part
+            sink = tl.load(sinks + head, mask=mine, other=0.0).to(tl.float32)
+            m, weight = tl.where(split == 0, sink, m), tl.where(split == 0, 1.0, weight)
+        acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
+        oldest = query_place - WINDOW if WINDOW > 0 else query_place * 0 - 1
+        if AHEAD:
+            sees = live[None] & ((lo + n)[None] > oldest[:, None])
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, sees, CAP, KIND, WIDE)
+            lo += N
+        for start in range(lo, hi, N):
+            live = start + n < hi
+            ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b, start + n, live, i, inside, length_max,
+                                          total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+            sees = live[None] & ((start + n)[None] > oldest[:, None])
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, sees, CAP, KIND, WIDE)
+        if split == parts - 1:
+            at, in_range = _place(pages, b, tl.where(known, new_place, 0), known, length_max, total, kv, KV, PAGE)
+            written, spot = in_range[:, None] & inside[None], at[:, None] * D + i[None]
+            low, high = _halves(k_ptr + spot, i[None], HALF, PAIRS)
+            tl.store(low, na.to(kind), mask=written)
+            tl.store(high, nb.to(kind), mask=written)
+            tl.store(v_ptr + spot, ua.to(kind), mask=written)
+            tl.store(v_ptr + spot + HALF, ub.to(kind), mask=written)
+            if MOST is None:  # 0 times a value that is not finite is NaN, which must not reach those that do not see it
+                fa, fb, both = na, nb, ua.to(tl.float32) - ua.to(tl.float32) + (ub.to(tl.float32) - ub.to(tl.float32))
+                lost = tl.sum((both != 0.0).to(tl.int32), 1) > 0
+                wa, wb = tl.where(lost[:, None], 0.0, ua).to(kind), tl.where(lost[:, None], 0.0, ub).to(kind)
+                factor = 1.0
+            else:
+                tl.store(k_scale + at, ns, mask=in_range)
+                tl.store(v_scale + at, us, mask=in_range)
+                fa, fb, wa, wb = na.to(KIND), nb.to(KIND), ua.to(KIND), ub.to(KIND)
+                lost = us != us
+                factor = tl.where(lost, 0.0, us)
+            if PAGE is not None:
+                lost |= known & (in_range == 0)
+            own = (j[None] <= token[:, None]) & known[None] & (new_place[None] > oldest[:, None])
+            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, fa, fb, wa, wb, ns, factor, own, CAP, KIND, WIDE)
+            broken = tl.sum((own & lost[None]).to(tl.int32), 1) > 0
+            weight = tl.where(broken | nowhere, float("nan"), weight)
+        if parts == 1:
+            share = 1.0 / weight[:, None]
+            _store(to, gate, acc_a * share, acc_b * share, heads, HALF, Q)
+        else:
+            mine_ptr = part_ptr + (b * KV + kv) * SPLITS * ROWS * (D + 2)
+            line = mine_ptr + (split * ROWS + g) * (D + 2)
+            tl.store(line[:, None] + i[None], acc_a, mask=heads)
+            tl.store(line[:, None] + i[None] + HALF, acc_b, mask=heads)
+            tl.store(line + D, m, mask=mine)
+            tl.store(line + D + 1, weight, mask=mine)
+            tl.debug_barrier()  # every thread's stores before the one thread that counts
+            if tl.atomic_add(count_ptr + b * KV + kv, 1, sem="acq_rel") == parts - 1:
+                h = tl.arange(0, FEW)
+                mask = (h < ROWS)[:, None] & inside[None]
+                low, high = _combined(mine_ptr, parts, h, i, mask, ROWS, HALF, FEW, HP, TOGETHER)
+                ours = ((b * TOKENS + h // GROUP) * (KV * GROUP) + kv * GROUP + h % GROUP)[:, None] * D
+                theirs = (h // GROUP * LINE + ((kv * GROUP + h % GROUP) * Q + 1) * D)[:, None]
+                _store(out_ptr + ours + i[None], row + theirs + i[None], low, high, mask, HALF, Q)
+                tl.store(count_ptr + b * KV + kv, 0)
+    elif (split == 0) & (there == 0):  # a place that the cache does not have
+        nothing = tl.full([G, HP], float("nan"), tl.float32).to(out_ptr.dtype.element_ty)
+        tl.store(to, nothing, mask=heads)
+        tl.store(to + HALF, nothing, mask=heads)
+
+
 @torch.no_grad()
 def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
-    partial, finished, tiles, most_keys, parts = scratch
+    partial, finished, tiles, most_keys, parts, together = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
@@ -573,7 +727,19 @@ def decode_attention(
             **options(plan.warps, EARLY if dependent else LATE if overlapping else 0),
         )  # fmt: skip
 
-    launch(job_of("decode_attention", way, (group, D // 2, KV, itemsize), cache.k), run)
+    def run_together(plan: AttentionPlan) -> None:
+        fresh, lines = max(16, power_of_two(tokens)), power_of_two(group * tokens)
+        along = min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))
+        _together_kernel[(len(position) * KV, along)](
+            qkv, position, *cache[:5], cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
+            len(cache.k), KV, group, lines, max(16, lines), D // 2, HP, plan.keys, splits, window, cos.shape[1], norms[0],
+            offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, fresh, pages, most, kind, tiles,
+            TOGETHER, ahead, num_stages=plan.stages, **options(plan.warps, dependent),
+        )  # fmt: skip
+
+    together = together and tokens > 1 and new > 0 and max(norms) < 2 and group * tokens <= MOST_TOGETHER
+    rows = group * tokens if together else group
+    launch(job_of("decode_attention", way, (rows, D // 2, KV, itemsize), cache.k), run_together if together else run)
     results = written(cache, out)
     bump_versions(*results)
     return results

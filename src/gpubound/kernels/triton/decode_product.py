@@ -19,7 +19,7 @@ from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
-from ._launch import _begin, _end, _gained, _products, _row, _tile, _wait, at_once, bump_versions, launch_product, options
+from ._launch import _begin, _end, _gained, _row, _tile, _wait, at_once, bump_versions, launch_product, options
 from ._math import activated, capped
 from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
 from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
@@ -35,6 +35,58 @@ def _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K: tl.constexpr):
 
 
 @triton.jit
+def _sums(x_ptr, norm_ptr, w_ptr, w, u_ptr, u, row, col, left, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+          C: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+    """N rows of x, times their norm's gain, with R rows of a weight, `left` of which are there, and of a second (u) or None:
+    three tuples, by column, the last of x's squares. w, u: the first tiles, which were asked for before x was there.
+
+    All rows are asked for at once: if they come one by one, each waits for the L2 and for its sum, 2.5 us a row (H200, gate and
+    up of 576 x 1536).
+    """
+    EVEN: tl.constexpr = K % C == 0
+    if N == 1:
+        total, square, second = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32), tl.zeros([R, C], tl.float32)
+        for start in range(0, K, C):
+            x = _row(x_ptr + start, col, K - start, EVEN)
+            normed = _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
+            total += w.to(tl.float32) * normed
+            if u_ptr is not None:
+                second += u.to(tl.float32) * normed
+            square += x * x
+            if start + C < K:
+                w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+                if u_ptr is not None:
+                    u = _tile(u_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+        return (total,), (second,), (square,)
+    else:
+        totals, seconds, squares = (), (), ()
+        for _ in tl.static_range(N):
+            totals += (tl.zeros([R, C], tl.float32),)
+            seconds += (tl.zeros([R, C], tl.float32),)
+            squares += (tl.zeros([C], tl.float32),)
+        for start in tl.static_range(0, K, C):
+            xs = ()
+            for n in tl.static_range(N):
+                xs += (_row(x_ptr + n * K + start, col, K - start, EVEN),)
+            gain = _gained(1.0, norm_ptr + start, col, K - start, EVEN, GAIN)
+            news, ups, parts = (), (), ()
+            for n in tl.static_range(N):
+                normed = (xs[n] * gain)[None]
+                news += (totals[n] + w.to(tl.float32) * normed,)
+                if u_ptr is not None:
+                    ups += (seconds[n] + u.to(tl.float32) * normed,)
+                parts += (squares[n] + xs[n] * xs[n],)
+            totals, squares = news, parts
+            if u_ptr is not None:
+                seconds = ups
+            if start + C < K:
+                w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+                if u_ptr is not None:
+                    u = _tile(u_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+        return totals, seconds, squares
+
+
+@triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr):
     return activated(gate, ACTIVATION) * up
 
@@ -42,8 +94,8 @@ def _gated(gate, up, ACTIVATION: tl.constexpr):
 @triton.jit
 def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, best_ptr, arg_ptr, eps,
                          q_rows, k_rows, rows, table, ids, narrow, before, columns, split, second, emptied, ahead, by,
-                         B: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
-                         BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, CAP: tl.constexpr,
+                         B: tl.constexpr, SOME: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                         BIAS: tl.constexpr, BEST: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr, CAP: tl.constexpr,
                          RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr,
                          ACTIVATION: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
@@ -71,43 +123,46 @@ def _norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v
     _wait(DEPENDENT)
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
-    for b in tl.static_range(B):
-        if b > 0 and C < K:
+    for at in tl.static_range(0, B, SOME):
+        if at > 0 and C < K:
             w = _tile(w_ptr, row, col, rows - first, K, K, WHOLE)
-        total, square = _products(x_ptr + b * K, norm_ptr, w_ptr, w, row, col, rows - first, K, R, C, WHOLE, GAIN)
-        if b == B - 1:
+        totals, _, squares = _sums(x_ptr + at * K, norm_ptr, w_ptr, w, None, w, row, col, rows - first,
+                                    SOME if at + SOME < B else B - at, K, R, C, WHOLE, GAIN)  # fmt: skip
+        if at + SOME >= B:
             _end(DEPENDENT)
-        if table is not None:
-            words = _asked(narrow, b, low, high, columns, RANKS)
-        if GAIN is None:
-            y = tl.sum(total, 1) + offset
-        else:
-            y = tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps) + offset
-        if table is not None:
-            y += _added(words, up, narrow, table, b, low, high, columns, local + row, first + row < rows, RANKS, MORE, TYPE)
-        if CAP > 0.0:
-            y = capped(y, CAP)
-        in_range = first + row < rows
-        at = b * rows.to(tl.int64) + first + row
-        if ACTIVATION != "":
-            y = activated(y, ACTIVATION)
-        if by is not None:
-            y *= tl.load(by + at, mask=in_range, other=0.0)
-        tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=in_range)
-        if BEST:
-            y = tl.where(in_range, y, float("-inf"))
-            top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
-            part = b * (tl.num_programs(0) - ahead) + program
-            tl.store(best_ptr + part, top)
-            tl.store(arg_ptr + part, first + tl.argmax(y, 0))
+        for b in tl.static_range(at, at + SOME if at + SOME < B else B):
+            if table is not None:
+                words = _asked(narrow, b, low, high, columns, RANKS)
+            if GAIN is None:
+                y = tl.sum(totals[b - at], 1) + offset
+            else:
+                y = tl.sum(totals[b - at], 1) / tl.sqrt(tl.sum(squares[b - at], 0) / K + eps) + offset
+            if table is not None:
+                y += _added(words, up, narrow, table, b, low, high, columns, local + row, first + row < rows, RANKS, MORE,
+                            TYPE)  # fmt: skip
+            if CAP > 0.0:
+                y = capped(y, CAP)
+            in_range = first + row < rows
+            to = b * rows.to(tl.int64) + first + row
+            if ACTIVATION != "":
+                y = activated(y, ACTIVATION)
+            if by is not None:
+                y *= tl.load(by + to, mask=in_range, other=0.0)
+            tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=in_range)
+            if BEST:
+                y = tl.where(in_range, y, float("-inf"))
+                top = tl.where(tl.sum((y != y).to(tl.int32), 0) > 0, float("nan"), tl.max(y, 0))
+                part = b * (tl.num_programs(0) - ahead) + program
+                tl.store(best_ptr + part, top)
+                tl.store(arg_ptr + part, first + tl.argmax(y, 0))
 
 
 @triton.jit
 def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, table,
-                         ids, narrow, before, columns, split, second, emptied, ahead, B: tl.constexpr, K: tl.constexpr,
-                         R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-                         ACTIVATION: tl.constexpr, RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr,
-                         TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                         ids, narrow, before, columns, split, second, emptied, ahead, B: tl.constexpr,
+                         SOME: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+                         WHOLE: tl.constexpr, GAIN: tl.constexpr, ACTIVATION: tl.constexpr, RANKS: tl.constexpr,
+                         MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
     if table is not None:
@@ -117,7 +172,6 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
         program -= ahead
     first = program * R
     row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     gate_ptr += first.to(tl.int64) * K
     up_ptr += first.to(tl.int64) * K
@@ -133,41 +187,50 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
     _wait(DEPENDENT)
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
-    for b in tl.static_range(B):
-        if b > 0 and C < K:
+    for at in tl.static_range(0, B, SOME):
+        if at > 0 and C < K:
             g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-        gate, up = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
-        square = tl.zeros([C], tl.float32)
-        for start in range(0, K, C):
-            x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-            normed = _gained(x, norm_ptr + start, col, K - start, EVEN, GAIN)[None]
-            gate += g.to(tl.float32) * normed
-            up += u.to(tl.float32) * normed
-            square += x * x
-            if start + C < K:
-                g = _tile(gate_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-                u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-        if b == B - 1:
+        gates, ups, squares = _sums(
+            x_ptr + at * K,
+            norm_ptr,
+            gate_ptr,
+            g,
+            up_ptr,
+            u,
+            row,
+            col,
+            left,
+            SOME if at + SOME < B else B - at,
+            K,
+            R,
+            C,
+            WHOLE,
+            GAIN,
+        )
+        if at + SOME >= B:
             _end(DEPENDENT)
-        if table is not None:
-            g_words = _asked(narrow, b, 0, split, columns, RANKS)
-            u_words = _asked(narrow, b, split, columns, columns, RANKS)
-        factor = 1.0
-        if GAIN is not None:
-            factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
-        g_sum, u_sum = tl.sum(gate, 1) * factor + g_offset, tl.sum(up, 1) * factor + u_offset
-        if table is not None:
-            g_sum += _added(g_words, g_up, narrow, table, b, 0, split, columns, first + row, in_range, RANKS, MORE, TYPE)
-            u_sum += _added(u_words, u_up, narrow, table, b, split, columns, columns, first + row, in_range, RANKS, MORE, TYPE)
-        y = _gated(g_sum, u_sum, ACTIVATION)
-        tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=in_range)
+        for b in tl.static_range(at, at + SOME if at + SOME < B else B):
+            if table is not None:
+                g_words = _asked(narrow, b, 0, split, columns, RANKS)
+                u_words = _asked(narrow, b, split, columns, columns, RANKS)
+            factor = 1.0
+            if GAIN is not None:
+                factor = 1.0 / tl.sqrt(tl.sum(squares[b - at], 0) / K + eps)
+            g_sum, u_sum = tl.sum(gates[b - at], 1) * factor + g_offset, tl.sum(ups[b - at], 1) * factor + u_offset
+            if table is not None:
+                g_sum += _added(g_words, g_up, narrow, table, b, 0, split, columns, first + row, in_range, RANKS, MORE,
+                                TYPE)  # fmt: skip
+                u_sum += _added(u_words, u_up, narrow, table, b, split, columns, columns, first + row, in_range, RANKS,
+                                MORE, TYPE)  # fmt: skip
+            y = _gated(g_sum, u_sum, ACTIVATION)
+            tl.store(out_ptr + b * rows.to(tl.int64) + first + row, y.to(out_ptr.dtype.element_ty), mask=in_range)
 
 
 @triton.jit(do_not_specialize=SCALARS)
 def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow, before, columns, split, second,
-                        emptied, ahead, boxes, box, state, number, sender, room, B: tl.constexpr, K: tl.constexpr,
-                        R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr, RANKS: tl.constexpr,
-                        MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, BOXES: tl.constexpr,
+                        emptied, ahead, boxes, box, state, number, sender, room, B: tl.constexpr, SOME: tl.constexpr,
+                        K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                        RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, BOXES: tl.constexpr,
                         SENDERS: tl.constexpr, S: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
@@ -178,7 +241,6 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
         program -= ahead
     first = program * R
     row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     w_ptr += first.to(tl.int64) * K
     w = _tile(w_ptr, row, col, left, K, K, WHOLE)
@@ -195,28 +257,28 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
         stamp = _stamp(state, number)
     if table is not None:
         _empty(before, emptied, program, tl.num_programs(0) - ahead)
-    for b in tl.static_range(B):
-        if b > 0 and C < K:
+    for at in tl.static_range(0, B, SOME):
+        if at > 0 and C < K:
             w = _tile(w_ptr, row, col, left, K, K, WHOLE)
+        before_them = ()
         if boxes is None:
-            to = x_ptr + b * rows.to(tl.int64) + first + row
-            x = tl.load(to, mask=in_range, other=0.0)
-        total = tl.zeros([R, C], tl.float32)
-        for start in range(0, K, C):
-            total += w.to(tl.float32) * _row(h_ptr + b * K + start, col, K - start, EVEN)[None]
-            if start + C < K:
-                w = _tile(w_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-        if b == B - 1:
+            for b in tl.static_range(at, at + SOME if at + SOME < B else B):
+                before_them += (tl.load(x_ptr + b * rows.to(tl.int64) + first + row, mask=in_range, other=0.0),)
+        totals, _, _ = _sums(
+            h_ptr + at * K, h_ptr, w_ptr, w, None, w, row, col, left, SOME if at + SOME < B else B - at, K, R, C, WHOLE, None
+        )
+        if at + SOME >= B:
             _end(DEPENDENT)
-        if table is not None:
-            words = _asked(narrow, b, 0, columns, columns, RANKS)
-        y = tl.sum(total, 1) + offset
-        if table is not None:
-            y += _added(words, up, narrow, table, b, 0, columns, columns, first + row, in_range, RANKS, MORE, TYPE)
-        if boxes is not None:
-            _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, in_range)
-        else:
-            tl.store(to, x + y, mask=in_range)
+        for b in tl.static_range(at, at + SOME if at + SOME < B else B):
+            if table is not None:
+                words = _asked(narrow, b, 0, columns, columns, RANKS)
+            y = tl.sum(totals[b - at], 1) + offset
+            if table is not None:
+                y += _added(words, up, narrow, table, b, 0, columns, columns, first + row, in_range, RANKS, MORE, TYPE)
+            if boxes is not None:
+                _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, in_range)
+            else:
+                tl.store(x_ptr + b * rows.to(tl.int64) + first + row, before_them[b - at] + y, mask=in_range)
 
 
 def _way(use: str, adapters: StepAdapters | None) -> str:
@@ -245,9 +307,9 @@ def norm_product(
         use, height = "head", power_of_two(-(-rows // best.shape[1]))  # a partial maximum a program
     launch_product(
         _norm_product_kernel, job_of("product", _way(use, adapters), (rows, width, *parts), weight), width, 1, dependent, x,
-        norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, B=len(x),
-        BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, **_adapter_arguments(adapters, len(x), width), by=by,
-        ACTIVATION=activation,
+        norm_weight, weight, k, v, bias, k_bias, v_bias, out, best, arg, eps, q_rows, k_rows, rows, height=height, weights=1,
+        B=len(x), BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, by=by, ACTIVATION=activation,
+        **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
     bump_versions(out, best, arg)
     return out, best, arg
@@ -262,7 +324,7 @@ def norm_gate_up(
     rows, width = gate.shape
     launch_product(
         _norm_gate_up_kernel, job_of("product", _way("gate_up", adapters), (rows, width, rows), gate), width, 1, dependent, x,
-        norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
+        norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, weights=2, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
         ACTIVATION=activation, **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
     bump_versions(out)
@@ -293,7 +355,7 @@ def _launch_add(
     rows, width = weight.shape
     launch_product(
         _add_product_kernel, job_of("product", way, (rows, width, rows), weight), width, 1, dependent, h, weight,
-        bias, x, rows, B=len(h), BIAS=bias is not None, **more,
+        bias, x, rows, weights=1, B=len(h), BIAS=bias is not None, **more,
     )  # fmt: skip
 
 

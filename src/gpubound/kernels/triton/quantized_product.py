@@ -340,10 +340,11 @@ def _times(w, x, total, WIDE: tl.constexpr):
 @triton.jit
 def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
              C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-             WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+             WIDE: tl.constexpr, DEPENDENT: tl.constexpr, to_ptr=None, inside=None):  # fmt: skip
     """(R, TB): the rows of weights that begin at `at`, which are `there`, with all rows of x, normed if there is a GAIN.
 
-    HELD slices of weights are asked for before x is there, and AHEAD of x are on their way.
+    HELD slices of weights are asked for before x is there, and AHEAD of x are on their way. to_ptr: what the product is added
+    to, which is asked for with x.
     """
     SLICE: tl.constexpr = S * C
     SLICES: tl.constexpr = (K + SLICE - 1) // SLICE
@@ -357,6 +358,7 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
     for i in tl.static_range(AHEAD):
         if i < SLICES:
             xs += (_rows(x_ptr, b, i * SLICE + k, B, K, EVEN),)
+    old = 0.0 if to_ptr is None else tl.load(to_ptr, mask=inside, other=0.0)
     total, square = tl.zeros([S, R, TB], tl.float32), tl.zeros([TB], tl.float32)
     for i in tl.static_range(SLICES):
         x = xs[0]
@@ -375,7 +377,7 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
     y = tl.sum(total, 0)
     if GAIN is not None:
         y /= tl.sqrt(square / K + eps)[None]
-    return y
+    return y + old
 
 
 @triton.jit
@@ -424,12 +426,11 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
     there, at = row < rows, w_ptr + row.to(tl.int64) * K
-    y = _product(h_ptr, h_ptr, 0.0, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, None, WIDE, DEPENDENT)
-    if BIAS:
-        y += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
     to = b.to(tl.int64)[None] * rows + row[:, None]
     inside = there[:, None] & (b < B)[None]
-    y += tl.load(x_ptr + to, mask=inside, other=0.0)
+    y = _product(h_ptr, h_ptr, 0.0, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, None, WIDE, DEPENDENT, x_ptr + to, inside)
+    if BIAS:
+        y += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
     tl.store(x_ptr + to, y, mask=inside)
     if COPY:
         tl.store(copy_ptr + to, y.to(copy_ptr.dtype.element_ty), mask=inside)
