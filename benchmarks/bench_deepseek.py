@@ -24,7 +24,6 @@ from gpubound.formatting import quantity
 from gpubound.layers.block import visiting
 from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels import hyper_connections
-from gpubound.models.deepseek_v4.kernels.hyper_connections import sinkhorn_reference
 from gpubound.models.registry import cache_in, cache_word
 from gpubound.trace import strict
 
@@ -33,18 +32,17 @@ from .decode_host import host_us
 from .decode_peers import gaps
 from .decode_start import syncs
 from .deepseek_models import build_flash, build_model
-from .harness import CAPTURED, Bench, chosen, need_transformers, peak_gib, release
+from .harness import CAPTURED, Bench, chosen, need_transformers, release
 
-PARTS = ("step", "codes", "streams", "memory", "flash")
+PARTS = ("step", "codes", "streams", "flash")
 NAME, FLASH = "v4, half of Flash", "v4, Flash in fp4"
 K = 8  # tokens a launch
-EAGER, ROOFLINE, LAUNCHES, HOST_US, STREAMS, MEMORY = 10.0, 0.25, 25, 10.0, 20.0, 10.0  # gates
+EAGER, ROOFLINE, LAUNCHES, HOST_US, STREAMS = 10.0, 0.25, 25, 10.0, 20.0  # gates
 WANTED = 300.0  # tokens a second of Flash on four GPUs
 # Deviations that tokens may lie below the greatest logit of transformers' forward, in the mean: bf16 streams there, fp32 ours,
 # and an expert that rounding changes in one of 43 layers. What computes something else takes tokens 4 below. The farthest
 # of 16 tokens is luck: up to 2.15 at Flash's width.
 GAP = 1.0
-SITES, TOKENS = 86, 8192  # where a token of V4-Flash is balanced, and the tokens of a step of training
 FLASH_WIDTH = 4096
 SLICED = 1.2  # of its share, what a slice takes at most: some weights are on every GPU
 
@@ -58,7 +56,7 @@ class DeepSeek:
 
     step: tokens a second behind the first, beside transformers' forward (eager) and our step without a graph (uncaptured);
     host syncs, launches a layer and the host's time. streams: hc_pre and hc_post of a token beside the plain form.
-    memory: the peak of sinkhorn's forward and backward beside the plain form. codes: experts in fp4 and linear layers in fp8,
+    codes: experts in fp4 and linear layers in fp8,
     as V4 is published, beside 16 bits. flash: V4-Flash itself in these codes, 155 GB, on several GPUs, in stages or with each
     layer split over all of them; it is not among those measured by default.
 
@@ -68,7 +66,7 @@ class DeepSeek:
     """
 
     parts: str = ",".join(PARTS[:-1])
-    """What to measure, by comma: step, codes, streams, memory, flash."""
+    """What to measure, by comma: step, codes, streams, flash."""
     gpus: int = 4
     """GPUs that flash lies on."""
     split: str = "layers"
@@ -106,8 +104,6 @@ def main(argv: Sequence[str]) -> int:
     bench = Bench.of(options, "deepseek", device, argv)
     if "streams" in parts:
         measure_streams(bench)
-    if "memory" in parts:
-        measure_memory(bench)
     if {"step", "codes"} & {*parts}:
         size, model = DRY if options.dry else Size(), build_model(device, options.dry)
         if "step" in parts:
@@ -285,20 +281,6 @@ def measure_streams(bench: Bench) -> None:
         f"hc_pre and hc_post, one token, 4 x {width}", {"ours": ours, "eager": eager}, unit="us", amount=1,
         gates={"eager": STREAMS}, clock=CAPTURED,
     )  # fmt: skip
-
-
-def measure_memory(bench: Bench) -> None:
-    if bench.device.type != "cuda":
-        print("memory: the peak is read from the CUDA allocator, and nothing is measured here", flush=True)
-        return
-    z = torch.randn(SITES * TOKENS, 4, 4, device=bench.device, requires_grad=True)
-    gradient = torch.randn_like(z)
-    peaks = [
-        peak_gib(lambda op=op: torch.autograd.grad(op(z), z, gradient), bench.device)
-        for op in (kernels.sinkhorn, sinkhorn_reference)
-    ]
-    case = f"sinkhorn forward and backward, {SITES} sites of {TOKENS:,} tokens, peak"
-    bench.figure(case, "GiB", peaks[0], {"eager": peaks[1]}, {"eager": MEMORY})
 
 
 if __name__ == "__main__":

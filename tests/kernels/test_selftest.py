@@ -93,7 +93,6 @@ SHAPED = {
     "send_words": (3,),
     "short_conv": (4, True, 2),
     "sink_attention": (6, 2, 24, True, False),
-    "sinkhorn": (3, 2),
     "sparse_attention": (32, True, False, True),
     "split_gate_up": ("gelu_tanh", 9, 72, 40),
     "split_product": (2, 9, 72, 20),

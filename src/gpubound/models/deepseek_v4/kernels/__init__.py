@@ -14,7 +14,6 @@ from .hyper_connections import (
     hc_read as hc_read,
     hc_sums as hc_sums,
     hc_write as hc_write,
-    sinkhorn as sinkhorn,
 )
 from .products import (
     choose_experts as choose_experts,

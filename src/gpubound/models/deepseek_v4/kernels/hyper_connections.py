@@ -1,4 +1,5 @@
-"""Manifold-constrained hyper-connections of DeepSeek-V4: a residual of S streams, mixed by weights computed per token.
+"""Manifold-constrained hyper-connections of DeepSeek-V4: a residual of S streams, mixed by weights computed per token. Like all
+ops of decoding they give no gradients.
 
 Before a layer, `hc_pre` computes the layer's input u from the streams, and the weights by which `hc_post` adds its output y:
 
@@ -34,34 +35,19 @@ from ....kernels.peer_exchange import Mail, check_mail, example_mail
 from ....kernels.plans.types import power_of_two
 from ....kernels.registry import definition, draw
 
-WIDEST = 16  # rows of a matrix that a few threads hold in registers
-
 
 def sinkhorn(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     """Compute (..., S, S): softmax of each row plus eps, columns divided by their sums, then `iterations` - 1 times rows and
     columns divided by their sums.
 
-    Each sum has eps added. Backward saves only the logits, and recomputes the iterations.
+    Each sum has eps added.
     """
-    if logits.dim() < 2 or not logits.is_floating_point() or logits.shape[-1] != logits.shape[-2]:
-        raise ValueError(
-            f"sinkhorn: logits must be a floating-point tensor of square matrices (..., S, S), got {logits.dtype} "
-            f"{tuple(logits.shape)}; reshape or cast it before the call."
-        )
-    check_rounds("sinkhorn", iterations)
-    size = logits.shape[-1]
-    unable = f"its kernel holds matrices of up to {WIDEST} rows" if size > WIDEST else None
-    return implementation("sinkhorn", logits, unable, (size, iterations))(logits, iterations, eps)
-
-
-@definition(lambda g, size=4, iterations=20: (draw(g, 5, size, size), iterations, 1e-6))
-def sinkhorn_reference(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     m = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1) + eps
     m = m / (m.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         m = m / (m.sum(-1, keepdim=True) + eps)
         m = m / (m.sum(-2, keepdim=True) + eps)
-    return m.to(logits.dtype)
+    return m
 
 
 def check_rounds(op: str, iterations: int) -> None:
@@ -91,10 +77,11 @@ def hc_pre(
 
 
 @definition(lambda g, streams=4, many=False: _example(g, streams, many, (2 + streams) * streams, 3))
+@torch.no_grad()
 def hc_pre_reference(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
 ) -> tuple[Tensor, Tensor, Tensor]:
-    u, post, comb = mixed(x, weight, scale, base, eps, norm_eps, lambda z: sinkhorn_reference(z, iterations, eps))
+    u, post, comb = mixed(x, weight, scale, base, eps, norm_eps, lambda z: sinkhorn(z, iterations, eps))
     return u, post, comb
 
 
@@ -109,6 +96,7 @@ def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 @definition(lambda g, streams=4: (draw(g, 3, streams, 40), draw(g, 3, 40), draw(g, 3, streams), draw(g, 3, streams, streams)))
+@torch.no_grad()
 def hc_post_reference(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     dtype32 = torch.promote_types(x.dtype, torch.float32)
     residual = comb.to(dtype32).transpose(-1, -2) @ x.to(dtype32)
@@ -125,6 +113,7 @@ def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float =
 
 
 @definition(lambda g, streams=4, many=False: _example(g, streams, many, streams, 1))
+@torch.no_grad()
 def hc_head_reference(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6
 ) -> Tensor:
@@ -277,7 +266,7 @@ def hc_write_reference(
         y = y + more.sum(1)
     z, S = _products(x, sums, len(base), norm_eps), x.shape[1]
     post = 2 * torch.sigmoid(z[:, S : 2 * S] * scale[1] + base[S : 2 * S])
-    comb = sinkhorn_reference((z[:, 2 * S :] * scale[2] + base[2 * S :]).unflatten(1, (S, S)), rounds, eps)
+    comb = sinkhorn((z[:, 2 * S :] * scale[2] + base[2 * S :]).unflatten(1, (S, S)), rounds, eps)
     out.copy_(post[..., None] * y[:, None] + comb.transpose(1, 2) @ x)
     if weight is not None and following is not None:
         hc_sums_reference(out, weight, following)

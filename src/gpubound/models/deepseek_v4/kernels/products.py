@@ -308,7 +308,6 @@ RULES.update(
         "hc_pre": Rule(MatrixPlan, hyper_connections, first(2)),
         "index_scores": Rule(TilePlan, lambda job: TilePlan(64, 4), first(2)),
         "index_topk": Rule(TilePlan, lambda job: TilePlan(8192, 16), width),  # 16 numbers a thread: 32 spill
-        "sinkhorn": Rule(TilePlan, lambda job: TilePlan(512, 4), first(0)),  # a row of four a thread
         "sparse_attention": Rule(
             MatrixPlan, lambda job: MatrixPlan(16, 32 if job.bytes == 2 else 16, 8), first(2)
         ),  # heads, keys

@@ -1,16 +1,4 @@
-"""Kernels of Sinkhorn iterations in registers: one launch for forward and one for backward. Plain torch takes 3 launches for
-each of 39 normalisations.
-
-A thread has a row of four, so that a row's sum needs no communication, and a column's is two shuffles. With m' = m / d and
-d = Σ m + eps, a round's gradient is
-
-    dm = (dm' − Σ dm' · m') / d        the sums over the same row or column
-
-Backward recomputes the rounds and stores d of each, about 100 registers per thread for 39 rounds; m before a round is m' · d.
-With plain torch, autograd saves a numerator and a denominator per division, 3.1 KB for each 4 x 4 matrix; this op saves the
-logits, 64 bytes.
-
-Kernels of hyper-connections: two launches before a layer, one after the layer. Arithmetic is in fp32.
+"""Kernels of hyper-connections: two launches before a layer, one after the layer. Arithmetic is in fp32.
 
 Before a layer, every product of a token sums over all of its S · D values: 16,384 in V4-Flash, by 24 weight rows, 1.5 MB. So
 several programs split the sums of a token (split-K), and write (splits, N, products) partial sums, including the sum of
@@ -19,11 +7,6 @@ each token computes post, and comb by Sinkhorn iterations in registers, which ta
 
 Up to FEW tokens, a program multiplies a token's slice without tensor cores. More tokens are multiplied 16 or 64 at a time on
 tensor cores, in three tf32 products, which together have fp32 precision.
-
-Backward of `hc_pre` and `hc_head` recomputes the mix by torch ops and the kernel of `sinkhorn`, and saves only the inputs.
-Backward of `hc_post` has a kernel: with g the gradient of X',
-
-    dX_s = Σ_t comb_st g_t      dy = Σ_t post_t g_t      dpost_t = y · g_t      dcomb_st = X_s · g_t
 
 Kernels of a decoding step's hyper-connections. A program has the same columns of all streams of a token.
 
@@ -44,9 +27,9 @@ from torch import Tensor
 
 from .....kernels.peer_exchange import Mail
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import _begin, _wait, bump_versions, first_order_only, launch, options
+from .....kernels.triton._launch import _begin, _wait, bump_versions, launch, options
 from .....kernels.triton.peer_exchange import _mail_arguments, _stamp, _summed, _take, _warps_taking
-from ..hyper_connections import FEW, mixed, stretch
+from ..hyper_connections import FEW, stretch
 
 
 @triton.jit
@@ -66,89 +49,6 @@ def _balanced(p, inside, eps, ROUNDS: tl.constexpr):
         m = tl.where(inside, m / (tl.sum(m, 2)[:, :, None] + eps), 0.0)
         m = tl.where(inside, m / (tl.sum(m, 1)[:, None] + eps), 0.0)
     return m
-
-
-@triton.jit
-def _square(first, count, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr):
-    """Return the offsets of N matrices padded to SP rows, a mask of elements, and a mask of elements inside a matrix."""
-    n, i, j = first + tl.arange(0, N)[:, None, None], tl.arange(0, SP)[None, :, None], tl.arange(0, SP)[None, None]
-    inside = (i < S) & (j < S) & (n >= 0)
-    return n.to(tl.int64) * S * S + i * S + j, inside & (n < count), inside
-
-
-@triton.jit
-def _sinkhorn_forward_kernel(z_ptr, out_ptr, count, eps, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr,
-                             ROUNDS: tl.constexpr):  # fmt: skip
-    at, mask, inside = _square(tl.program_id(0) * N, count, S, SP, N)
-    z = tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    m = _balanced(_shares(z, inside), inside, eps, ROUNDS)
-    tl.store(out_ptr + at, m.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _sinkhorn_backward_kernel(z_ptr, dout_ptr, dz_ptr, count, eps, S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr,
-                              ROUNDS: tl.constexpr):  # fmt: skip
-    at, mask, inside = _square(tl.program_id(0) * N, count, S, SP, N)
-    p = _shares(tl.load(z_ptr + at, mask=mask, other=0.0).to(tl.float32), inside)
-    g = tl.load(dout_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    m = tl.where(inside, p + eps, 0.0)
-    # Sums of padding are 1, so that 0 stays 0 with any eps.
-    there = tl.sum(inside.to(tl.float32), 2) > 0
-    across = tl.sum(inside.to(tl.float32), 1) > 0
-    column = tl.where(across, tl.sum(m, 1) + eps, 1.0)
-    m /= column[:, None]
-    columns, rows = (column,), ()
-    for _ in tl.static_range(ROUNDS - 1):
-        row = tl.where(there, tl.sum(m, 2) + eps, 1.0)
-        m /= row[:, :, None]
-        column = tl.where(across, tl.sum(m, 1) + eps, 1.0)
-        m /= column[:, None]
-        rows += (row,)  # type: ignore[assignment]
-        columns += (column,)  # type: ignore[assignment]
-    for back in tl.static_range(ROUNDS - 1):
-        column = columns[ROUNDS - 1 - back]  # type: ignore[misc]
-        g = (g - tl.sum(g * m, 1)[:, None]) / column[:, None]
-        m *= column[:, None]
-        row = rows[ROUNDS - 2 - back]  # type: ignore[misc]
-        g = (g - tl.sum(g * m, 2)[:, :, None]) / row[:, :, None]
-        m *= row[:, :, None]
-    g = (g - tl.sum(g * m, 1)[:, None]) / columns[0][:, None]
-    dz = p * (g - tl.sum(g * p, 2)[:, :, None])
-    tl.store(dz_ptr + at, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-
-
-def _launch_sinkhorn(kernel, way: str, tensors: list[Tensor], iterations: int, eps: float) -> None:
-    wide = tensors[0].shape[-1]
-    count, padded = tensors[0].numel() // wide**2, power_of_two(wide)
-
-    def run(plan: TilePlan) -> None:
-        each = max(1, plan.elements // padded**2)
-        kernel[(cdiv(count, each),)](*tensors, count, eps, wide, padded, each, iterations, num_warps=plan.warps)
-
-    launch(job_of("sinkhorn", way, (wide,), tensors[0]), run)
-
-
-class _Sinkhorn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, iterations, eps):
-        logits = logits.contiguous()
-        out = torch.empty_like(logits)
-        _launch_sinkhorn(_sinkhorn_forward_kernel, "forward", [logits, out], iterations, eps)
-        ctx.save_for_backward(logits)
-        ctx.rounds = iterations, eps
-        return out
-
-    @staticmethod
-    def backward(ctx, dout):
-        first_order_only("sinkhorn")
-        (logits,) = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        _launch_sinkhorn(_sinkhorn_backward_kernel, "backward", [logits, dout.contiguous(), gradient], *ctx.rounds)
-        return gradient, None, None
-
-
-def sinkhorn(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
-    return _Sinkhorn.apply(logits, iterations, eps)
 
 
 MOST = 128  # splits of a sum: a token's 128 partial sums are 32 KB, which fit in L2
@@ -247,55 +147,27 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
 
 
 @triton.jit
-def _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D: tl.constexpr, S: tl.constexpr):
-    """Return a token's pointers to x and y, its post (1, S, 1) and its comb (S, S, 1)."""
-    s = tl.arange(0, S)
-    post = tl.load(post_ptr + n * S + s).to(tl.float32)[None, :, None]
-    comb = tl.load(comb_ptr + n * S * S + s[:, None] * S + s[None]).to(tl.float32)[:, :, None]
-    return x_ptr + n * S * D, y_ptr + n * D, post, comb
-
-
-@triton.jit
-def _hc_post_forward_kernel(x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, D: tl.constexpr, S: tl.constexpr,
+def _hc_post_kernel(x_ptr, y_ptr, post_ptr, comb_ptr, out_ptr, D: tl.constexpr, S: tl.constexpr,
                             BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     _wait(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
-    x_ptr, y_ptr, post, comb = _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D, S)
-    s, col = tl.arange(0, S)[:, None], (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None]
+    s, t = tl.arange(0, S)[:, None], tl.arange(0, S)[None]
+    post = tl.load(post_ptr + n * S + t).to(tl.float32)[:, :, None]
+    comb = tl.load(comb_ptr + n * S * S + s * S + t).to(tl.float32)[:, :, None]
+    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None]
     mask = col < D
-    x = tl.load(x_ptr + s * D + col, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(y_ptr + col, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + (n * S + s) * D + col, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + n * D + col, mask=mask, other=0.0).to(tl.float32)
     out = tl.sum(comb * x[:, None], 0) + tl.sum(post * y[:, None], 0)
     tl.store(out_ptr + (n * S + s) * D + col, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _hc_post_backward_kernel(g_ptr, x_ptr, y_ptr, post_ptr, comb_ptr, dx_ptr, dy_ptr, dpost_ptr, dcomb_ptr, D: tl.constexpr,
-                             S: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64)
-    x_ptr, y_ptr, post, comb = _mixing(x_ptr, y_ptr, post_ptr, comb_ptr, n, D, S)
-    dpost, dcomb = tl.zeros([1, S], tl.float32), tl.zeros([S, S], tl.float32)
-    s = tl.arange(0, S)[:, None]
-    for start in range(0, D, BLOCK):
-        col = (start + tl.arange(0, BLOCK))[None]
-        mask = col < D
-        g = tl.load(g_ptr + (n * S + s) * D + col, mask=mask, other=0.0).to(tl.float32)[None]
-        x = tl.load(x_ptr + s * D + col, mask=mask, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + col, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + (n * S + s) * D + col, tl.sum(comb * g, 1).to(dx_ptr.dtype.element_ty), mask=mask)
-        tl.store(dy_ptr + n * D + col, tl.sum(post * g, 1).to(dy_ptr.dtype.element_ty), mask=mask)
-        dpost += tl.sum(g * y[:, None], 2)
-        dcomb += tl.sum(g * x[:, None], 2)
-    t = tl.arange(0, S)[None]
-    tl.store(dpost_ptr + n * S + t, dpost.to(dpost_ptr.dtype.element_ty))
-    tl.store(dcomb_ptr + n * S * S + s * S + t, dcomb.to(dcomb_ptr.dtype.element_ty))
 
 
 def _pre(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int
 ) -> tuple[Tensor, ...]:
     """Compute (u, post, comb), or (u,) if rounds is 0."""
+    x, weight, scale, base = (t.contiguous() for t in (x, weight, scale, base))
     *leading, streams, width = x.shape
     tokens, products = prod(leading), weight.shape[0]
     padded, reach = power_of_two(products + 1), streams * width
@@ -328,76 +200,31 @@ def _pre(
     return u, *small
 
 
-class _Pre(torch.autograd.Function):
-    """apply(x, weight, scale, base, eps, norm_eps, rounds, op). `op` is the name of the calling op."""
-
-    @staticmethod
-    def forward(ctx, x, weight, scale, base, eps, norm_eps, rounds, op):
-        x, weight, scale, base = (t.contiguous() for t in (x, weight, scale, base))
-        ctx.save_for_backward(x, weight, scale, base)
-        ctx.settings, ctx.op = (eps, norm_eps, rounds), op
-        out = _pre(x, weight, scale, base, eps, norm_eps, rounds)
-        return out if rounds else out[0]
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        first_order_only(ctx.op)
-        eps, norm_eps, rounds = ctx.settings
-        needed = ctx.needs_input_grad[:4]
-        with torch.enable_grad():
-            own = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
-            x, weight, scale, base = own
-            out = mixed(x, weight, scale, base, eps, norm_eps, (lambda z: sinkhorn(z, rounds, eps)) if rounds else None)
-            wanted = [t for t, need in zip(own, needed) if need]
-            found = iter(torch.autograd.grad(out, wanted, gradients))
-        return *(next(found) if need else None for need in needed), None, None, None, None
-
-
-class _Post(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y, post, comb):
-        given = [t.contiguous() for t in (x, y, post, comb)]
-        ctx.save_for_backward(*given)
-        out = torch.empty_like(given[0])
-        *leading, streams, width = x.shape
-
-        def run(plan: TilePlan) -> None:
-            block = plan.elements // streams
-            _hc_post_forward_kernel[(prod(leading), cdiv(width, block))](
-                *given, out, width, streams, block, **options(plan.warps)
-            )
-
-        launch(job_of("hc_mix", "post", (width,), x), run)
-        return out
-
-    @staticmethod
-    def backward(ctx, g):
-        first_order_only("hc_post")
-        given = ctx.saved_tensors
-        made = [torch.empty_like(t) for t in given]
-        *leading, streams, width = given[0].shape
-
-        def run(plan: TilePlan) -> None:
-            _hc_post_backward_kernel[(prod(leading),)](
-                g.contiguous(), *given, *made, width, streams, max(16, plan.elements // streams), num_warps=plan.warps
-            )
-
-        launch(job_of("hc_mix", "backward", (width,), given[0]), run)
-        return tuple(made)
-
-
+@torch.no_grad()
 def hc_pre(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _Pre.apply(x, weight, scale, base, eps, norm_eps, iterations, "hc_pre")
+    u, post, comb = _pre(x, weight, scale, base, eps, norm_eps, iterations)
+    return u, post, comb
 
 
+@torch.no_grad()
 def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    return _Post.apply(x, y, post, comb)
+    given = [t.contiguous() for t in (x, y, post, comb)]
+    out = torch.empty_like(given[0])
+    *leading, streams, width = x.shape
+
+    def run(plan: TilePlan) -> None:
+        block = plan.elements // streams
+        _hc_post_kernel[(prod(leading), cdiv(width, block))](*given, out, width, streams, block, **options(plan.warps))
+
+    launch(job_of("hc_mix", "post", (width,), x), run)
+    return out
 
 
+@torch.no_grad()
 def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
-    return _Pre.apply(x, weight, scale, base, eps, norm_eps, 0, "hc_head")
+    return _pre(x, weight, scale, base, eps, norm_eps, 0)[0]
 
 
 WARPS = 4
