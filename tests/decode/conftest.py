@@ -10,13 +10,9 @@ from tests.footing import single_thread
 
 @pytest.fixture(autouse=True)
 def kernels_path(monkeypatch):
-    """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own.
-
-    A certificate compares 4 tokens and not 12: without graphs those were a fifth of the time of these tests."""
+    """The way that a GPU takes, through the kernels' references; test_host.py is about a CPU's own."""
     monkeypatch.setattr("gpubound.decode.cpu_step.fits", lambda device: False)
     monkeypatch.setattr("gpubound.decode.runner.ON_CPU", RING)
-    if not torch.cuda.is_available():
-        monkeypatch.setattr("gpubound.decode.certificate.STEPS", 4)
 
 
 # On two busy cores, tests of other models' own forward took 95 s with two threads, and 6 with one.

@@ -250,7 +250,7 @@ def test_a_model_with_something_of_its_own():
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_graph_that_does_something_else(fused, monkeypatch):
     """Every eighth step of a launch is left out, as of a graph whose capture missed it."""
-    monkeypatch.setattr(certificate, "STEPS", 12)
+    monkeypatch.setattr(certificate, "ON_CPU", 12)
     own = StepGraphs.launch
     monkeypatch.setattr(StepGraphs, "launch", lambda graphs, rows, k, way: own(graphs, rows, k - (k == 8), way))
     with pytest.raises(gb.GenerateError) as error:
@@ -288,14 +288,14 @@ def test_cache_rows_beyond_the_live_length_may_hold_anything(kind):
 def test_what_it_says():
     fast, compared = cases.shared("Mistral", verify=True), "greedy tokens equal between graph and single launches"
     assert re.fullmatch(
-        rf"verified in \d+\.\d\d s: {2 * certificate.STEPS} {compared}; logits \d\.\de-07 from fp32 \(the model's own forward "
+        rf"verified in \d+\.\d\d s: {2 * certificate.ON_CPU} {compared}; logits \d\.\de-07 from fp32 \(the model's own forward "
         r"\d\.\de-07\); cache beyond the live length poisoned",
         str(fast.certificate),
     )
     quick = gb.decoder(fast.model, 1, cases.ROOM, verify="quick").certificate
     assert quick.logits_error is None
     assert re.fullmatch(
-        rf"verified in \d+\.\d\d s: {certificate.STEPS} {compared}; cache beyond the live length poisoned", str(quick)
+        rf"verified in \d+\.\d\d s: {certificate.ON_CPU} {compared}; cache beyond the live length poisoned", str(quick)
     )
 
 

@@ -180,7 +180,7 @@ def test_the_steps_of_a_launch_do_not_matter(k):
 
 @pytest.mark.slow
 def test_a_stream_brings_several_tokens_at_a_time(monkeypatch):
-    monkeypatch.setattr("gpubound.decode.certificate.STEPS", 12)  # which makes the launches of eight steps
+    monkeypatch.setattr("gpubound.decode.certificate.ON_CPU", 12)  # which makes the launches of eight steps
     fast, plain = shared.__wrapped__("Llama", "same"), cases.shared("Llama")
     pieces = [new for _, new in fast.stream(cases.prompts(6), max_new_tokens=30)]
     assert [token for piece in pieces for token in piece] == plain.generate(cases.prompts(6), max_new_tokens=30).tokens[0]

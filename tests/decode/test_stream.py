@@ -147,7 +147,7 @@ def test_the_first_token_comes_before_the_rest_is_computed():
 
 @pytest.mark.slow
 def test_the_first_token_does_not_wait_for_a_graph_that_is_still_to_be_made(monkeypatch):
-    monkeypatch.setattr(certificate, "STEPS", 12)
+    monkeypatch.setattr(certificate, "ON_CPU", 12)
     fast = gb.decoder(cases.build("Mistral"), 1, cases.ROOM)
     stream, steps, own = fast.stream([3, 4], max_new_tokens=60), [], fast.graphs.launch
     fast.graphs.launch = lambda rows, k, way: (steps.append(k), own(rows, k, way))

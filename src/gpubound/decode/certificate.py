@@ -8,7 +8,7 @@ experts  are compared separately. Where two experts' scores differ by rounding a
          choice by how far the chosen scores are below the best
 tokens   of graphs against the same kernels launched step by step, for the same rows together: equal, for every number of steps
 a
-         launch up to STEPS. Speculative steps are compared with plain ones, where the same kernels compute both
+         launch up to STEPS (ON_CPU). Speculative steps are compared with plain ones, where the same kernels compute both
 cache    is filled with NaN first: positions beyond the live length are never read. A cache in 8 bits rounds, and a key near the
          middle of two codes may become either: fp32 rounds its keys and values, too, and ours may be further off by a fraction
          of the cost of that rounding
@@ -239,6 +239,7 @@ def _compare(body: Any, exact: Any, ids: Tensor) -> Tensor:
 TOKENS = 8  # of the sequence whose logits are compared
 SHORT = 64  # the longest window that the sequence is made longer for
 STEPS = 12  # greedy tokens compared between graphs and single launches
+ON_CPU = 2  # the same without a GPU, where a graph is its launches
 
 # Limits of the relative distance of logits from fp32, in the norm. Ours: MARGIN times the model's own distance, with a floor
 # for fp32, where both are rounding. The model's own distance has a limit, too: beyond it the reference is not this model's.
@@ -423,7 +424,7 @@ def _compare_tokens(decoder: "FastDecoder", prompt: list[int]) -> int:
     rows = rows if stepper.exact(rows) else 1
     single = Stepper(body, decoder.slots) if stepper.exact(rows) else stepper
     prompts = [prompt, prompt[: max(1, len(prompt) // 2)]][:rows]
-    steps = min(STEPS, decoder.max_length - len(prompt))
+    steps = min(STEPS if body.device.type == "cuda" else ON_CPU, decoder.max_length - len(prompt))
     want = []
     for lane in body.lanes(rows):
         # All prompts are prefilled: for one alone, another kernel may compute other keys.

@@ -82,7 +82,7 @@ def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
     leave = FusedRunner.leave
     monkeypatch.setattr(FusedRunner, "leave", lambda body, x: leave(body, x) * (1 if len(x) == 1 else -1))
     monkeypatch.setattr(FusedRunner, "finds_best", lambda body, rows: False)
-    assert staged(verify="quick").certificate.tokens_compared == 2 * certificate.STEPS
+    assert staged(verify="quick").certificate.tokens_compared == 2 * certificate.ON_CPU
     with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:rows_are_compared_as_the")):
         monkeypatch.setattr(ModelRunner, "lanes", lambda body, rows: [range(rows)])
         staged(verify="quick")
@@ -91,7 +91,7 @@ def test_rows_are_compared_as_their_lanes_take_them(monkeypatch):
 def test_a_lane_that_reads_the_keys_of_another_fails_the_certificate(monkeypatch):
     own = FusedRunner.pass_stage
     monkeypatch.setattr(FusedRunner, "pass_stage", lambda body, number, *stream: own(body, number, *stream[:-1], 0))
-    monkeypatch.setattr(certificate, "STEPS", 12)
+    monkeypatch.setattr(certificate, "ON_CPU", 12)
     with pytest.raises(gb.GenerateError, check=message("decode/stages/decoder:a_lane_that_reads_the_ke")):
         staged(verify="quick")
 
