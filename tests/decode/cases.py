@@ -324,7 +324,7 @@ def interpreted_report(interpret, model, given: list[list[int]], new: int, rows:
     return fast.body.report()
 
 
-def followed(fast, new: int = 12) -> list[int]:
+def followed(fast, new: int = 6) -> list[int]:
     """Return the tokens after PROMPT, which are the likeliest ones of the model as it is now."""
     return assert_greedy(fast, [PROMPT], new)[0]
 
@@ -343,5 +343,5 @@ SPARSE_KINDS = pytest.mark.parametrize("kind", SPARSE)
 PROMPT = prompts(7)[0]
 
 
-def of_decoder(fast, new: int = 12) -> list[int]:
+def of_decoder(fast, new: int = 6) -> list[int]:
     return fast.generate(PROMPT, max_new_tokens=new).tokens[0]
