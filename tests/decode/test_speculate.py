@@ -8,6 +8,7 @@ import transformers
 
 import gpubound as gb
 from gpubound.decode.runner import RunnerConfig
+from gpubound.decode.speculation import Pace
 from gpubound.decode.transformer import FusedRunner
 from gpubound.decode.weight_view import bind
 from gpubound.kernels import dispatch
@@ -376,3 +377,54 @@ def test_gemm_steps_in_graphs(draft):
             texts = [[*prompt, *ours[:at], token] for token in (ours[at], theirs[at])]
             one, other = (scores[-1] for scores in plain.score(texts))
             assert abs(one - other) < 0.1, f"{one:.3f} against {other:.3f} after {at} tokens"
+
+
+@pytest.mark.parametrize("way", WAY)
+@pytest.mark.parametrize("fails", [False, True], ids=["random drafts", "drafts that fail"])
+def test_launches_of_either_kind_bring_the_tokens_of_plain_steps(way, fails, monkeypatch):
+    """As the pace has it, where a verified step takes as long as 1.4 plain ones; and the text that drafts are looked up in."""
+    monkeypatch.setattr(Pace, "REST", 8)
+    fast, plain = gb.decoder(cases.shared("Qwen3").model, 2, cases.ROOM, k=4, speculate=3, verify=False), cases.shared("Qwen3")
+    fast.stepper.pace.seconds[2] = 1.4, 1.0
+    launched, run = [], fast.stepper.run
+    fast.graphs.run = lambda rows, steps, variant: (launched.append(variant.plain), run(rows, steps, variant))
+    if fails:
+        fast.stepper.draft = lambda state, chunk, variant, before=fast.stepper.draft: (
+            before(state, chunk, variant),
+            chunk.token[:, 1:].fill_(0),
+        )
+    found = compare(fast, plain, cases.prompts(9, 5), max_new_tokens=60, **WAY[way])
+    text = fast.stepper.text[: len(found.tokens)].tolist()
+    for prompt, tokens, row in zip(cases.prompts(9, 5), found.tokens, text):
+        assert row[: len(prompt) + len(tokens) - 2] == [*prompt, *tokens[:-2]]  # of a row that has ended nobody reads the end
+    assert not fails or (True in launched and False in launched[launched.index(True) :])
+
+
+def test_the_pace_drafts_while_it_pays():
+    pace = Pace((32, 8, 1))
+    pace.begin(1)
+    assert not pace.plain(8), "not measured"
+    pace.seconds[1] = 1.3, 1.0
+
+    def launch(tokens_a_step: float, steps: int = 8) -> bool:
+        """A launch whose tokens come at once, if it drafts; return whether it is plain."""
+        plain = pace.plain(steps)
+        pace.launched(plain, steps)
+        if not plain:
+            pace.seen(round(tokens_a_step * steps), steps)
+        return plain
+
+    pace.begin(1)
+    assert not any(launch(2.0) for _ in range(50))
+    kinds = [launch(1.0) for _ in range(400)]
+    trials = [at for at, plain in enumerate(kinds) if not plain]
+    assert len(trials) < 12 and sum(kinds[:60]) > 50  # of 400 launches, and soon
+    assert any(not launch(2.5) for _ in range(400)) and not any(launch(2.5) for _ in range(50))
+    for _ in range(20):
+        launch(1.0)
+    pace.begin(1)
+    assert pace.plain(1) and not pace.plain(8)  # a request begins with a trial, which one step is not
+    pace.launched(False, 8)
+    assert pace.plain(8) and pace.plain(8)  # until its tokens are here
+    pace.seen(24, 8)
+    assert not pace.plain(8)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import begin_draft, extend_draft, keep_stream
+from ..kernels import begin_draft, extend_draft, keep_stream, write_tokens
 from ..kernels.decode_product import EARLY, LATE, Norm
 from ..kernels.dispatch import can_launch
 from ..kernels.draft_inputs import Reads
@@ -46,6 +46,8 @@ class HiddenStates:
         self.rows = torch.zeros(max_batch * tokens, len(layers) * hidden, device=device, dtype=torch.float32)
         self.position = torch.zeros(max_batch, device=device, dtype=torch.int32)  # of the first of a row's tokens
         self.read_prompt: Callable[[Tensor, Tensor, int], None] = lambda ids, states, start: None
+        self.plain: Tensor | None = None  # (rows, steps, width), of a launch of plain steps
+        self.step = 0  # of it
         self._lengths: Tensor | None = None
         self._prompt: dict[int, Tensor] = {}
 
@@ -55,7 +57,11 @@ class HiddenStates:
             if layer == number:
                 rows, places = len(position), position.view(len(position), -1)
                 begins = (places, self.position[:rows]) if at == 0 else (None, None)
-                keep_stream(x, self.rows[: len(x)], at * self.hidden, begins[0], begins[1], EARLY if mode else 0)
+                to, column = self.rows[: len(x)], at * self.hidden
+                if self.plain is not None:
+                    self.step += at == 0
+                    to, column = self.plain.view(rows, -1), column + (self.step - 1) * self.plain.shape[2]
+                keep_stream(x, to, column, begins[0], begins[1], EARLY if mode else 0)
 
     def begin_prompt(self, lengths: Tensor) -> None:
         """Begin a prefill of prompts of these lengths (B,)."""
@@ -101,11 +107,22 @@ class HeadAttention(CachedAttention):
 
     def write_prompt(self, both: Tensor, start: int) -> None:
         """Write the keys and values of a prompt's inputs (B, T, 2 hidden)."""
-        end = start + both.shape[1]
+        k, v = self._keys_values(both, slice(start, start + both.shape[1]))
+        self.workspace.cache.extend(self.number, start, k, v)
+
+    def write_runs(self, both: Tensor, place: Tensor, runs: list[int]) -> None:
+        """Write those of inputs (B, T, 2 hidden) at positions `place` (B, T), which are runs of so many, one after the other, where
+        the cache has them."""
+        blocks = torch.arange(len(both), device=place.device).view(-1, 1, 1)
+        pair = self._keys_values(both, place.clamp(max=len(self._angles[0]) - 1))
+        for kept, new in zip(self.workspace.cache.keys_values(self.number), pair):
+            for part, at in zip(new.split(runs, 1), place.split(runs, 1)):
+                write_tokens(kept, part, blocks, at[:, 0].int())
+
+    def _keys_values(self, both: Tensor, place: Any) -> tuple[Tensor, Tensor]:
         q, k, v = (row.unflatten(-1, (-1, self.weights.head_dim)) for row in self.linear(self.qkv, both))
         cos, sin = self._angles
-        _, k = rope(q, k, cos[start:end], sin[start:end])
-        self.workspace.cache.extend(self.number, start, k, v)
+        return rope(q, k, cos[place], sin[place])[1], v
 
 
 class HeadRunner:
@@ -214,13 +231,16 @@ class HeadRunner:
     def read_prompt(self, ids: Tensor, states: Tensor, start: int) -> None:
         """Write the keys and values of a chunk of prompts ids, from position `start` on. The last token of a row is not among
         ids: its entry is written by the first step."""
-        end, head = start + states.shape[1], self.head
+        end = start + states.shape[1]
         following = F.pad(ids[:, start + 1 : end + 1], (0, max(0, end + 1 - ids.shape[1])))
-        dtype, layer = head.fc.weight.dtype, head.midlayer
-        x = F.linear(states.to(dtype), head.fc.weight)
+        self.attention.write_prompt(self.inputs(states, following), start)
+
+    def inputs(self, states: Tensor, following: Tensor) -> Tensor:
+        """Return the layer's inputs (B, T, 2 hidden) of hidden states (B, T, width) and the tokens after them (B, T)."""
+        dtype, layer = self.head.fc.weight.dtype, self.head.midlayer
+        x = F.linear(states.to(dtype), self.head.fc.weight)
         embedded = F.embedding(following, self.table).to(dtype)
-        both = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(x)], -1)
-        self.attention.write_prompt(both, start)
+        return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(x)], -1)
 
 
 class HeadDraft(DrawnDraft):
@@ -229,6 +249,9 @@ class HeadDraft(DrawnDraft):
     def __init__(self, body: Any, slots: BatchState, tokens: int, head: DraftHead) -> None:
         super().__init__(body, slots, tokens)
         self.runner = HeadRunner(head, body, tokens)
+        self.plain_states = torch.zeros(
+            slots.max_batch * slots.longest, *self.runner.states.rows.shape[1:], device=slots.device
+        )
 
     def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
         (rows, T), runner, body = chunk.token.shape, self.runner, self.body
@@ -256,6 +279,24 @@ class HeadDraft(DrawnDraft):
             if after is not None:
                 runner.attend(x, chunk.position[:, t - 1].contiguous())
 
+    def run_plain(self, rows: int, steps: int, variant: SamplingVariant) -> Tensor:
+        """Run steps of one token, and write the head's entries of the last verified step, then of these. The next draft begins with
+        the last one, as after a prompt."""
+        states, text, T = self.runner.states, self.text[:rows], self.tokens
+        verified, first = states.rows[: rows * T].view(rows, T, -1), states.position[:rows].clone()
+        states.plain, states.step = self.plain_states[: rows * steps].view(rows, steps, -1), 0
+        try:
+            begin = super().run_plain(rows, steps, variant)
+            runs = [(first, T), (begin, steps)]
+            place = torch.cat([at[:, None] + torch.arange(count, device=at.device) for at, count in runs], 1)
+            following = text.gather(1, (place + 1).clamp(max=text.shape[1] - 1)).long()
+            both = self.runner.inputs(torch.cat([verified, states.plain], 1), following)
+            self.runner.attention.write_runs(both, place, [T, steps])
+            verified[:, 0] = states.plain[:, -1]
+        finally:
+            states.plain = None
+        return begin
+
     def moved(self) -> str | None:
         return self.runner.moved()
 
@@ -273,4 +314,5 @@ class HeadDraft(DrawnDraft):
         return [
             ("speculation", f"{self._drafted()} drafted by a head", self._proof()),
             ("draft head", kind, f"reads the hidden states before layers {layers}"),
+            *self._paces(),
         ]

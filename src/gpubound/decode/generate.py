@@ -51,14 +51,15 @@ from .request import (
 )
 from .rollout import Rollout
 from .rollout_request import rollout_request
-from .runner import BatchState, ModelRunner, RunnerConfig, StepGraphs, Stepper
+from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, StepGraphs, Stepper
 from .running import RunningRequest
-from .speculation import Draft, ModelDraft, TextDraft, tokens_a_step
+from .speculation import Draft, ModelDraft, Pace, TextDraft, tokens_a_step
 from .text import TextCodec
 from .transformer import SPLIT_FROM, FusedRunner, gemv_rows, kernel_calls, split_gemm_rows, tiled_gemm_rows
 from .weight_view import HostView, bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
+TIMED_AT = 256  # the position at which steps are timed
 SPECULATIVE_LADDER = (8, 1)  # a step brings several tokens: a long launch would run on long after the last one
 
 
@@ -266,6 +267,28 @@ class FastDecoder(NotCopyable):
         self.stepper.prefill(ids, lengths)
         self.body.begin(self.slots.rows.token[:rows])
 
+    def time_steps(self, rows: int) -> None:
+        """Time a verified and a plain step of so many rows, once, where launches may be of either kind: `Pace` needs both. It
+        overwrites what the cache holds of the first rows."""
+        pace, at = self.stepper.pace, self.slots.rows.position[:rows]
+        if pace is None or rows in pace.seconds or at.device.type != "cuda":
+            return
+        saved, took = self.graphs.state(rows), []
+        for variant, k in ((SamplingVariant(), self.ladder[0]), (SamplingVariant(plain=True), pace.ladder[0])):
+            at.fill_(min(TIMED_AT, self.max_length // 2))
+            times = []
+            for _ in range(4):  # at the first the graph is captured
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                self.graphs.launch(rows, k, variant)
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / (1e3 * k))
+            took.append(min(times))
+        for tensor, before in saved:
+            tensor.copy_(before)
+        pace.seconds[rows] = took[0], took[1]
+
     def bucket(self, rows: int) -> int:
         """Return the next power of two up to max_batch, so that few graphs serve all batches."""
         return min(1 << (rows - 1).bit_length(), self.max_batch)
@@ -376,7 +399,9 @@ def decoder(
         else:
             runner = (sliced_runner if split == "tensors" else pipeline_runner)(model, config, fused, gpus)
         drafting = runner_for(drafts[0], RunnerConfig(max_batch, max_length, redone=width - 1), fused) if drafts else None
-        state = BatchState(runner.max_batch, runner.vocab, max(ladder) * width, runner.device)
+        pace = Pace(LADDER if k == "auto" else ladder) if switches(speculate, runner) else None
+        longest = max(max(ladder) * width, 0 if pace is None else max(pace.ladder))
+        state = BatchState(runner.max_batch, runner.vocab, longest, runner.device)
         stepper: Stepper
         if head is not None:
             stepper = HeadDraft(check_head(runner), state, width, head)
@@ -384,7 +409,17 @@ def decoder(
             stepper = (ExactStepper if exact else Stepper)(runner, state)
         else:
             stepper = TextDraft(runner, state, width) if drafting is None else ModelDraft(runner, state, width, drafting)
-        return FastDecoder(model, stepper, ladder, text, verify)
+        stepper.pace = pace
+        fast = FastDecoder(model, stepper, ladder, text, verify)
+        with fast.plainly():
+            fast.time_steps(1)
+        return fast
+
+
+def switches(speculate: Any, runner: ModelRunner) -> bool:
+    """Return whether launches may be of plain steps, too. A model that drafts would have to read the tokens of those."""
+    drafted = speculate.model is None or isinstance(speculate.model, DraftHead) if isinstance(speculate, Draft) else speculate
+    return bool(drafted) and getattr(speculate, "adaptive", True) and not runner.peers and len(runner.spans) < 2
 
 
 def check_exact(fused: bool, speculate: Any, weights: Any, cache: Any, devices: Any) -> None:

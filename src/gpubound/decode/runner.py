@@ -447,6 +447,7 @@ class SamplingVariant(NamedTuple):
     shared: bool = False  # attention reads what rows have in common once
     uneven: bool = False  # attention splits the keys of long rows among more programs
     most: int = 0  # keys that attention reads of a row at most; 0: all positions
+    plain: bool = False  # steps of one token, by a stepper that drafts
     parts: int = 0  # entries of the list of rows' parts (Cache.list_parts), which attention reads if lengths are uneven
 
 
@@ -454,6 +455,7 @@ class Stepper:
     """Run steps of the rows of `slots`, each of which brings a row one token. speculation.py has steps of several."""
 
     tokens = 1  # of a row that a step may bring
+    pace: Any = None  # of speculation.py: whether the next launch drafts
 
     def __init__(self, body: Any, slots: BatchState) -> None:
         self.body, self.slots = body, slots
@@ -585,7 +587,7 @@ class StepGraphs:
             return call
         runner = self._runner_on(self.slots.device)
         if (rows, variant) not in self._warm:  # first calls compile and test kernels, which no graph can hold
-            saved = self._state(rows)
+            saved = self.state(rows)
             runner.run(lambda: self.run(rows, 1, variant))
             for tensor, before in saved:
                 tensor.copy_(before)
@@ -593,7 +595,7 @@ class StepGraphs:
         runner.record(f"decode {rows} x {steps}", call, [], set())
         return runner.replay
 
-    def _state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
+    def state(self, rows: int) -> list[tuple[Tensor, Tensor]]:
         """Return copies of the tensors that a step changes, except the cache, whose position the next step writes again."""
         tensors = [self.slots.block, self.slots.rows.token, self.slots.rows.position, *self.body.carried()]
         tensors += [t for t in (self.body.x, self.slots.seen) if t is not None]

@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -142,7 +143,7 @@ class RunningRequest:
         self.decoder, self.request, self.prefill = decoder, request, prefill or decoder.graphs.prefill
         self.begun = time.perf_counter()
         self.wanted = 0  # steps, of those launched, that some row may still need
-        self.in_flight = 0  # steps launched and not read yet
+        self.in_flight: deque[tuple[int, bool]] = deque()  # steps launched and not read yet, and whether these are plain
         self.ends = [min(len(prompt) + request.max_new_tokens, decoder.max_length) for prompt in request.prompts]
         self.rows = decoder.bucket(len(request.prompts))
         self.variant = SamplingVariant(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
@@ -161,25 +162,33 @@ class RunningRequest:
         return generator
 
     def _play(self, alone: bool) -> Generator[tuple[int, Any], None, None]:
-        decoder, slots = self.decoder, self.decoder.slots
+        decoder, slots, pace = self.decoder, self.decoder.slots, self.decoder.stepper.pace
         with decoder.turn:
             try:
                 with short_switch_interval():
                     with decoder.plainly():
+                        decoder.time_steps(self.rows)
                         self._prefill()
+                    if pace is not None:
+                        pace.begin(self.rows)
                     # On one device, a step that reads much is long enough to be launched alone. Several devices need more.
                     body = decoder.body
                     read = 0 if body.peers or len(body.spans) > 1 else body.bytes_a_step(list(map(len, self.request.prompts)))
                     alive = True
                     while alive and ((left := self._steps_left()) > 0 or slots.ahead):
-                        steps = 0
-                        if left > 0 and slots.ahead < slots.lead:
+                        steps, variant = 0, self.variant
+                        lead = slots.lead if pace is None or not pace.ratio else min(pace.LEAD, slots.lead)
+                        if left > 0 and slots.ahead < lead:
                             # The first launches are short, so that the first tokens appear soon.
                             ladder = decoder.ladder[max(0, len(decoder.ladder) - 1 - self.generation.launches) :]
                             spare = 0 if read >= HEAVY else int(self.generation.steps * OVERSHOT)
                             steps = next(k for k in ladder if k <= left + spare)
+                            if pace is not None and pace.plain(steps):
+                                variant, left = variant._replace(plain=True), math.ceil(self._tokens_left())
+                                ladder = pace.ladder[max(0, len(pace.ladder) - 1 - self.generation.launches) :]
+                                steps = next(k for k in ladder if k <= left + spare)
                             # A graph is captured, in 0.4 s, once all launched tokens are read.
-                            if slots.ahead and not decoder.graphs.made(self.rows, steps, self.variant):
+                            if slots.ahead and not decoder.graphs.made(self.rows, steps, variant):
                                 steps = 0
                         if not steps:
                             alive = yield from self._receive()
@@ -187,9 +196,11 @@ class RunningRequest:
                         if not alone:
                             decoder.bound.check_unmoved()
                         with decoder.plainly():
-                            decoder.graphs.launch(self.rows, steps, self.variant)
-                        slots.send(steps * decoder.stepper.tokens)
-                        self.in_flight += steps
+                            decoder.graphs.launch(self.rows, steps, variant)
+                        slots.send(steps * (1 if variant.plain else decoder.stepper.tokens))
+                        self.in_flight.append((steps, variant.plain))
+                        if pace is not None:
+                            pace.launched(variant.plain, steps)
                         self.generation.launches += 1
                         self.generation.steps += steps
                         self.wanted += min(steps, left)
@@ -217,14 +228,20 @@ class RunningRequest:
 
     def _steps_left(self) -> int:
         """Return the steps that the longest row still needs after those in flight, at the tokens a step so far."""
+        return math.ceil(self._tokens_left() / (self.generation.tokens_a_step or 1.0))
+
+    def _tokens_left(self) -> float:
+        """Return the tokens that the longest row still needs after those of the launches in flight, at that rate."""
         tokens = [end - len(s.prompt) - len(s.tokens) for end, s in zip(self.ends, self.sequences) if not s.finish]
-        return math.ceil(max(tokens, default=0) / (self.generation.tokens_a_step or 1.0)) - self.in_flight
+        rate = self.generation.tokens_a_step or 1.0
+        return max(tokens, default=0) - sum(steps * (1.0 if plain else rate) for steps, plain in self.in_flight)
 
     def _receive(self) -> Generator[tuple[int, Any], None, bool]:
         """Read the oldest launch and yield its pieces; return False when every sequence has ended."""
-        tokens, width = self.decoder.slots.receive(self.request.logprobs), self.decoder.stepper.tokens
+        tokens, (_, plain) = self.decoder.slots.receive(self.request.logprobs), self.in_flight.popleft()
+        width, pace = 1 if plain else self.decoder.stepper.tokens, self.decoder.stepper.pace
+        before = self.generation.count, self.generation.row_steps
         self.generation.first_token_s = self.generation.first_token_s or time.perf_counter() - self.begun
-        self.in_flight -= len(tokens.emitted) // width
         stopped = []
         for row, (sequence, text) in enumerate(zip(self.sequences, self.texts)):
             if sequence.finish:
@@ -236,6 +253,8 @@ class RunningRequest:
                 stopped.append(row)
             if piece:
                 yield row, piece
+        if pace is not None and not plain:
+            pace.seen(self.generation.count - before[0], self.generation.row_steps - before[1])
         if all(sequence.finish for sequence in self.sequences):
             return False
         if stopped:

@@ -25,6 +25,7 @@ from ..kernels.ngram_speculation import Chunk, Said
 from ..kernels.sampling import Into, Rows, Settings
 from .runner import BatchState, SamplingVariant, StepGraphs, Stepper, choose, into_body
 
+TRIAL = 8  # steps of a launch, at least, that show whether drafts pay again
 MOST = 15  # tokens that may be drafted: with the last token, as many as a tile of a tensor core has rows
 
 
@@ -42,6 +43,7 @@ class Draft:
     model: nn.Module | None  # None: look up in the row's own text
     tokens: int = 4
     tensor_cores: bool = False  # verify by products of all tokens together
+    adaptive: bool = True  # take plain steps while drafts bring fewer tokens than those would in the same time
 
 
 def tokens_a_step(speculate: Any, device: torch.device) -> int:
@@ -57,6 +59,56 @@ def tokens_a_step(speculate: Any, device: torch.device) -> int:
         where = f"is on {' and '.join(sorted(map(str, devices)))}" if devices else "has no weights"
         raise ValueError(f"decoder: speculate: the draft model {where}, the model is on {device}; move it there.")
     return drafted + 1
+
+
+class Pace:
+    """Choice between launches that draft and plain ones: to draft while a verified step brings at least as many tokens as plain
+    steps do in its time.
+
+    It counts the tokens of about the last WINDOW verified steps. If they are too few, REST plain steps follow. Then TRIAL steps
+    draft, and plain ones go on until the tokens of these are here: if they are too few again, twice as many plain ones.
+    """
+
+    WINDOW, REST, MOST = 16, 160, 1280
+    LEAD = 2  # launches ahead of the host: each may turn out to be one too many
+
+    def __init__(self, ladder: tuple[int, ...]) -> None:
+        self.ladder = ladder  # plain steps a launch
+        self.seconds: dict[int, tuple[float, float]] = {}  # of a verified and of a plain step, by rows
+        self.rate: float | None = None  # tokens that a verified step brings a row
+        self.ratio = 0.0  # of the two times, with the rows of the current request; 0: not measured
+        self.rest, self.length, self.trial = 0, self.REST, False
+
+    def begin(self, rows: int) -> None:
+        """Begin a request. Where drafts did not pay before, it begins with a trial."""
+        verified, plain = self.seconds.get(rows, (0.0, 1.0))
+        self.ratio = verified / plain
+        if self.ratio and self.rate is None:
+            self.rate = self.ratio + 0.25  # so that no single step decides
+        self.rest, self.length, self.trial = 0, self.REST, False
+
+    def plain(self, steps: int) -> bool:
+        """Return whether a launch of this many steps, as drafts would have, is of plain ones: a short one is no trial."""
+        if not self.ratio or self.rate is None:
+            return False
+        return self.rest > 0 or self.trial or (self.rate < self.ratio and steps < min(TRIAL, self.ladder[0]))
+
+    def launched(self, plain: bool, steps: int) -> None:
+        if plain:
+            self.rest = max(0, self.rest - steps)
+        else:
+            self.trial = self.rate is not None and self.rate < self.ratio
+
+    def seen(self, tokens: int, steps: int) -> None:
+        """Count the tokens that verified steps, over all rows, have brought."""
+        if not steps or self.rate is None:
+            return
+        self.rate += (tokens / steps - self.rate) * min(1.0, steps / self.WINDOW)
+        if self.rest == 0 and self.rate < self.ratio:
+            self.rest, self.length = self.length, min(2 * self.length, self.MOST)
+        elif self.rate >= self.ratio:
+            self.rest, self.length = 0, self.REST
+        self.trial = False
 
 
 class TextDraft(Stepper):
@@ -79,6 +131,9 @@ class TextDraft(Stepper):
         self.text[: len(ids), : ids.shape[1]] = ids
 
     def run(self, rows: int, steps: int, variant: SamplingVariant) -> None:
+        if variant.plain:
+            self.run_plain(rows, steps, variant)
+            return
         body, slots, T, n = self.body, self.slots, self.tokens, rows * self.tokens
         state, each, text = slots.rows.first(rows), self.rows.first(n), self.text[:rows]
         each.limit.view(rows, T).copy_(state.limit[:, None])
@@ -97,6 +152,19 @@ class TextDraft(Stepper):
             lines = slice(step * T, (step + 1) * T)
             emitted = Said(slots.emitted[lines, :rows], None if logprob is None else slots.logprobs[lines, :rows])
             accept(chunk, chosen, state, text, emitted, seen, body.chained(n))
+
+    def run_plain(self, rows: int, steps: int, variant: SamplingVariant) -> Tensor:
+        """Run steps of one token, and add the tokens to the text, which of rows that end is read no more. Return the position
+        (rows,) of each row before them."""
+        body, state, text = self.body, self.slots.rows.first(rows), self.text[:rows]
+        begin = state.position.clone()
+        text.scatter_(1, state.position[:, None].long(), state.token[:, None])
+        body.begin(state.token)
+        super().run(rows, steps, variant)
+        new = self.slots.emitted[:steps, :rows].t()
+        place = (begin[:, None] + torch.arange(1, steps + 1, device=begin.device)).clamp(max=text.shape[1] - 1)
+        text.scatter_(1, place, torch.where(new >= 0, new, text.gather(1, place)))
+        return begin
 
     def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
         """Fill the chunk with each row's last token, its draft and their state, and write the runner's input."""
@@ -127,7 +195,19 @@ class TextDraft(Stepper):
         marks.scatter_(2, chunk.long().index_select(1, self.before).view(rows, T, T), 1)
 
     def report(self) -> list[tuple[str, str, str]]:
-        return [("speculation", f"{self._drafted()} looked up in the text", self._proof())]
+        return [("speculation", f"{self._drafted()} looked up in the text", self._proof()), *self._paces()]
+
+    def _paces(self) -> list[tuple[str, str, str]]:
+        """Return the table's rows about plain steps."""
+        found = [] if self.pace is None else sorted(self.pace.seconds.items())
+        return [
+            (
+                f"plain steps, {n} row{'s' * (n > 1)}",
+                f"below {verified / plain:.2f} tokens a step",
+                f"measured: {verified * 1e6:,.0f} us a verified step, {plain * 1e6:,.0f} a plain one",
+            )
+            for n, (verified, plain) in found
+        ]
 
     def _drafted(self) -> str:
         return f"{self.tokens - 1} token{'s' if self.tokens > 2 else ''}"

@@ -253,7 +253,7 @@ class StageGraphs(StepGraphs):
         eager = [part.run for part in lane.parts]
         runners = [self._runner_on(part.device) for part in lane.parts]
         if (len(lane.tokens), lane.variant) not in self._warm:  # kernels compile and test themselves at their first call
-            saved = self._state(lane.rows.stop)
+            saved = self.state(lane.rows.stop)
             for part, runner, call in zip(lane.parts, runners, eager):
                 part.run = partial(runner.run, call)
             lane.depart()

@@ -457,7 +457,7 @@ class SliceGraphs(StepGraphs):
         if self.slots.device.type != "cuda":
             return partial(self.run, rows, steps, variant)
         if (rows, variant) not in self._warm:
-            saved = self._state(rows)
+            saved = self.state(rows)
             self._warm_up(lambda number: self._run_on(number, rows, 1, variant))
             for tensor, before in saved:
                 tensor.copy_(before)
