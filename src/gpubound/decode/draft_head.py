@@ -111,8 +111,8 @@ class HeadAttention(CachedAttention):
         self.workspace.cache.extend(self.number, start, k, v)
 
     def write_runs(self, both: Tensor, place: Tensor, runs: list[int]) -> None:
-        """Write those of inputs (B, T, 2 hidden) at positions `place` (B, T), which are runs of so many, one after the other, where
-        the cache has them."""
+        """Write those of inputs (B, T, 2 hidden) at positions `place` (B, T), in runs of these lengths, where the cache has
+        them."""
         blocks = torch.arange(len(both), device=place.device).view(-1, 1, 1)
         pair = self._keys_values(both, place.clamp(max=len(self._angles[0]) - 1))
         for kept, new in zip(self.workspace.cache.keys_values(self.number), pair):
@@ -280,8 +280,8 @@ class HeadDraft(DrawnDraft):
                 runner.attend(x, chunk.position[:, t - 1].contiguous())
 
     def run_plain(self, rows: int, steps: int, variant: SamplingVariant) -> Tensor:
-        """Run steps of one token, and write the head's entries of the last verified step, then of these. The next draft begins with
-        the last one, as after a prompt."""
+        """Run steps of one token, and write the head's entries of the last verified step, then theirs. The next draft begins
+        with the last one, as after a prompt."""
         states, text, T = self.runner.states, self.text[:rows], self.tokens
         verified, first = states.rows[: rows * T].view(rows, T, -1), states.position[:rows].clone()
         states.plain, states.step = self.plain_states[: rows * steps].view(rows, steps, -1), 0
