@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import gpubound.lora
-from gpubound.train.records import GAIN
 
 from .serving import Contender, Job, serve
 from .train_worker import llama, ours, use_liger, usual
@@ -73,7 +72,7 @@ def freeze(model: nn.Module, base: str | None = None) -> nn.Module:
     model.requires_grad_(False)
     if base is not None:
         gpubound.lora.quantize_base(model, base)
-    gain = next(p for name, p in model.named_parameters() if name.endswith(GAIN))
+    gain = next(p for name, p in model.named_parameters() if name.endswith("input_layernorm.weight"))
     gain.requires_grad_(True)
     return model
 

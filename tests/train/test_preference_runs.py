@@ -8,7 +8,7 @@ import torch
 
 from gpubound import trace
 from gpubound.data import Corpus, Tokenizer, train_tokenizer
-from gpubound.errors import DataError, MeasureError
+from gpubound.errors import DataError
 from gpubound.train.objectives.preference import Preference
 from gpubound.train.prepare import prepare
 from gpubound.train.stages import stage_of
@@ -61,8 +61,6 @@ def test_adapters_train_on_packed_pairs(pairs, tmp_path_factory, tmp_path):
     assert records[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
     last = records[-1]
     assert last["held_out"] < 0.6 and last["accuracy"] > 0.8
-    with pytest.raises(MeasureError, match="without its adapters"):  # which a command on a GPU notes, and goes on
-        run.price()
     run.export(tmp_path / "adapter")
 
 

@@ -180,8 +180,6 @@ def train(
     if sample and run.finished and not outcome.failed:
         with run.best_weights():
             tape.tell(sample=sample(run))
-    if run.recipe.adapters and run.finished and not outcome.failed and run.device.type == "cuda":
-        outcome = with_adapter_cost(run, outcome)
     doctor = brief(outcome.doctor)
     tape.tell(
         memory=run.memory.rows(),
@@ -286,20 +284,6 @@ def outcome_of(run: Run, tape: RunTape, stop: Stop) -> Outcome:
     parts.append("no fallback" if not total else f"{total} fallbacks")
     text = ", ".join(parts) + "."
     return Outcome(tape, f"FAILED, the training is not sound (try a lower lr or clip): {text}" if failed else text, failed)
-
-
-def with_adapter_cost(run: Run, outcome: Outcome) -> Outcome:
-    """Return the outcome with the cost of the adapters in a step on a GPU, relative to the frozen model's."""
-    if not run.ranks.alone:
-        notice("the price of the adapters is left out: it is measured by a process that trains alone.")
-        return outcome
-    try:
-        cost = run.price()
-    except Exception as error:  # a measurement does not end a finished run, whose export follows; the reason is reported
-        notice(f"the price of the adapters is left out: {(str(error) or type(error).__name__).splitlines()[0]}")
-        return outcome
-    outcome.tape.tell(price=cost.ratio)
-    return dataclasses.replace(outcome, verdict=f"{outcome.verdict} {cost}.")
 
 
 def finish(tape: RunTape) -> Any:

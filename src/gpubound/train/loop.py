@@ -28,7 +28,7 @@ from .. import lora
 from ..data import Tokenizer
 from ..distributed import ALONE, Ranks, local_shard
 from ..distributed.ranks import Poll
-from ..errors import DataError, MeasureError
+from ..errors import DataError
 from ..measure.memory_phases import MemoryPhases
 from ..models.registry import family_of, mode, put_back
 from ..models.storing import stored_state
@@ -47,7 +47,7 @@ from .checkpoint.checkpoints import (
 )
 from .objectives import Objective
 from .recipe import Recipe
-from .records import Price, Record, StepRecorder, frozen_alone, price_of
+from .records import Record, StepRecorder
 from .stages import PART as REFERENCE, Stage, reference_values, stored_values
 from .step import TrainStep
 
@@ -439,19 +439,6 @@ class Run:
         load_trained_state(model, trained_state(self.model))
         merge_adapters(model)
         family.save(model, path, self.tokenizer, overwrite=True)
-
-    def price(self) -> Price:
-        """Return what the adapters of a finished run cost. No step can follow."""
-        assert self.ranks.alone, "the other ranks do not take part"
-        with frozen_alone(self.model):
-            if self.objective.needs_reference(self.model):
-                raise MeasureError("the loss compares with the model without its adapters, which a frozen step would train.")
-        position, recipe = self.feed.state_dict(), self.stage.recipe
-        batches = [self.feed.take()] * recipe.accumulate
-        self.feed.load_state_dict(position)
-        return price_of(
-            self.step, lambda: recipe.make_step(self.model, recipe.new_objective(self.tokenizer), self.device), batches
-        )
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -1,5 +1,4 @@
-"""Records of steps: the values and the pace of each, read one step late so that the host never waits for the device; their
-cost.
+"""Records of steps: the values and the pace of each, read one step late so that the host never waits for the device.
 
 Everything in a record is measured (monitor/tape.py lists the names). The pace comes from the ends of two steps on the device's
 clock. `host_lead_ms` is how long the host waited for a result. `gpu_busy` comes from events around each captured step: they
@@ -7,27 +6,24 @@ do not see the gaps between the launches of an eager one. One early step, and on
 which counts host syncs and copies, and names their lines as `stalls`. With several ranks each reports how long it waited for
 the others: `waited_ms`, by rank, and what follows from it belong to the step before, so that no rank waits for the exchange.
 
-The cost of a step is its arithmetic per token, and what low-rank adapters add to the frozen model's step.
+The cost of a step is its arithmetic per token.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import lora, measure
 from ..distributed import ALONE, Ranks
 from ..distributed.ranks import Poll
-from ..errors import MeasureError
 from ..layers.linear_product import size_of
-from ..models.registry import Sizes, put_back
+from ..models.registry import Sizes
 from ..watch import Ledger, watch
-from .adapters import trained_state
 from .device_step import StepResult
 from .offload import blocks_of
 from .step import TrainStep
@@ -146,10 +142,6 @@ def rank_waits(waited: list[float], seconds: float | None) -> Record:
     return record if seconds is None else record | {"sums_share": least / seconds}
 
 
-GAIN = "input_layernorm.weight"  # of the first layer
-TIMED_S = 3.0  # of either step, 3 runs at least and 20 at most
-
-
 @dataclass(frozen=True)
 class TokenFlops:
     """Operations of a training step per token.
@@ -183,63 +175,3 @@ def flops_of(model: nn.Module, sizes: Sizes) -> TokenFlops:
     ]
     layers = [(6 * halves, sizes.layers - first), (2 * halves, first)]
     return TokenFlops([w for w in weights if w[1]], [w for w in layers if w[1]], sizes.width)
-
-
-@dataclass(frozen=True)
-class Price:
-    """Times of a step with adapters, and of the frozen model's forward and dX, which such a step cannot avoid."""
-
-    step: measure.Timing
-    frozen: measure.Timing
-
-    @property
-    def ratio(self) -> float:
-        return self.step.median_s / self.frozen.median_s
-
-    def __str__(self) -> str:
-        step, frozen = measure.in_words(self.step.median_s), measure.in_words(self.frozen.median_s)
-        return f"LoRA step = {self.ratio:.2f} x (frozen forward + dX): {step} beside {frozen}, {self.step.clock}"
-
-
-def price_of(step: TrainStep, make_step: Callable[[], TrainStep], batches: Sequence[Any]) -> Price:
-    """Time `step`, close it, and time the frozen model under a new step. Both are captured where the run's step was.
-
-    Afterwards the model's weights are unchanged, and so is which of them train.
-    """
-    model = step.model
-    with put_back(trained_state(model).values()):
-        ours = _timed(step, batches)
-    step.close()
-    with frozen_alone(model):
-        frozen = make_step()
-        try:
-            return Price(ours, _timed(frozen, batches))
-        finally:
-            frozen.close()
-
-
-@contextmanager
-def frozen_alone(model: nn.Module) -> Iterator[None]:
-    """Disable the adapters and train only the gain of the first layer's norm: its gradient needs dX through the whole model."""
-    named = dict(model.named_parameters())
-    gain = next((p for name, p in named.items() if name.endswith(GAIN)), None)
-    if gain is None:
-        raise MeasureError(f"the frozen step trains the gain of the first layer's norm, and no parameter ends in {GAIN}.")
-    trained = [p for p in named.values() if p.requires_grad]
-    with put_back([gain]), lora.disable(model):
-        model.requires_grad_(False)
-        gain.requires_grad_(True)
-        try:
-            yield
-        finally:
-            gain.requires_grad_(False)
-            for parameter in trained:
-                parameter.requires_grad_(True)
-
-
-def _timed(step: TrainStep, batches: Sequence[Any]) -> measure.Timing:
-    def run() -> None:
-        step(list(batches))
-
-    once = measure.time(run, warmup=2, runs=1, device=step.device).median_s
-    return measure.time(run, warmup=0, runs=max(3, min(20, int(TIMED_S / once))), device=step.device)
