@@ -294,3 +294,26 @@ def test_dropout_that_is_a_module_is_called():
     model = Dropping()
     placement = gb.place(model, "cpu", example=torch.randn(4, 8))
     assert placement.verified and isinstance(model.attention_dropout, nn.Dropout)
+
+
+def test_the_run_behind_the_last_swap_is_compared_with_the_original_too(monkeypatch):
+    runs, compared = [], []
+    sketched, compare = verify._sketched, verify.compare
+
+    def noted(model, *rest, **named):
+        runs.append(sketched(model, *rest, **named))
+        return runs[-1]
+
+    monkeypatch.setattr(verify, "_sketched", noted)
+    monkeypatch.setattr(
+        verify, "compare", lambda after, before, dtype: compared.append((after, before)) or compare(after, before, dtype)
+    )
+    model = tiny("llama", torch.float32)
+    assert gb.place(model, "cpu").verified
+    assert len(runs) == 5 and len(compared) == 3  # the model, and its stack and itself before and after their swaps
+    assert compared[-1][1].keys() >= runs[0].keys() and compared[-1][0]["loss"] is compared[-2][0]["loss"]
+    assert compared[-1][1]["loss"] is runs[0]["loss"]
+    compared.clear()
+    runs.clear()
+    gb.place(tiny("llama", torch.float32), "cpu", example={"input_ids": torch.ones(1, 5, dtype=torch.int64)})
+    assert len(runs) == 6  # of the example
