@@ -396,8 +396,8 @@ class Discovery:
             del self.external[key]
         return key in self.external
 
-    def see(self, tensor: Tensor, place: Place) -> None:
-        key = storage_key(tensor)
+    def see(self, tensor: Tensor, place: Place, key: int | None = None) -> None:
+        key = storage_key(tensor) if key is None else key
         if not key or key in self._created or key in self.inputs:
             return
         if not self._is_external(key):
@@ -416,7 +416,7 @@ class Discovery:
         if key not in self.created_before:
             self.snapshot.add(tensor)
 
-    def _add_created(self, tensor: Tensor, op: Any, args: tuple, place: Place, arguments: set[int]) -> None:
+    def _add_created(self, tensor: Tensor, op: Any, args: tuple, place: Place, arguments: Set[int]) -> None:
         """Note a result that is no view of an argument. Freed memory may be allocated again: the newest entry counts."""
         key = storage_key(tensor)
         if key and key not in arguments and key not in self.inputs and not self._is_external(key):
@@ -460,8 +460,9 @@ class Discovery:
         if func is torch.ops.aten.lift_fresh.default:  # its argument was created from host data without an operation
             self._add_created(args[0], func, args, place, set())
         arguments = tensors_in((args, kwargs))
-        for tensor in arguments:
-            self.see(tensor, place)
+        keys = [*map(storage_key, arguments)]  # once: a step with adapters of 30 layers has 12,000 operations
+        for tensor, key in zip(arguments, keys):
+            self.see(tensor, place, key)
         if changed := written(func, args, kwargs):
             with self._thread_flag("internal"):
                 for tensor in changed:
@@ -476,11 +477,15 @@ class Discovery:
             created = self._created.get(key := storage_key(args[0]))
             if created is not None and created.empty:  # filled right after empty()
                 self._created[key] = FirstValue(created.place, self.calls, fill=args[1] if len(args) > 1 else 0)
-        with self._thread_flag("in_operation"):
+        thread, before = self.thread, self.thread.in_operation
+        thread.in_operation = True
+        try:
             out = func(*args, **kwargs)
-        keys = {storage_key(tensor) for tensor in arguments}  # after the call: set_() changes its argument's storage
+        finally:
+            thread.in_operation = before
+        known = {*map(storage_key, arguments)} if changed else {*keys}  # set_() changes its argument's storage
         for tensor in tensors_in(out):
-            self._add_created(tensor, func, args, place, keys)
+            self._add_created(tensor, func, args, place, known)
         return out
 
     def _check_host_write(self, func: Any, tensor: Tensor, args: tuple) -> None:

@@ -402,12 +402,17 @@ def _letters(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalpha())
 
 
+@cache
+def _through(reader: str) -> str:
+    return next(name for file, name in _READERS.items() if reader.startswith(file))
+
+
 def here(origins: Origins | None = None) -> Place:
     """Return the place of the caller's current work."""
     node = torch._C._current_autograd_node()
     user, library, reader = _walk(sys._getframe(1), node is not None)
     site, via = (site_of(frame) if frame is not None else None for frame in (user, library))
-    through = next(name for file, name in _READERS.items() if reader.startswith(file)) if reader else ""
+    through = _through(reader) if reader else ""
     thread = "" if origins is None or threading.get_ident() == origins.home else threading.current_thread().name
     if node is None:
         return Place(via, None, through, thread=thread) if site is None else Place(site, via, through, thread=thread)
