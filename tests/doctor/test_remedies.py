@@ -1,5 +1,7 @@
 """Remedies by the library that reads, and by what a value is read for: real calls on the pretend device."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +13,10 @@ from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch import watch
-from gpubound.watch.events import DEVIATION, HOST_DATA, NUMBER, cause_of
+from gpubound.watch.events import DEVIATION, HOST_DATA, NUMBER, UPLOAD, WAIT, Place, Site
+from gpubound.watch.ledger import LedgerRow
 from gpubound.watch.pretend import simgpu
+from gpubound.watch.pretend_cuda import cuda_is_pretended
 
 from .evidences import at, row, seen
 
@@ -78,8 +82,8 @@ def test_a_value_that_is_shown(capsys):
         meter.update(loss.item(), 4)
         total.append(loss.item() + len(text))
 
-    fixes = list(named(step).values())
-    assert [*map(fixes.count, (remedies.RARELY, remedies.LATER, remedies.SUMMED))] == [2, 1, 1] and len(fixes) == 4
+    fixes, summed = list(named(step).values()), remedies.SUMMED.format("loss.detach()")
+    assert [*map(fixes.count, (remedies.RARELY, remedies.LATER, summed))] == [2, 1, 1] and len(fixes) == 4
 
 
 def test_a_value_whose_name_is_only_shown(capsys):
@@ -97,9 +101,72 @@ def test_a_value_whose_name_is_only_shown(capsys):
         if decides > best:
             print("best", decides)
 
-    general = cause_of("sync", "item").remedy
     assert list(named(step).values()).count(remedies.RARELY) == 2
-    assert [code for code, fix in named(step).items() if fix == general] == ["decides = loss.mean().item()"]
+    assert [code for code, fix in named(step).items() if fix == remedies.BRANCHES] == ["decides = loss.mean().item()"]
+
+
+class Env:
+    def step(self, action):
+        return action
+
+
+env = Env()
+
+
+def select(loss):
+    return loss.argmax().item()
+
+
+def trained(loss):
+    value = loss.sum()
+    return float(value)
+
+
+USES = {
+    "total = total + loss.item()": "SUMMED",
+    "correct = loss.sum().item(); seen[0] = seen[0] + correct": "SUMMED",
+    "losses.append(loss.detach().cpu().numpy())": "SUMMED",
+    "value = trained(loss); print(value)": "RARELY",
+    "action = select(loss); env.step(action)": "ACTED",
+    "print(loss.item()) if step % 1 == 0 else None": "RARELY",
+    "if step % 1 == 0: print(loss.item())": "RAISED",
+    "if loss.item() < best: best = 1.0": "BEST",
+    "if loss > 0: pass": "BRANCHES",
+    "while True:\n        if loss > 0: break": "LEAVES",
+    "[p.norm().item() for p in (loss, loss)]": "STACKED",
+    "{k: v.item() for k, v in {'a': loss, 'b': loss}.items()}": "STACKED",
+    "[float(v) for v in torch.ones(9, device=device)]": "AT_ONCE",
+    "table[loss.long()] += 1": "ACCUMULATED",
+    "loss + torch.tensor([1.0, 2.0]).to(device)": "HOST_DATA",
+    "loss[rows[:, 0], rows[:, 1]]": "INDEX",
+    "torch.cat([torch.ones(1), rows[0]]).to(device)": "",
+}
+
+
+@pytest.mark.parametrize("code", USES)
+def test_advice_by_what_becomes_of_a_value(tmp_path, capsys, code):
+    """Code as in public scripts, in a file, because its lines are parsed."""
+    file, body = tmp_path / "script.py", "".join(f"    {part}\n" for part in code.split("; "))
+    head = "".join(map(inspect.getsource, (Env, select, trained))) + "env = Env()\nrows = torch.tensor([[0, 0]])\n"
+    options = "table=torch.zeros(4), seen=[0.0], losses=[], total=0.0, best=9.0, step=1"
+    file.write_text(f"import torch\n{head}def step(loss, device, {options}):\n{body}")
+    made: dict = {}
+    exec(compile(file.read_text(), str(file), "exec"), made)
+    device = simgpu()
+    loss = torch.ones((1, 1) if "loss[" in code else (), device=device)
+    with cuda_is_pretended():
+        (fix, *_) = named(lambda: made["step"](loss, device)).values()
+    texts = {name: text for name, text in vars(remedies).items() if isinstance(text, str)}
+    texts |= {"HOST_DATA": HOST_DATA.remedy, "": UPLOAD.remedy}
+    summed = {texts["SUMMED"].format(kept) for kept in ("loss.detach()", "the tensor")}
+    assert fix in (summed if USES[code] == "SUMMED" else {texts[USES[code]]})
+
+
+def test_a_wait_for_a_clock(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text("torch.cuda.synchronize()\nnow = time.time()\nx = 1\ntorch.cuda.synchronize()\n")
+    rows = (LedgerRow("sync", "synchronize", Place(Site(str(file), line, "step", "", line))) for line in (1, 4))
+    assert [*map(remedies.of_read, rows)] == [remedies.CLOCKED, WAIT.remedy]
 
 
 def test_a_batch_of_a_loader_is_pinned_there():
@@ -192,7 +259,7 @@ def test_a_sum_and_what_is_shown_rarely(capsys):
             step()
             ledger.step()
     verdict = diagnose(Measurements("train.py", "pretend", ledger.rows, ledger.steps, ledger.counted))
-    assert [finding.fix for finding in verdict.findings] == [remedies.SUMMED]
+    assert [finding.fix for finding in verdict.findings] == [remedies.SUMMED.format("loss.detach()")]
     assert [finding.fix for finding in verdict.harmless] == [remedies.RARE]
 
 

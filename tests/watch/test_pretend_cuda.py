@@ -38,6 +38,11 @@ SPELLINGS = [
     "nn.Linear(2, 2).cuda().weight",
     "nn.Linear(2, 2, device='cuda').bias",
     "torch.ones(2).to(torch.accelerator.current_accelerator())",
+    "torch.cuda.FloatTensor([[1.0], [2.0]])",
+    "torch.cuda.LongTensor(2, 3).fill_(0)",
+    "torch.cuda.FloatTensor(torch.Size([2]))",
+    "torch.ones(2).type(torch.cuda.HalfTensor)",
+    "torch.ones(2).type('torch.cuda.LongTensor')",
 ]
 
 
@@ -74,6 +79,29 @@ def test_a_conversion_to_the_same_device_is_none(cuda):
     model = nn.Linear(2, 2)
     weight = model.weight
     assert model.cuda().weight is weight and model.to("cuda").weight is weight
+
+
+def test_types_of_older_scripts(cuda):
+    """They choose a type once, and make and convert everything by it."""
+    x = torch.ones(2).type(torch.cuda.FloatTensor)
+    assert x.type() == "torch.cuda.FloatTensor" and isinstance(x, torch.cuda.FloatTensor)
+    assert not isinstance(x, torch.cuda.LongTensor) and not isinstance(torch.ones(2), torch.cuda.FloatTensor)
+    assert x.type(torch.FloatTensor).device.type == "cpu" and x.type(torch.int64).is_cuda and x.type(x.type()) is x
+    assert torch.ones(2).type() == "torch.FloatTensor" and torch.ones(2).type(torch.LongTensor).dtype == torch.int64
+    with watch(device=torch.device("simgpu", 0)) as ledger:
+        torch.cuda.FloatTensor(4, 4)
+        assert not ledger.rows
+        torch.cuda.FloatTensor([1.0, 2.0])
+    assert [(row.kind, row.place.site.code) for row in ledger.rows if row.kind == "h2d"] == [
+        ("h2d", "torch.cuda.FloatTensor([1.0, 2.0])")
+    ]
+    try:
+        torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+        assert torch.zeros(2).is_cuda and torch.zeros(2).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.cuda.current_stream(device=cuda).query() and torch.cuda.memory_stats(device=cuda)["x"] == 0
 
 
 def test_a_default_device_reaches_modules_and_host_data(cuda):

@@ -71,7 +71,10 @@ FACTORISING = ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "lin
 FACTORISED = Cause(
     "waits for a factorisation and its error code", "factorise every n steps, or iterate on the device by products"
 )
-MASK = shape("use torch.where or multiply by the mask instead of indexing with it")
+MASK = shape(
+    "use torch.where or multiply by the mask instead of indexing with it; of a mask that stays the same, index by its "
+    "nonzero() from before the loop"
+)
 MASK_PUT = shape("use torch.where(mask, values, x) instead of assigning through the mask")
 PRINT = Cause("prints a tensor, which reads the device from the host", "print it a step later, or a copy of it")
 
@@ -111,6 +114,12 @@ WAITING_CALLS: dict[str, Cause] = {
 
 # Files of torch whose reads of the device have a special remedy.
 THROUGH: dict[str, Cause] = {
+    "torch/optim/lr_scheduler.py": Cause(
+        "reads the metric that it is given from the host", "step this scheduler once an epoch, by a value that was read anyway"
+    ),
+    "torch/optim/lbfgs.py": Cause(
+        "decides on the host how its search goes on", "take fewer steps of more work (max_iter, larger batches), or Adam"
+    ),
     "torch/optim/": Cause(
         "reads the optimizer's step from the host", "build the optimizer with capturable=True (on a CPU: fused=True)"
     ),
@@ -169,7 +178,15 @@ _READERS = {os.path.join(_TORCH, name.removeprefix("torch/")): name for name in 
 @cache
 def _plumbing() -> tuple[str, ...]:
     """Return files that are on every stack and explain nothing: torch's dispatch, graph and doctor here, Triton."""
-    names = ("_ops.py", "_compile.py", "_dynamo/", "utils/_contextlib.py", "utils/_python_dispatch.py", "utils/_pytree.py")
+    names = (
+        "_ops.py",
+        "_compile.py",
+        "_dynamo/",
+        "utils/_contextlib.py",
+        "utils/_device.py",
+        "utils/_python_dispatch.py",
+        "utils/_pytree.py",
+    )
     triton = find_spec("triton")
     compiler = (os.path.dirname(triton.origin) + os.sep,) if triton and triton.origin else ()
     own = (*(os.path.join(_GPUBOUND, name) + os.sep for name in ("graph", "doctor")), os.path.join(_GPUBOUND, "trace.py"))

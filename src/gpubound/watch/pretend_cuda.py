@@ -90,6 +90,51 @@ class Generator(torch.Generator):
         return CUDA if self._cuda and _disguised() else torch.device("cpu")
 
 
+class CudaTensorType(type):
+    """The type of torch.cuda.FloatTensor and its kind, which older scripts call, and pass to Tensor.type()."""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> torch.Tensor:
+        if all(isinstance(arg, int) for arg in args) or isinstance(args[0], torch.Size):
+            return torch.empty(*args, dtype=cls.dtype, device=NAME)
+        return getattr(torch, cls.__name__)(*args).to(NAME)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, SimTensor) and instance.dtype == cls.dtype
+
+
+DTYPES = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16, "Byte": torch.uint8,
+    "Char": torch.int8, "Short": torch.int16, "Int": torch.int32, "Long": torch.int64, "Bool": torch.bool,
+}  # fmt: skip
+TYPES = {f"{name}Tensor": CudaTensorType(f"{name}Tensor", (), {"dtype": dtype}) for name, dtype in DTYPES.items()}
+
+
+def _named_type(kind: Any) -> Any:
+    """Return the type that a string such as "torch.cuda.FloatTensor" names; any other argument as it is."""
+    package, _, name = kind.rpartition(".") if isinstance(kind, str) else ("", "", "")
+    return TYPES.get(name, kind) if package == "torch.cuda" else kind
+
+
+def _type(original: Callable, self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    kind, on_device = _named_type(dtype), isinstance(self, SimTensor)
+    if kind is None and on_device:
+        return f"torch.cuda.{next(name for name, each in TYPES.items() if each.dtype == self.dtype)}"
+    if isinstance(kind, CudaTensorType):
+        return self.to(NAME, kind.dtype, non_blocking)
+    if on_device and kind is not None and not isinstance(kind, torch.dtype):  # torch.FloatTensor is the CPU's
+        self = self.to("cpu", non_blocking=non_blocking)
+    return original(self, dtype, non_blocking, **kwargs)
+
+
+def _default_type(original: Callable, kind: Any) -> None:
+    if not isinstance(kind := _named_type(kind), CudaTensorType):
+        return original(kind)
+    torch.set_default_device(NAME)
+    torch.set_default_dtype(kind.dtype)
+
+
 class NoGraph:
     def __init__(self, *args: Any, **kwargs: Any):
         raise NotImplementedError("the pretend device has no CUDA graphs")
@@ -131,18 +176,19 @@ FUNCTIONS: dict[str, Any] = {name: _returns(value) for value, names in CONSTANTS
     "is_available": lambda: _disguised(),
     "is_initialized": lambda: _disguised(),
     "device_count": lambda: int(_disguised()),
-    "memory_stats": lambda *args: defaultdict(int),
+    "memory_stats": lambda device=None: defaultdict(int),
     "initial_seed": lambda: torch.initial_seed(),
-    "get_rng_state": lambda *args: torch.get_rng_state(),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+    "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
     "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
     "Stream": CudaStream,
     "ExternalStream": CudaStream,
     "Event": CudaEvent,
-    "current_stream": lambda *args: CudaStream(),
-    "default_stream": lambda *args: CudaStream(),
+    "current_stream": lambda device=None: CudaStream(),
+    "default_stream": lambda device=None: CudaStream(),
     "stream": _block,
+    **TYPES,
     "CUDAGraph": NoGraph,
     "graph": NoGraph,
     "make_graphed_callables": NoGraph,
@@ -207,6 +253,8 @@ def _install(ending: ExitStack) -> None:
     put(torch.nn.Module, "compile", _returns(lambda module, *args, **kwargs: trace.fallback(*COMPILED)))
     hook(torch.Tensor, "to", _to)
     hook(torch.Tensor, "cuda", _cuda)
+    hook(torch.Tensor, "type", _type)
+    hook(torch, "set_default_tensor_type", _default_type)
     for name in MADE:
         hook(torch, name, _make)
     put(sys.modules["torch.nn.parallel.data_parallel"], "scatter_kwargs", _returns(_scatter))

@@ -24,7 +24,7 @@ from ...watch.ledger import LedgerRow
 from ..price.prices import Line, Measurements, Prices, line_of, named
 from ..record.located import SWITCH_S
 from ..record.tape import Span
-from .remedies import acts, create_on_device, parsed
+from .remedies import acts, create_on_device, index_of, parsed
 from .waits import StallCandidate, estimate, spans_of, writes_checkpoint
 
 WORTH = 0.005  # of a step: below it the doctor calls anything harmless
@@ -34,7 +34,7 @@ EVERY = 0.9  # a step: recorded steps may begin in the middle of one
 def repeats(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
     copies = {line_of(rows[0].place): evidence.count_per_step(rows) for rows in evidence.by_line("h2d")}
     for rows in evidence.by_line("repeat"):
-        if (count := evidence.count_per_step(rows)) >= EVERY:
+        if not index_of(rows[0]) and (count := evidence.count_per_step(rows)) >= EVERY:
             place = rows[0].place
             text = f"{readable(evidence.bytes_per_step(rows))} a step are on the device already"
             count = max(count, copies.get(line_of(place), 0.0))  # the first of these copies repeats nothing

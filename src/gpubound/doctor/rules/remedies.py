@@ -7,22 +7,27 @@ import linecache
 import re
 from functools import lru_cache
 
-from ...watch.events import DRAWING, NUMBER, SCALARS, Site, cause_of
+from ...watch.events import DRAWING, HOST_DATA, NUMBER, SCALARS, Site, cause_of
 from ...watch.ledger import LedgerRow
 
-# Files in which a library reads or copies, and what its caller can do about it.
+LOGGED = "log the tensor itself, as x.detach(): a number is copied to the GPU"
+# Files, and functions, in which a library reads or copies, and what its caller can do about it.
 LIBRARIES = {
     "torch/distributions/": "pass validate_args=False, or Distribution.set_default_validate_args(False) once at the start",
     "torch/nn/modules/transformer.py": "pass is_causal (True for a causal mask), so that the mask is not compared",
     "torch/nn/utils/rnn.py": "keep the lengths on the CPU, and sort the batch by them before (enforce_sorted=True)",
     "torch/utils/tensorboard/": "write scalars every n steps, not in every one",
     "transformers/trainer.py": "pass TrainingArguments(logging_nan_inf_filter=False), and raise logging_steps",
+    "transformers/masking_utils.py find_packed_sequence_indices": "if no batch is packed, leave the search out:"
+    " transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None",
     "transformers/masking_utils.py": "leave attention_mask out where no token is padding",
     "accelerate/optimizer.py": 'train in bf16, which needs no GradScaler: Accelerator(mixed_precision="bf16")',
     "accelerate/utils/operations.py": "pin the batches, and pass DataLoaderConfiguration(non_blocking=True)"
     " (Trainer: accelerator_config={'non_blocking': True})",
     "lightning/fabric/utilities/apply_func.py": "pass pin_memory=True to the DataLoader",
     "lightning_fabric/utilities/apply_func.py": "pass pin_memory=True to the DataLoader",
+    "pytorch_lightning/core/module.py": LOGGED,
+    "lightning/pytorch/core/module.py": LOGGED,
     "torchmetrics/": "pass validate_args=False, and call compute() every n steps",
     "lightning/pytorch/callbacks/progress/": "log with prog_bar=False, or TQDMProgressBar(refresh_rate=50)",
     "pytorch_lightning/callbacks/progress/": "log with prog_bar=False, or TQDMProgressBar(refresh_rate=50)",
@@ -36,17 +41,24 @@ SHOWN = re.compile(
 METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
 RARE = "it is shown in few steps already; raise the interval if its price is worth it"
+RAISED = "it is shown every few steps: raise that interval"
+CLOCKED = "it is there for a clock: time many steps at once, or take torch.cuda.Event(enable_timing=True)"
 OFTEN = 0.5  # a step
 SELDOM = "every n steps"  # in remedies: the line may do so already
 SEVERAL = 8  # reads of a comprehension a step: it goes over a tensor
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 AT_ONCE = "read all elements at once: go over x.tolist()"
-SUMMED = "add up or collect loss.detach() instead, and read the result when it is shown"
-APPENDED = re.compile(r"\.append\(.*\.item\(\)")
+STACKED = "read them at once: torch.stack([...]).tolist()"
+SUMMED = "add up or collect {} instead, and read the result when it is shown"
+APPENDED = re.compile(r"\.append\(.*(\.item|\.cpu|float|int)\(")
+ACCUMULATED = "keep what it indexes on the device as well, and add all at once: index_put_(..., accumulate=True) or bincount"
+BEST = "keep the best on the device (best = torch.minimum(best, loss.detach())), and read it when it is shown"
+LEAVES = "test it every few rounds alone, and cut off what came too much"
+BRANCHES = "the host branches on it: choose on the device by torch.where or a factor of 0, or by the value of the step before"
 LATER = "give the meter loss.detach(), and read its sum when it is shown"
 VALUES = frozenset({"item", "print", SCALARS})  # reads of a value, not of a size and not of a mask
 INDEX = "copy the index to the device once: index = torch.as_tensor(index, device=x.device)"
-INDEXED = re.compile(r"[\w)]\[([A-Za-z_]\w*)\](?!\s*=[^=])")
 LISTED = re.compile(r"\w\[(?:[^\[\]]*,\s*)?\[[-\d\s,]+\]")  # x[:, [-1]]
 SLICE = "a list as an index is copied to the device each time: take a slice (x[:, -1:]), or index with a tensor made there once"
 WRITTEN = re.compile(r"\]\s*=[^=]")  # x[i] = number
@@ -70,57 +82,156 @@ def of_read(row: LedgerRow, count: float = 1.0) -> str:
     remedy = _of_library(row, count)
     if remedy and row.what != DRAWING:  # torch.normal checks whether or not a distribution validates
         return remedy
-    if row.what in VALUES and row.place.site is not None:
-        return _of_value(row.place.site, count) or cause_of("sync", row.what).remedy
+    if (site := row.place.site) is not None:
+        if row.what in VALUES:
+            return _of_value(site, count) or cause_of("sync", row.what).remedy
+        if "synchronize" in row.what and is_timed(site):
+            return CLOCKED
     return cause_of("sync", row.what).remedy
 
 
 def _of_value(site: Site, count: float) -> str:
-    """Return the remedy of a value that is read to be shown or summed; empty for one that decides something."""
+    """Return the remedy of a value that is read to be shown, summed or decided by; empty for another."""
+    tree = parsed(site.file)
     statement, scope = _statement(site)
     text = ast.unparse(statement) if statement is not None else site.code
     if METER.search(text):
         return LATER
     if acts(site):
         return ACTED
-    if count >= SEVERAL and statement is not None and any(isinstance(n, COMPREHENSIONS) for n in ast.walk(statement)):
-        return AT_ONCE
-    if SHOWN.search(text) or (scope is not None and _only_shown(statement, scope)):
-        return RARELY if count > OFTEN else RARE
-    if isinstance(statement, ast.AugAssign) or APPENDED.search(text):
-        return SUMMED
+    if count >= 2 and statement is not None and (several := _of_several(statement, count)):
+        return several
+    if SHOWN.search(text):
+        return _shown(site, count)
+    if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Subscript) and not _calls(statement.value):
+        return ACCUMULATED
+    if isinstance(statement, ast.AugAssign) or APPENDED.search(text) or SUMS.search(text):
+        return SUMMED.format(_tensor(statement))
+    test = next((n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.While)) and _covers(n.test, site.line)), None)
+    if test is not None:
+        return _of_test(test)
+    uses = _uses(statement, scope, tree)
+    if any(isinstance(use, (ast.If, ast.While)) for use in uses):
+        return BRANCHES
+    if uses and all(SHOWN.search(ast.unparse(use)) for use in uses):
+        return _shown(site, count)
+    if uses and all(isinstance(use, ast.AugAssign) or SUMS.search(ast.unparse(use)) for use in uses):
+        return SUMMED.format("the tensor")
     return ""
 
 
-def _only_shown(statement: ast.stmt | None, scope: ast.AST) -> bool:
-    """Return whether the name that a statement assigns is only read by statements that show it."""
-    if not isinstance(statement, ast.Assign) or not isinstance(target := statement.targets[0], ast.Name):
-        return False
-    uses = [
-        each
-        for each in ast.walk(scope)
-        if _is_simple(each)
-        and any(isinstance(n, ast.Name) and n.id == target.id and isinstance(n.ctx, ast.Load) for n in ast.walk(each))
-    ]
-    tests = [n.test for n in ast.walk(scope) if isinstance(n, (ast.If, ast.While))]
-    decides = any(isinstance(n, ast.Name) and n.id == target.id for test in tests for n in ast.walk(test))
-    return bool(uses) and not decides and all(SHOWN.search(ast.unparse(each)) for each in uses)
+SUMS = re.compile(r"\.append\(|^(?P<sum>[\w.\[\] +]+) = (?P=sum) \+ ")
+
+
+def _covers(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def _calls(node: ast.AST) -> list[ast.Call]:
+    return [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+
+
+READERS = frozenset({"item", "cpu", "tolist", "int", "float", "bool"})
+
+
+def _read_in(node: ast.AST) -> list[ast.expr]:
+    """Return what an expression reads by `x.item()`, `float(x)` and the like."""
+    calls = [call for call in _calls(node) if ast.unparse(call.func).split(".")[-1] in READERS]
+    return [x for call in calls for x in ([call.func.value] if isinstance(call.func, ast.Attribute) else call.args[:1])]
+
+
+def _tensor(statement: ast.stmt | None) -> str:
+    """Return the expression to keep instead of `name.item()`."""
+    names = {ast.unparse(x).removesuffix(".detach()") for x in _read_in(statement or ast.Pass())}
+    return f"{names.pop()}.detach()" if len(names) == 1 and all(name.isidentifier() for name in names) else "the tensor"
+
+
+def _of_several(statement: ast.stmt, count: float) -> str:
+    """Return the remedy of a comprehension that reads a value for each element, of one tensor or of a list of tensors."""
+    for each in (n for n in ast.walk(statement) if isinstance(n, COMPREHENSIONS)):
+        over, parts = each.generators[0], [each.key, each.value] if isinstance(each, ast.DictComp) else [each.elt]
+        own = {n.id for n in ast.walk(over.target) if isinstance(n, ast.Name)}
+        read = [x for part in parts for x in _read_in(part)]
+        listed = re.search(r"\.(values|items|parameters)\(", ast.unparse(over.iter))
+        if read and (listed or not all(isinstance(x, ast.Name) and x.id in own for x in read)):
+            return STACKED
+        if count >= SEVERAL:
+            return AT_ONCE
+    return ""
+
+
+def _shown(site: Site, count: float) -> str:
+    """Return the remedy of a value that is shown `count` times a step."""
+    inside = (n for n in ast.walk(parsed(site.file)) if isinstance(n, ast.If) and _covers(n, site.line))
+    every = any(isinstance(n, ast.Mod) for each in inside for n in ast.walk(each.test))
+    return RARE if count <= OFTEN else RAISED if every else RARELY
+
+
+def _of_test(test: ast.If | ast.While) -> str:
+    """Return the remedy of a branch on a value of the device."""
+    if isinstance(test.test, ast.Compare) and all(isinstance(each, ast.Assign) for each in test.body):
+        return BEST
+    return LEAVES if any(isinstance(each, ast.Break) for each in test.body) else BRANCHES
+
+
+def _targets(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST) -> list[tuple[set[str], ast.AST]]:
+    """Return the names that get what a statement reads, and where: of a returned value those of its calls in this file."""
+    if isinstance(statement, ast.Return) and isinstance(scope, FUNCTIONS):
+        assigned = (n for n in ast.walk(tree) if isinstance(n, ast.Assign) and not _covers(scope, n.lineno))
+        getting = [n for n in assigned if any(ast.unparse(c.func).split(".")[-1] == scope.name for c in _calls(n.value))]
+        return [(_stored(n), _around(n, tree)) for n in getting]
+    return [(_stored(statement), scope)] if statement is not None and scope is not None else []
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def _around(statement: ast.stmt, tree: ast.AST) -> ast.AST:
+    return [tree, *(n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and _covers(n, statement.lineno))][-1]
+
+
+def _uses(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST) -> list[ast.stmt]:
+    """Return the statements, and the branches by their test, that use a name which a statement assigns or returns."""
+    uses: list[ast.stmt] = []
+    if not isinstance(statement, (ast.Assign, ast.Return)):
+        return uses
+    for names, where in _targets(statement, scope, tree):
+        for each in ast.walk(where):
+            part = each.test if isinstance(each, (ast.If, ast.While)) else each if _is_simple(each) else None
+            loads = (n for n in ast.walk(part or ast.Pass()) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
+            if each is not statement and any(n.id in names for n in loads):
+                uses += (isinstance(each, ast.Return) and _uses(each, where, tree)) or [each]  # type: ignore[list-item]
+    return uses
 
 
 def acts(site: Site) -> bool:
-    """Return whether a line gives what it reads to an environment's step, or assigns it to a name that is given to one."""
+    """Return whether a line gives what it reads to an environment's step, or to a name that is given to one."""
     statement, scope = _statement(site)
     if statement is None or scope is None:
         return False
-    steps = [
-        call
-        for call in ast.walk(scope)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "step"
-        if "env" in ast.unparse(call.func.value).lower()
-    ]
-    assigned = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    given = {n.id for call in steps for arg in call.args for n in ast.walk(arg) if isinstance(n, ast.Name)}
-    return bool(assigned & given) or any(node in steps for node in ast.walk(statement))
+    if any(call in _env_steps(scope) for call in _calls(statement)):
+        return True
+    for names, where in _targets(statement, scope, parsed(site.file)):
+        given = {n.id for call in _env_steps(where) for arg in call.args for n in ast.walk(arg) if isinstance(n, ast.Name)}
+        if names & given:
+            return True
+    return False
+
+
+def _env_steps(scope: ast.AST) -> list[ast.Call]:
+    calls = (call for call in _calls(scope) if isinstance(call.func, ast.Attribute) and call.func.attr == "step")
+    return [call for call in calls if "env" in ast.unparse(call.func.value).lower()]  # type: ignore[attr-defined]
+
+
+CLOCKS = ("time", "perf_counter", "perf_counter_ns", "monotonic", "time_ns", "elapsed_time")
+
+
+def is_timed(site: Site) -> bool:
+    """Return whether a clock is read in the line before or after a wait, or in its own."""
+    lines = range(site.line - 1, site.line + 2)
+    calls = (call for call in _calls(parsed(site.file)) if call.lineno in lines)
+    return any(ast.unparse(call.func).split(".")[-1] in CLOCKS for call in calls)
 
 
 def _is_simple(node: ast.AST) -> bool:
@@ -130,9 +241,9 @@ def _is_simple(node: ast.AST) -> bool:
 def _statement(site: Site) -> tuple[ast.stmt | None, ast.AST | None]:
     """Return the plain statement around a line, which may begin before it, and the function or module that it is in."""
     tree = parsed(site.file)
-    covering = [n for n in ast.walk(tree) if getattr(n, "lineno", 0) <= site.line <= (getattr(n, "end_lineno", 0) or 0)]
+    covering = [n for n in ast.walk(tree) if _covers(n, site.line)]
     statements = [n for n in covering if _is_simple(n)]
-    functions = [n for n in covering if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [n for n in covering if isinstance(n, FUNCTIONS)]
     return (statements[-1], functions[-1] if functions else tree) if statements else (None, None)  # type: ignore[return-value]
 
 
@@ -149,35 +260,40 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
     """Return the remedy of a copy by its library or its use; empty: that of its kind. `count` is how often it is a step."""
     if remedy := _of_library(row, count):
         return remedy
-    code = row.place.site.code if row.place.site else ""
-    if row.kind == "d2h" and SHOWN.search(code):
-        return RARELY if count > OFTEN else RARE
-    if row.kind == "d2h" and row.place.site is not None and acts(row.place.site):
-        return ACTED
-    if row.kind == "h2d" and row.pageable and row.place.site is not None and _of_loader(row.place.site):
+    if (site := row.place.site) is None:
+        return ""
+    if row.kind == "d2h":
+        return _of_value(site, count)
+    if row.pageable and _of_loader(site):
         return PINNED
-    if row.kind == "h2d" and LISTED.search(code):
+    if LISTED.search(site.code):
         return SLICE
-    if row.kind == "h2d" and row.bytes <= SCALAR * row.count and WRITTEN.search(code):
+    if row.bytes <= SCALAR * row.count and WRITTEN.search(site.code):
         return NUMBER.remedy
-    if index_of(row):
-        return INDEX
-    return create_on_device(row.place.site) if row.kind == "h2d" and row.place.site is not None else ""
+    return INDEX if index_of(row) else create_on_device(site)
 
 
 def create_on_device(site: Site) -> str:
     """Return the remedy of a tensor that a line makes on the CPU, from sizes or from data of the host; empty for another."""
     statement, _ = _statement(site)
-    calls = [n for n in ast.walk(statement or ast.Module([], [])) if isinstance(n, ast.Call)]
+    calls = _calls(statement or ast.Module([], []))
     for call in calls:
         package, _, name = ast.unparse(call.func).rpartition(".")
-        if name in FACTORIES and package in ("torch", "th") and all(word.arg != "device" for word in call.keywords):
+        plain = package in ("torch", "th") and all(word.arg != "device" for word in call.keywords)
+        if name in FACTORIES and plain and not _joined(call, calls):
             return ON_DEVICE.format(name)
     for call in calls:
         name = ast.unparse(call.func).rpartition(".")[2]
-        if name in TENSORS and call.args and any(isinstance(n, ast.Name) for n in ast.walk(call.args[0])):
-            return STAGED
+        if name in TENSORS and call.args:
+            given = [n for n in ast.walk(call.args[0]) if isinstance(n, ast.Name)]
+            return STAGED if given else HOST_DATA.remedy
     return ""
+
+
+def _joined(call: ast.Call, calls: list[ast.Call]) -> bool:
+    """Return whether a call's result is copied together with others, which are on the CPU, too."""
+    joins = (each for each in calls if ast.unparse(each.func).split(".")[-1] in ("cat", "stack", "concat", "hstack", "vstack"))
+    return any(call in ast.walk(each) for each in joins)
 
 
 def _of_loader(site: Site) -> bool:
@@ -192,12 +308,21 @@ def _of_loader(site: Site) -> bool:
 
 def index_of(row: LedgerRow) -> str:
     """Return the name of the index that this line copies to the device, such as a NumPy array; empty for another copy."""
-    code = row.place.site.code if row.place.site else ""
-    match = INDEXED.search(code) if row.kind == "h2d" and row.place.via is None and not COPIED.search(code) else None
-    return match[1] if match else ""
+    site = row.place.site
+    if row.kind not in ("h2d", "repeat") or row.place.via is not None or site is None or COPIED.search(site.code):
+        return ""
+    statement, _ = _statement(site)
+    indices = [
+        n.slice for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)
+    ]
+    parts = [part for index in indices for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
+    while any(isinstance(part, ast.Subscript) for part in parts):
+        parts = [part.value if isinstance(part, ast.Subscript) else part for part in parts]
+    names = {part.id for part in parts if isinstance(part, ast.Name)}
+    return names.pop() if len(names) == 1 else ""
 
 
 def _of_library(row: LedgerRow, count: float) -> str:
-    file = row.place.via.file.replace("\\", "/") if row.place.via else ""
-    remedy = next((remedy for part, remedy in LIBRARIES.items() if f"/{part}" in file), "")
+    via = f"{row.place.via.file.replace(chr(92), '/')} {row.place.via.function}" if row.place.via else ""
+    remedy = next((remedy for part, remedy in LIBRARIES.items() if f"/{part}" in via), "")
     return RARE if count <= OFTEN and SELDOM in remedy else remedy

@@ -213,7 +213,7 @@ def kind_and_fix(rows: list[LedgerRow], count: float) -> tuple[str, str]:
     if first.kind == "d2h":
         return "d2h", remedy or DOWNLOAD.remedy
     if first.detail == "pageable, non_blocking":  # said to be non_blocking: the driver stages it, and the host waits
-        return "pageable", KINDS["pageable"].remedy
+        return "pageable", remedy if first.place.via and remedy else KINDS["pageable"].remedy
     if remedy:
         return "h2d", remedy
     if site and any(call in site.code for call in BUILT):
