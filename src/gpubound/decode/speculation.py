@@ -34,8 +34,8 @@ class Draft:
     """A smaller model with the same tokenizer that guesses tokens ahead, for `decoder(..., speculate=Draft(model, tokens))`;
     or a `gb.DraftHead`, which reads the model's hidden states.
 
-    A step of several tokens sums each as a plain step does, so that each has its bits. With `tensor_cores` it takes them together,
-    which reads keys and weights once. The tokens are then the same unless two logits are within rounding.
+    A step of several tokens sums each as a plain step does, so that each has its bits. With `tensor_cores` it takes them
+    together, which reads keys and weights once. The tokens are then the same unless two logits are within rounding.
 
     It samples with the large model's settings, seeds and positions. Both see the same noise, so they mostly agree.
     """
