@@ -50,6 +50,7 @@ def test_beside_its_base(ckpt, adapter, run):
     assert "fallback" not in err, "the fused kernels read the merged weights"
 
 
+@pytest.mark.slow
 def test_of_a_model_by_transformers(ckpt, adapter, run):
     """--no-fused: transformers' own forward over the merged weights."""
     assert run(ckpt, "--adapter", adapter, "--no-fused", *CAT)[1] == AFTER

@@ -58,6 +58,7 @@ def test_it_writes_what_the_sampler_does(trained, command):
     assert texts == command(sorted((folder / "checkpoints").iterdir())[-1], *options)[1]
 
 
+@pytest.mark.slow
 def test_by_itself_it_takes_blocks_of_32(trained, command):
     _, out, _ = command(trained[0], "--prompt", "import", "--denoising-steps", "8", "--json", "--ignore-eos")
     assert len(json.loads(out)["sequences"][0]["tokens"]) == 128 and json.loads(out)["steps"] == 8

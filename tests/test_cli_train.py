@@ -315,6 +315,7 @@ def test_clipping_is_switched_off(config, value):
     assert from_file(str(config)).recipe().clip is None
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_by_the_config_that_it_has_recorded(config, tmp_path, capsys):
     run = str(tmp_path / "run")
     assert main(["train", "--out", run, "--resume"]) == 2

@@ -196,7 +196,7 @@ def beginning(way):
     return {name: whole(p) for name, p in way.get("make", ours)(0).named_parameters() if p.requires_grad}
 
 
-QUICK = ("ours", "nf4", "PEFT, placed", "added to rows of codes")
+QUICK = ("ours", "nf4")
 
 
 @pytest.fixture(scope="module")

@@ -174,6 +174,7 @@ def two_ranks():
     return each_on_ranks(2, {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, off", [("bf16", 0.2), ("fp16", 0.2), ("8 bits", 0.2), ("recompute", 1e-4)])
 def test_shards_in_other_numbers_are_one_process_in_those(name, off, two_ranks):
     """Held to how far the weights have moved. bf16: two gradients are rounded before they are added. 8 bits: blocks of 256
@@ -181,6 +182,7 @@ def test_shards_in_other_numbers_are_one_process_in_those(name, off, two_ranks):
     near(trained(1, 2, **WAYS[name]), two_ranks[name], llama(0), off)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["computed again", "computed again, placed", "experts", "diffusion"])
 def test_other_losses_and_results_that_are_computed_again_are_those_of_one_process(name, two_ranks):
     weights, reports, state, _ = trained(1, 2, **WAYS[name])

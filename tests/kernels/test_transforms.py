@@ -127,6 +127,7 @@ def printed() -> list[str]:
     return run_apart(NORMS, COMPARE, *traced, DEVICE="cpu", BACKEND="eager").splitlines()
 
 
+@pytest.mark.slow
 def test_compile_sees_through_the_references(printed):
     assert printed[0] == "agrees"
 

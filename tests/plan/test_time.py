@@ -88,6 +88,7 @@ def test_slower_links_and_memory_and_recomputing_take_longer(monkeypatch):
     assert total() > before[0] and total(sharded=True) > before[1]
 
 
+@pytest.mark.slow
 def test_adapters_cost_less_than_weights_and_more_where_their_rank_is_large():
     adapted = check_plan.step_of_case(("lora", "8b"))
 

@@ -36,6 +36,7 @@ def train(found, names, steps=3):
             found.optim_step(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["off", pytest.param("require", marks=pytest.mark.slow)])
 def test_policies_in_turns_are_each_trained_alone(graph):
     """The second one is created after the first has begun to learn."""

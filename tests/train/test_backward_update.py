@@ -56,9 +56,9 @@ MODELS = {"tied": lambda: decoder(True), "untied": lambda: decoder(False), "plai
 OPTIONS = [
     {"precision": "fp32", "graph": "off"},
     {"precision": "bf16", "graph": "off"},
-    {"precision": "bf16-split", "graph": "require"},
-    {"precision": "bf16", "graph": "require", "optimizer": AdamW8bit(lr=1e-2)},
     {"precision": "bf16", "graph": "off", "recompute": "blocks"},
+    pytest.param({"precision": "bf16-split", "graph": "require"}, marks=pytest.mark.slow),
+    pytest.param({"precision": "bf16", "graph": "require", "optimizer": AdamW8bit(lr=1e-2)}, marks=pytest.mark.slow),
 ]
 
 

@@ -143,6 +143,7 @@ def test_the_loop_of_a_placed_model_gives_its_hidden_states():
     assert not any(block._forward_pre_hooks for block in model.model.layers)
 
 
+@pytest.mark.slow
 def test_a_step_below_a_placed_model_never_waits():
     if torch.cuda.is_available():
         pytest.skip("the pretend device contends with a real one")
@@ -158,6 +159,7 @@ def test_a_step_below_a_placed_model_never_waits():
     assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before))
 
 
+@pytest.mark.slow
 def test_a_captured_step_below_a_placed_model_is_an_uncaptured_one():
     """On a CPU, where capture makes its checks without a graph."""
     model, losses = placed_llama(), dict[str, list[float]]()
