@@ -71,10 +71,7 @@ FACTORISING = ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "lin
 FACTORISED = Cause(
     "waits for a factorisation and its error code", "factorise every n steps, or iterate on the device by products"
 )
-MASK = shape(
-    "use torch.where or multiply by the mask instead of indexing with it; of a mask that stays the same, index by its "
-    "nonzero() from before the loop"
-)
+MASK = shape("use torch.where or multiply by the mask instead of indexing with it")
 MASK_PUT = shape("use torch.where(mask, values, x) instead of assigning through the mask")
 PRINT = Cause("prints a tensor, which reads the device from the host", "print it a step later, or a copy of it")
 

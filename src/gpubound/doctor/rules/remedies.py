@@ -7,7 +7,7 @@ import linecache
 import re
 from functools import lru_cache
 
-from ...watch.events import DRAWING, HOST_DATA, NUMBER, SCALARS, Site, cause_of
+from ...watch.events import DRAWING, HOST_DATA, MASKING, NUMBER, SCALARS, Site, cause_of
 from ...watch.ledger import LedgerRow
 
 LOGGED = "log the tensor itself, as x.detach(): a number is copied to the GPU"
@@ -42,6 +42,7 @@ METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
 RARE = "it is shown in few steps already; raise the interval if its price is worth it"
 RAISED = "it is shown every few steps: raise that interval"
+STAYING = "; if the mask stays the same, index by its nonzero() from before the loop"
 CLOCKED = "it is there for a clock: time many steps at once, or take torch.cuda.Event(enable_timing=True)"
 OFTEN = 0.5  # a step
 SELDOM = "every n steps"  # in remedies: the line may do so already
@@ -87,7 +88,7 @@ def of_read(row: LedgerRow, count: float = 1.0) -> str:
             return _of_value(site, count) or cause_of("sync", row.what).remedy
         if "synchronize" in row.what and is_timed(site):
             return CLOCKED
-    return cause_of("sync", row.what).remedy
+    return cause_of("sync", row.what).remedy + (STAYING if row.what == MASKING else "")
 
 
 def _of_value(site: Site, count: float) -> str:
@@ -187,8 +188,10 @@ def _stored(statement: ast.stmt) -> set[str]:
     return {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
 
-def _around(statement: ast.stmt, tree: ast.AST) -> ast.AST:
-    return [tree, *(n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and _covers(n, statement.lineno))][-1]
+def _around(statement: ast.AST, tree: ast.AST) -> ast.AST:
+    """Return the innermost function around a statement, or the module."""
+    line = getattr(statement, "lineno", 0)
+    return [tree, *(n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and _covers(n, line))][-1]
 
 
 def _uses(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST) -> list[ast.stmt]:
@@ -200,7 +203,7 @@ def _uses(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST) -> l
         for each in ast.walk(where):
             part = each.test if isinstance(each, (ast.If, ast.While)) else each if _is_simple(each) else None
             loads = (n for n in ast.walk(part or ast.Pass()) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
-            if each is not statement and any(n.id in names for n in loads):
+            if each is not statement and any(n.id in names for n in loads) and _around(each, tree) is where:
                 uses += (isinstance(each, ast.Return) and _uses(each, where, tree)) or [each]  # type: ignore[list-item]
     return uses
 
