@@ -124,6 +124,17 @@ def test_a_forward_that_fails_is_refused_by_what_it_fails_at(fails, facts):
     assert all(fact in sentence for fact in ("GPT2LMHeadModel", "TypeError: broken", *facts)) and "\n" not in sentence
 
 
+def test_a_failure_without_a_message_is_named_by_its_code():
+    model = cases.build("Llama")
+
+    def failing(x):
+        raise AssertionError  # as of an assert, to which pytest would add a message
+
+    model.model.norm.forward = failing
+    with pytest.raises(ValueError, match=r"own forward fails .*AssertionError: raise AssertionError"):
+        gb.decoder(model, 1, 16)
+
+
 def test_a_broken_model_of_a_fused_family_is_refused_by_its_own_forward():
     model = cases.build("Llama")
     model.model.norm.forward = lambda x: 1 / 0

@@ -11,6 +11,7 @@ waits for. A slot of the ring is written again only after its event was seen, at
 """
 
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -259,8 +260,9 @@ def random_ids(vocab: int, length: int, device: torch.device, seed: int = 0) -> 
 
 
 def summary(failure: Exception) -> str:
-    """Return the class of an exception and the first line of its message."""
-    return f"{type(failure).__name__}: {(str(failure).strip().splitlines() or [''])[0]}"
+    """Return the class of an exception and the first line of its message; of one without, as an assertion is, of the code."""
+    lines = str(failure).strip().splitlines() or [str(frame.line) for frame in traceback.extract_tb(failure.__traceback__)[-1:]]
+    return f"{type(failure).__name__}: {[*lines, ''][0]}"
 
 
 def check_room(needed: int, device: torch.device, build: RunnerConfig) -> None:
