@@ -63,6 +63,8 @@ def test_a_folder_without_a_run_of_rl_is_not_resumed(tmp_path, capsys):
             (tmp_path / "run.json").write_text(json.dumps({"starts": [], "config": config}))
         assert main(["rl", "--resume", "--out", str(tmp_path)]) == 2
         errors.append(capsys.readouterr().err.splitlines()[-1])
+    assert main(["train", "--resume", "--out", str(tmp_path)]) == 2
+    errors.append(capsys.readouterr().err.splitlines()[-1])
     same_texts("cli_rl:not_resumed", errors, tmp_path)
 
 

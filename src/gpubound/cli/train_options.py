@@ -272,6 +272,8 @@ def recorded(out: str) -> dict[str, Any]:
     from ..monitor.tape import ABOUT, RunTape  # 90 modules, which --help needs not
 
     config = RunTape.open(out).about.get("config") or {} if Path(out, ABOUT).exists() else {}
+    if "rewards" in config:
+        raise ValueError(f"resume: out: {out} is a run of gpubound rl; go on with that, or give the folder of another run.")
     return {key: value for key, value in config.items() if value not in (None, {}, []) and key != "out"}
 
 
