@@ -39,7 +39,7 @@ def _centred(rewards: np.ndarray, scaled: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowShape:
-    """Shape of the micro-batches: `rows` rows of `tokens` tokens. All steps have it, so that one graph serves them."""
+    """Shape of the micro-batches: `rows` rows of `tokens` tokens. All steps have it, so that few graphs serve them."""
 
     rows: int
     tokens: int
