@@ -73,6 +73,14 @@ def said(monkeypatch, capsys):
     return lambda: capsys.readouterr().err
 
 
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """Processes of `sys.executable` are forked from the server that has imported all: each imports for 4 s of CPU otherwise."""
+    from tests import forked
+
+    monkeypatch.setattr("sys.executable", forked.python())
+
+
 # In a test every warning is an error, except these. They are marks of each test and no ini setting: that one would also
 # turn what other people's plugins say while pytest starts into errors (pytest-benchmark does, beside xdist).
 WARNINGS = [

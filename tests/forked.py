@@ -33,6 +33,8 @@ MAIN = multiprocessing.process.current_process()  # of the server, which imports
 # What `python()` runs: it hands its own files to the server, and waits. Without site packages, 20 ms.
 CLIENT = """#!{python} -IS
 import os, signal, socket, sys
+if sys.argv[1] in ("-I", "-P"):  # a sandbox, which has to be empty
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 there = socket.socket(socket.AF_UNIX)
 there.connect({address!r})
 said = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
@@ -132,6 +134,7 @@ def _begin(files: list[int], environment: dict[str, str], folder: str) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get("FORKED", sys.executable)  # for the processes of a program, if it asks for that
     os.chdir(folder)
     more = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in more if path and path not in sys.path]

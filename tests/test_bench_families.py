@@ -205,6 +205,7 @@ def test_what_the_seconds_leave_out_is_reported(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_dry_run(capsys):
     assert guarded("bench", bench_families.main, ["--dry", "--only", "lfm2-1.2b"]) == 0
     assert capsys.readouterr().out.endswith("families: 3 lines, nothing kept (dry); 0 of 0 gates hold\n")

@@ -24,6 +24,7 @@ def test_rows_have_the_lengths_of_chats():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_dry_run(capsys):
     pytest.importorskip("trl")
     assert guarded("bench", bench_finetune.main, ["--dry", "--peers", "trl-plain,trl-dpo-plain"]) == 0

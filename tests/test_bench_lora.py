@@ -16,8 +16,6 @@ from benchmarks.train_worker import llama, usual
 from gpubound import device as facts
 from gpubound.cli import guarded
 
-from . import forked
-
 pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:transformers"
@@ -166,11 +164,6 @@ def test_an_adapter_that_is_computed_wrongly_is_not_timed(bench, monkeypatch):
 
 
 # --- the command ---
-
-
-@pytest.fixture
-def forked_workers(monkeypatch):
-    monkeypatch.setattr("sys.executable", forked.python())
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -1,9 +1,9 @@
 """`python -m benchmarks.real_weights`, and `real_weights_rl`: TRL gets the rows that ours has, and records become figures."""
 
 import json
+import os
 import re
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +16,8 @@ from gpubound.data import Corpus, train_tokenizer
 from gpubound.data.chat import NAMED, read_template
 from gpubound.data.tokenizer import Tokenizer
 from gpubound.train.schedule import Schedule
+
+from . import forked
 
 
 def chat_tokenizer() -> Tokenizer:
@@ -89,8 +91,9 @@ def test_one_command_trains_judges_and_writes_the_results(tmp_path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     results = tmp_path / "results.json"
     wanted = ["--only", "sft", "--peers", "trl", "--seeds", "1", "--quick", "--limit", "600"]
-    command = [sys.executable, "-m", "benchmarks.real_weights", str(tmp_path / "base"), "--out", str(tmp_path / "runs")]
-    run = subprocess.run([*command, "--results", str(results), *wanted], check=True, capture_output=True, text=True)
+    command = [forked.python(), "-m", "benchmarks.real_weights", str(tmp_path / "base"), "--out", str(tmp_path / "runs")]
+    where = {"env": os.environ | {"FORKED": forked.python(), "OMP_NUM_THREADS": "1"}}
+    run = subprocess.run([*command, "--results", str(results), *wanted], check=True, capture_output=True, text=True, **where)
     found = json.loads(results.read_text())
     assert found["judged"].keys() == {"before", "sft-ours-0", "sft-trl-0"}
     ours, theirs = (found["runs"][f"sft-{who}-0"] for who in ("ours", "trl"))

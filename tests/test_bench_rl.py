@@ -87,6 +87,7 @@ def test_the_gates_are_those_that_were_asked_for(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_a_peer_that_is_late_is_told(capfd, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(bench_rl, "TINY", {"tiny": replace(bench_rl.SMALL, limit=0.01)})
@@ -101,6 +102,7 @@ def _only(name, facts):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("name", "options"), [("tiny", ["--peers", "none"]), ("tiny-lora", ["--parts", "step"])], ids=["all weights", "adapters"]
 )
