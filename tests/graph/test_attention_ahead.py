@@ -1,5 +1,6 @@
 """Attention's backward is compiled ahead: each shape once, in a thread, on other tensors, and only where it will be needed."""
 
+import queue
 import threading
 import time
 from contextlib import nullcontext
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from gpubound.graph import capture, recording as ahead
-from gpubound.graph.recording import attention_ahead
+from gpubound.graph.recording import attention_ahead, attention_of
 
 
 @pytest.fixture
@@ -58,6 +59,28 @@ def test_no_thread_is_left_after_an_error(ran, monkeypatch):
         F.scaled_dot_product_attention(*(heads(4, 6) for _ in range(3)))
         _ = 1 / 0
     assert ended
+
+
+def test_attention_of_a_batch_begins_behind_a_part_of_its_first_row(ran, monkeypatch):
+    def heads_of(rows, tokens):
+        packed = torch.randn(rows, tokens, 8, 16)  # q, and k beside v
+        return [t.transpose(1, 2) for t in (packed[:, :, :4].contiguous(), packed[:, :, 4:6], packed[:, :, 6:])]
+
+    begun, options = queue.Queue(), {"attn_mask": None, "is_causal": True, "enable_gqa": True}
+    monkeypatch.setattr(ahead, "_run", lambda stream, own, *rest: begun.put(rest))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    there = torch.device("cuda", 0)
+    with attention_of(3, 7, there):
+        for _ in range(2):
+            F.scaled_dot_product_attention(*heads_of(1, 5), **options)
+        F.scaled_dot_product_attention(*heads_of(1, 5), attn_mask=torch.ones(5, 5).bool(), enable_gqa=True)
+        F.scaled_dot_product_attention(*(t.contiguous() for t in heads_of(1, 5)), **options)
+        assert begun.empty()  # cuDNN may be off inside
+    batch = tuple((tuple(t.shape), t.stride(), t.dtype) for t in heads_of(3, 7))
+    assert begun.get(timeout=60) == (batch, there, options) and begun.empty()
+    with attention_of(3, 7, torch.device("cpu")):
+        F.scaled_dot_product_attention(*heads_of(1, 5), **options)
+    assert begun.empty()
 
 
 @pytest.mark.gpu

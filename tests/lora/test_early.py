@@ -1,13 +1,18 @@
 """The kernels of an adapted model's first step are named before it runs."""
 
+import threading
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 import gpubound as gb
+from gpubound.graph import recording
 from gpubound.kernels import dispatch, lora, norms
 from gpubound.kernels.registry import OPS
 from gpubound.kernels.triton.lora import _within
 from gpubound.lora import model as early
+from gpubound.models import language_model
 
 from .cases import placed
 
@@ -78,6 +83,35 @@ def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):
     ids = torch.randint(64, (2, 16))
     step([{"input_ids": ids, "labels": ids}])
     assert order[:2] == ["lora_product", "model"]
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_attention_begins_in_the_shapes_that_the_step_will_call(adapters, monkeypatch):
+    """Behind the check of the first row, which sees fewer tokens of it."""
+    model, begun, called = placed(**SIZES), [], set()
+    if adapters:
+        gb.lora.add(model, 4)
+    own, there = F.scaled_dot_product_attention, torch.device("cuda", 0)
+
+    def attend(*tensors, **options):
+        if torch.is_grad_enabled():
+            called.add(tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
+        return own(*tensors, **options)
+
+    class Now(threading.Thread):
+        start = threading.Thread.run
+
+    step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(recording, "_compiles_attention", lambda: True)
+    monkeypatch.setattr(recording, "_run", lambda stream, own, key, *_: begun.append(key))
+    monkeypatch.setattr(recording.threading, "Thread", Now)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr("gpubound.train.step.attention_of", lambda *size: recording.attention_of(*size[:2], there))
+    monkeypatch.setattr(language_model, "TOKENS", 9)
+    ids = torch.randint(64, (2, 16))
+    step([{"input_ids": ids, "labels": ids}])
+    assert len(begun) == len(called) > 0 and {*begun} == called
 
 
 def test_the_example_of_a_large_product_has_the_tiles_of_a_models():

@@ -12,7 +12,7 @@ buffers are unchanged. `close()` undoes everything but the dtype and the place i
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import Lock
@@ -28,6 +28,7 @@ from ..distributed.ranks import tell_if_alone, unwrapped
 from ..formatting import readable
 from ..graph import Captured
 from ..graph.guards import NotCopyable
+from ..graph.recording import attention_of
 from ..graph.runner import LentMemory
 from ..kernels.dispatch import Call, hasten
 from ..layers import fp8
@@ -326,9 +327,15 @@ class TrainStep(NotCopyable):
         if isinstance(step.loss, Objective):
             for number, batch in enumerate(batches):
                 if batch.signature not in self._checked:
-                    check = partial(step.loss.check_batch, step.model, batch.whole())
-                    # The first check runs the model, whose weights may be sharded: all ranks take part.
-                    self.with_weights(check) if first and not number else check()
+                    whole = batch.whole()
+                    check = partial(step.loss.check_batch, step.model, whole)
+                    if first and not number:  # it runs the model, whose weights may be sharded: all ranks take part
+                        ids = whole.get("input_ids") if isinstance(whole, Mapping) else None
+                        known = isinstance(ids, Tensor) and ids.dim() == 2
+                        with attention_of(*ids.shape, self.device) if known else nullcontext():
+                            self.with_weights(check)
+                    else:
+                        check()
                     self._checked.add(batch.signature)
         self._first = False
         if first:
