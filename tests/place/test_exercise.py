@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import gpubound as gb
+from gpubound.models import registry
 from gpubound.place import verify
 from gpubound.place.candidates import Fused
 from gpubound.place.verify import Named
@@ -317,3 +318,12 @@ def test_the_run_behind_the_last_swap_is_compared_with_the_original_too(monkeypa
     runs.clear()
     gb.place(tiny("llama", torch.float32), "cpu", example={"input_ids": torch.ones(1, 5, dtype=torch.int64)})
     assert len(runs) == 6  # of the example
+
+
+def test_layers_are_compared_on_values_that_are_drawn_once(monkeypatch):
+    first = registry.noise((2, 3), torch.empty(0), seed=7)
+    first.requires_grad_().data.zero_()  # by who got them
+    monkeypatch.setattr(torch, "randn", lambda *_, **named: pytest.fail("drawn again"))
+    again = registry.noise((2, 3), torch.empty(0), seed=7)
+    assert again.count_nonzero() == 6 and not again.requires_grad
+    assert torch.equal(registry.noise((2, 3), torch.empty(0, dtype=BF16), seed=7), again.bfloat16())

@@ -331,8 +331,8 @@ class TrainStep(NotCopyable):
                     check = partial(step.loss.check_batch, step.model, whole)
                     if first and not number:  # it runs the model, whose weights may be sharded: all ranks take part
                         ids = whole.get("input_ids") if isinstance(whole, Mapping) else None
-                        known = isinstance(ids, Tensor) and ids.dim() == 2
-                        with attention_of(*ids.shape, self.device) if known else nullcontext():
+                        size = ids.shape if isinstance(ids, Tensor) and ids.dim() == 2 else None
+                        with nullcontext() if size is None else attention_of(*size, self.device):  # type: ignore[call-arg]
                             self.with_weights(check)
                     else:
                         check()
