@@ -63,7 +63,7 @@ def attention_ahead(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 @contextmanager
 def attention_of(rows: int, tokens: int, device: torch.device) -> Iterator[None]:
-    """Compile attention of `rows` of `tokens` at the end of the block, which calls it with a part of one row, in the background.
+    """Compile attention of `rows` of `tokens` in the background once the block ends, which calls it with a part of one row.
 
     A step's first forward waited 0.7 s for it at 350m.
     """
