@@ -144,6 +144,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(base):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
 def test_reinforcement_learning_beside_trl(base, tmp_path, capfd):
     pytest.importorskip("trl")
     options = ["--quick", "--steps", "2", "--seeds", "1", "--limit", "400", "--out", f"{tmp_path}/runs"]
