@@ -289,6 +289,45 @@ def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatc
     assert plain.sequences and not plain.variant.uneven, "in fp32 no row's bits depend on the others"
 
 
+@pytest.mark.slow
+def test_few_rows_of_many_keys_are_read_by_the_plan_of_many_rows(monkeypatch, device):
+    """In 16 bits, from where the keys of all together are enough."""
+    for name, value in (("MANY", 8), ("LONG", 48)):
+        monkeypatch.setattr(kv_cache, name, value)
+    fast, seen = gb.decoder(cases.build("Qwen3", torch.float16, device), 3, cases.ROOM, verify=False), []
+    attention = kv_cache.decode_attention
+
+    def look(qkv, position, cache, heads, scratch, *rest):
+        if device.type == "cpu":
+            keys = int(position.clamp(min=0).sum()) + len(position) * (1 + rollout.STEPS[1])
+            seen.append((scratch.many, scratch.tiles, keys * cache.k.shape[1] >= 4 * 48))
+        return attention(qkv, position, cache, heads, scratch, *rest)
+
+    monkeypatch.setattr(kv_cache, "decode_attention", look)
+    given = cases.prompts(30, 20, 10)
+    found = fast.rollout(given, max_new_tokens=[50, 40, 30], stop=()).sequences
+    assert device.type != "cpu" or {many for many, *_ in seen} == {True, False}
+    assert all((tiles == 3) == many <= enough for many, tiles, enough in seen)
+    for one in found:
+        scores = fast.score([given[one.prompt] + one.tokens])[0][-len(one.tokens) :]
+        assert one.logprobs == pytest.approx(scores, abs=0.02)
+    plain = cases.shared("Qwen3").rollout(given, max_new_tokens=[50, 40, 30], stop=())
+    assert plain.sequences and not plain.variant.many, "in fp32 no row's bits depend on the others"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("samples", [8, 20])
+def test_few_rows_of_two_thousand_keys_have_the_models_log_probabilities(samples):
+    torch.manual_seed(0)
+    config = gb.DecoderConfig(hidden=512, intermediate=256, layers=2, heads=8, kv_heads=8, vocabulary=512)
+    fast = gb.decoder(gb.Decoder(config).to("cuda", torch.bfloat16), 32, 2100, verify=False)
+    given = torch.randint(512, (2040,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = fast.rollout([given], n=samples, max_new_tokens=8, stop=())
+    assert len(found.sequences) == samples and found.variant.many
+    for one in found.sequences:
+        assert one.logprobs == pytest.approx(fast.score([given + one.tokens])[0][-8:], abs=0.06)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", [None, 160])
 @pytest.mark.parametrize("length", [900, 2050])

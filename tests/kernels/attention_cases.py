@@ -60,7 +60,7 @@ class Case:
 
     def __call__(
         self, source, window=0, rows=None, part=None, caches=None, splits=4, dependent=0, tiles=1, most=0, parts=None,
-        together=False,
+        together=False, many=False,
     ):  # fmt: skip
         """`rows`: of the batch, those alone; `part`: of the tokens of each row, that one alone."""
         qkv, position = self.qkv, self.position
@@ -70,7 +70,7 @@ class Case:
         if part is not None:
             qkv, position = qkv[part :: self.tokens].contiguous(), position[:, part].contiguous()
         cache = LayerCache(*caches)._replace(pages=self.pages, shared=self.shared)
-        scratch = self.scratch(len(qkv), splits, tiles, most, parts)._replace(together=together)
+        scratch = self.scratch(len(qkv), splits, tiles, most, parts)._replace(together=together, many=many)
         out = torch.empty(len(qkv), self.kv * self.group * self.width, device=self.device, dtype=self.dtype)
         op = "decode_attention" if self.kind is None else "quantized_decode_attention"
         result = load(source, op)(qkv, position, cache, self.heads._replace(window=window), scratch, out, dependent)

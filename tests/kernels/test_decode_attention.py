@@ -51,6 +51,14 @@ def test_rows_that_fill_a_gpu_have_a_plan_of_their_own(device, dtype, monkeypatc
     parity(case, max(TOLERANCE[dtype], 1e-5), tiles=32)
 
 
+@pytest.mark.parametrize("dependent", [EARLY, LATE])
+def test_few_rows_of_many_keys_have_that_plan_too(device, dependent):
+    case, how = Case(device, torch.bfloat16, [0, 31, 33, 149], normed=True), {"splits": 16, "tiles": 2, "dependent": dependent}
+    asked = plans.asked_by(lambda: case("triton", many=True, **how))
+    assert [job.way for job in asked] == ["many"]
+    parity(case, TOLERANCE[torch.bfloat16], many=True, **how)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 16])
 def test_any_number_of_splits_sums_the_same(device, splits):
     parity(Case(device, torch.float32, [149, 70]), 1e-5, splits=splits)

@@ -110,6 +110,9 @@ UNEVEN = 24
 # Keys of a part where parts are listed: those of UNEVEN tiles. Of 256 rows of 333 keys on average, and 1,742 at most, 9,500 of
 # 12,288 programs of a grid have no part: a layer takes 114 us, by a list 103, with equal lengths 101 (H200).
 PART = 16 * UNEVEN
+# Keys of a program, and tiles of 16, where few rows have so many keys that one warp each for LONG of them fills a GPU: by tiles
+# of 64 and 4 warps, 8 rows of 2,048 keys take 50 us a layer (H200, 0.6b; one row 17), of which reading takes 16.
+LONG = 128
 
 
 @dataclass(frozen=True)
@@ -308,6 +311,7 @@ class Cache:
     sharing = False  # whether attention reads what rows have in common once
     uneven = False  # whether attention splits the keys of long rows among more programs
     most = 0  # keys that steps are known to read of a row at most; 0: all positions
+    many = False  # whether rows' keys fill a GPU, though rows do not: see `keys_fill`
     listed = 0  # entries of `parts` that attention reads in the place of a grid of rows and parts; 0: none
 
     def __init__(
@@ -438,6 +442,8 @@ class Cache:
         if self.uneven:
             parts = self.parts[: self.listed] if self.listed and scratch.tiles >= UNEVEN else None
             scratch = scratch._replace(tiles=min(scratch.tiles, UNEVEN), parts=parts)
+        if self.many:
+            scratch = scratch._replace(tiles=LONG // 16, many=True)
         if not mode and reads_shared(cache, heads, out.dtype):
             cache = cache._replace(shared=self.shared_by(len(position)))
         op(qkv, position, cache, heads, scratch, out, mode)
@@ -457,6 +463,12 @@ class Cache:
     def fills(self, rows: int) -> bool:
         """Return whether a program for each row and key head fills a GPU; if not, each row's keys are split anyway."""
         return rows * max((layer.kv_heads for layer in self.layers.values()), default=0) >= MANY
+
+    def keys_fill(self, keys: list[int]) -> bool:
+        """Return whether the keys that rows read fill a GPU, one warp for LONG of them: in 16 bits, and heads of up to 128."""
+        layers = self.layers.values()
+        usual = self.kind is None and max((layer.head_dim for layer in layers), default=256) <= 128
+        return usual and sum(keys) * max(layer.kv_heads for layer in layers) >= MANY // 2 * LONG
 
     def list_parts(self, keys: list[int]) -> int:
         """Write the parts of rows that read up to so many keys, the longest rows' first. Return how many `attend` is to read,

@@ -351,13 +351,14 @@ class Rollout:
             return False
         if self.decoder.body.splits_keys:
             cache, most, parts = self.decoder.body.grouped, 0, 0
-            if cache.fills(self.size):
-                read = [self._steps if one is None else len(one.ids) + one.launched + self._steps for one in self._row_owners]
+            read = [self._steps if one is None else len(one.ids) + one.launched + self._steps for one in self._row_owners]
+            if fills := cache.fills(self.size):
                 if self.variant.uneven:
                     parts = cache.list_parts([count - common for count, common in zip(read, self._common)])
                 if not parts and (bound := max(FEWEST, power_of_two(max(read)))) < self.decoder.max_length:
                     most = bound
-            self.variant = self.variant._replace(most=most, parts=parts)
+            many = not fills and cache.keys_fill(read)
+            self.variant = self.variant._replace(most=most, parts=parts, many=many)
         return not slots.ahead or graphs.made(self.size, self._steps, self.variant)
 
     def _launch(self) -> None:

@@ -450,6 +450,7 @@ class SamplingVariant(NamedTuple):
     uneven: bool = False  # attention splits the keys of long rows among more programs
     most: int = 0  # keys that attention reads of a row at most; 0: all positions
     plain: bool = False  # steps of one token, by a stepper that drafts
+    many: bool = False  # attention's programs are those of many rows: see Cache.keys_fill
     parts: int = 0  # entries of the list of rows' parts (Cache.list_parts), which attention reads if lengths are uneven
 
 
@@ -470,6 +471,7 @@ class Stepper:
         if body.grouped is not None:
             cache = body.grouped
             cache.sharing, cache.uneven, cache.most, cache.listed = variant.shared, variant.uneven, variant.most, variant.parts
+            cache.many = variant.many
         for step in range(steps):
             logits = body.step(state.token, state.position)
             if variant.tempered:

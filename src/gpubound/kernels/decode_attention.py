@@ -81,6 +81,7 @@ class Scratch(NamedTuple):
     tiles: int = 1  # of keys, that a program takes at least
     most: int = 0  # keys that rows are known to read at most; 0: all positions. With more, programs take larger parts
     parts: Tensor | None = None  # (N,) int32, instead of `most`: each row's parts, one after the other (`listed`); or -1: none
+    many: bool = False  # rows have so many keys that their parts fill a GPU as MANY rows do: the plan is that of these
     together: bool = False  # a row's tokens may be summed in another order than if they came one by one
 
 
@@ -303,7 +304,7 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
         require(op, name, part, cache.k.dtype, tuple(shape), device, "it is written in place")
     require(op, "out", out, None, (rows, H * D), device, WRITTEN)
     _check_heads(op, heads if new else heads._replace(k_norm=None), (D, H, K), device, new > 0)
-    (sums, finished, _, _, parts, _), why = scratch, "it has (rows, kv heads, splits, group, D + 2), or more rows than the call"
+    (sums, finished, _, _, parts, *_), why = scratch, "it has (rows, kv heads, splits, group, D + 2), or more rows than a call"
     require(op, "scratch.partial", sums, torch.float32, (max(rows, len(sums)), K, "splits", H // K, D + 2), device, why)
     if parts is not None:
         require(op, "scratch.parts", parts, torch.int32, ("parts",), device, "it lists the parts of rows")

@@ -687,7 +687,7 @@ def decode_attention(
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
-    partial, finished, tiles, most_keys, parts, together = scratch
+    partial, finished, tiles, most_keys, parts, many, together = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
@@ -711,7 +711,7 @@ def decode_attention(
             cap, interpreted(), pages, kind, MEMBERS, overlapping, num_warps=warps, num_stages=2,
         )  # fmt: skip
 
-    way = "many" if position.numel() * KV >= MANY else ""
+    way = "many" if many or position.numel() * KV >= MANY else ""
     plain = not dependent and way == "many" and cache.k.element_size() == 2 and D <= 128  # what was measured
     ahead = dependent == EARLY or plain
 
