@@ -28,7 +28,6 @@ from ..kernels.sampling import Into, Rows, Settings
 from ..layers.attention import RopeTable
 from ..models.decoding import AttentionWeights, DenseWeights, Linear, Shape
 from ..models.draft_head import DraftHead
-from . import transformer
 from .kv_cache import Cache, CachedLayer
 from .layer import CachedAttention, DenseMLP, Workspace, normed_rows
 from .model_watch import TensorWatch
@@ -140,8 +139,7 @@ class HeadRunner:
         self.workspace = Workspace(self.shape, self.cache, [(cos, sin)], rows, tokens)
         fp32: Any = {"device": self.device, "dtype": torch.float32}
         self.own_rows = TILED if dtype == torch.bfloat16 and can_launch(self.device) else FEW
-        self.workspace.gemv_rows = max(FEW, transformer.AT_ONCE) if self.own_rows > FEW else None
-        self.workspace.together = True
+        self.workspace.gemv_rows, self.workspace.together = FEW if self.own_rows > FEW else None, True
         self.x = torch.zeros(rows, c.hidden, **fp32)
         self.both = torch.zeros(rows, 2 * c.hidden, **fp32)
         self.place = torch.zeros(rows, device=self.device, dtype=torch.int32)

@@ -69,7 +69,9 @@ from .weights import InputProduct, LayerInput, PackedFormat, weight_format
 # and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
 # 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
-AT_ONCE, HEAD_AT_ONCE = 1, 1  # rows of a GEMV where there is a tiled GEMM, too: of a layer, and of the head
+# Rows of a GEMV in place of a tiled GEMM, where gate and up have at most so many bytes. H200, us a verified step of 135m by its
+# tokens, GEMV and tiled: 2: 458, 504; 3: 508, 516; 4: 588, 523; 6: 831, 563. The head has cuBLAS: by a GEMV 3 take 543 of 501.
+AT_ONCE = ((4 << 20, 3),)
 # The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
 # otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
@@ -442,7 +444,7 @@ class FusedRunner(ViewRunner):
         self.gemv_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         self.head_rows = self.gemv_rows
         if self.tiled_rows:
-            self.gemv_rows, self.head_rows = (min(most, self.tiled_rows) for most in (AT_ONCE, HEAD_AT_ONCE))
+            self.gemv_rows, self.head_rows = max(1, _by_bytes(live, self.config, AT_ONCE)), 1
         self.split = range(max(self.tiled_rows or SPLIT_FROM, self.gemv_rows) + 1, most + 1) if most else range(0)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -550,8 +552,8 @@ class FusedRunner(ViewRunner):
         return capped_(logits, cap) if cap else logits
 
     def row_counts(self) -> set[int]:
-        most = self.tiled_rows, self.split.stop - 1, self.max_batch
-        return {1, *(min(self.max_batch, n) for n in most if n > self.gemv_rows)}
+        most = self.gemv_rows, self.tiled_rows, self.split.stop - 1, self.max_batch
+        return {1, *(min(self.max_batch, n) for n in most if n > self.head_rows)}
 
     def mode(self, rows: int) -> int:
         """Return the launch mode of a step's kernels: programmatic dependent launch where the GPU has it."""
@@ -730,6 +732,9 @@ class FusedRunner(ViewRunner):
         rows = [group.report(number) for number, group in enumerate(self.spans)] if len(self.spans) > 1 else []
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.workspace.kernels}: {self.form.prefix}norm_product", ""))
+        if min(most, self.gemv_rows) > self.head_rows:
+            what = f"{self.workspace.kernels}: as one row; head by torch (cuBLAS)"
+            rows.append((f"{self.head_rows + 1} to {min(most, self.gemv_rows)} rows", what, "all rows asked for at once"))
         if most > self.gemv_rows and self.tiled_rows:
             what = f"{self.workspace.kernels}: tiled products; head by torch (cuBLAS)"
             rows.append(

@@ -83,7 +83,7 @@ def launch_product(
     launch(job, run)
 
 
-HELD = 96  # numbers a thread that rows of x take which are multiplied at once: with more, tiles of weights spill
+HELD = 128  # numbers a thread that rows of x take which are multiplied at once: with more, tiles of weights spill
 
 
 def _at_a_time(plan: MatrixPlan, count: int, length: int, weights: int) -> int:
