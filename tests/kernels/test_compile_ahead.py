@@ -1,6 +1,7 @@
 """Kernels that are compiled ahead: each kind once, in threads, not launched, before any self-test."""
 
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -66,6 +67,39 @@ def test_kernels_are_compiled_while_the_call_goes_on(kernel):
         assert compiled.wait(60)
 
     compile_ahead(call, THERE)()
+
+
+def test_a_kernel_that_threads_need_at_a_time_is_compiled_once(monkeypatch):
+    compiling, waiting, compiled = threading.Event(), threading.Event(), list[str]()
+
+    class Waited(Future):
+        def result(self, timeout=None):
+            if not self.done():
+                waiting.set()
+            return super().result(60)
+
+    class Kernel:
+        def _do_compile(self, key, signature, device, warmup):
+            compiling.set()
+            assert key == "wrong" or waiting.wait(60)
+            compiled.append(f"{key} on {device}")
+            if key == "wrong":
+                raise ValueError("out of shared memory")
+            return compiled[-1]
+
+    monkeypatch.setattr(dispatch, "Future", Waited)
+    dispatch.compile_once(Kernel)
+    kernel = Kernel()
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(kernel._do_compile, "key", {}, 0, warmup=True)
+        assert compiling.wait(60)
+        others = [threads.submit(kernel._do_compile, "key", {}, device, warmup=False) for device in (0, 1)]
+        assert [one.result() for one in (first, *others)] == ["key on 0", "key on 0", "key on 1"]
+    assert sorted(compiled) == ["key on 0", "key on 1"]
+    for _ in range(2):  # what failed is tried again
+        with pytest.raises(ValueError, match="out of shared memory"):
+            kernel._do_compile("wrong", {}, 0, warmup=True)
+    assert compiled.count("wrong on 0") == 2
 
 
 def test_other_threads_launch_meanwhile(kernel):

@@ -137,7 +137,35 @@ def threads() -> ThreadPoolExecutor:
     8 had up to 2.8 s of work waiting for them, as a first decoder's 25 kernels on 32 cores.
     """
     count = max(8, min(16, os.cpu_count() or 1))
+    compile_once(import_module("triton.runtime.jit").JITFunction)
     return ThreadPoolExecutor(count, thread_name_prefix="gpubound-selftest", initializer=partial(_begin, Lock(), Lock()))
+
+
+def compile_once(jit: Any) -> None:
+    """Let threads that need the same kernel at a time compile it once: 6 of a first step's 37 were compiled two or three times,
+    and Python's part of one, a fifth, holds up all other threads.
+
+    jit  Triton's class of kernels, whose method is replaced
+    """
+    if (compile_kernel := getattr(jit, "_do_compile", None)) is None:
+        return
+    running, lock = dict[Any, Future](), Lock()
+
+    def compile_or_wait(kernel: Any, key: Any, signature: Any, device: Any, *rest: Any, **options: Any) -> Any:
+        with lock:
+            first = (id(kernel), key, device) not in running
+            compiled = running.setdefault((id(kernel), key, device), Future())
+        if not first:
+            return compiled.result()
+        try:
+            compiled.set_result(compile_kernel(kernel, key, signature, device, *rest, **options))
+        except BaseException as error:
+            compiled.set_exception(error)
+        with lock:
+            del running[id(kernel), key, device]
+        return compiled.result()
+
+    jit._do_compile = compile_or_wait
 
 
 def _begin(hashing: Lock, building: Lock) -> None:
