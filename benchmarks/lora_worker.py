@@ -8,7 +8,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from torch import nn
 import gpubound.lora
 
 from .serving import Contender, Job, serve
-from .train_worker import llama, ours, use_liger, usual
+from .shapes import SHAPES
+from .train_worker import Attach, llama, ours, use_liger, usual
 
 RANK, ALPHA = 16, 32.0
 ADAPTERS = 8  # in one batch
@@ -58,13 +59,27 @@ def begin(model: nn.Module) -> nn.Module:
         if p.requires_grad and (".lora_A." in name or name.endswith(".a")):
             layer = LAYER.search(name)
             assert layer is not None
-            g = torch.Generator().manual_seed(zlib.crc32(layer[0].encode()))
-            bound = 1 / math.sqrt(p.shape[1])
             with torch.no_grad():
-                p.copy_((2 * torch.rand(p.shape, generator=g) - 1) * bound)
+                p.copy_(drawn(layer[0], tuple(p.shape)))
             found += 1
     assert found > 0
     return model
+
+
+@cache
+def drawn(layer: str, shape: tuple[int, int]) -> torch.Tensor:
+    g = torch.Generator().manual_seed(zlib.crc32(layer.encode()))
+    return (2 * torch.rand(shape, generator=g) - 1) / math.sqrt(shape[1])
+
+
+def adapted(job: Job, attach: Attach = add) -> Contender:
+    """Our step with adapters, whose values are drawn before its clock starts, as its peers' are."""
+    shape = SHAPES[job.shape]
+    widths = {"self_attn.o_proj": shape.heads * shape.head_dim, "mlp.down_proj": shape.intermediate}
+    for layer in range(shape.layers):
+        for part in (*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down"))):
+            drawn(f"layers.{layer}.{part}", (RANK, widths.get(part, shape.hidden)))
+    return ours(job, attach=attach)
 
 
 def freeze(model: nn.Module, base: str | None = None) -> nn.Module:
@@ -85,9 +100,9 @@ def peft(job: Job, autocast: bool = False, compiled: bool = False, liger: bool =
 
 
 CONTENDERS: dict[str, Callable[[Job], Contender]] = {
-    "ours": partial(ours, attach=add),
-    "ours-lora": partial(ours, attach=add),
-    "ours-peft": partial(ours, attach=get_peft_model),
+    "ours": adapted,
+    "ours-lora": adapted,
+    "ours-peft": partial(adapted, attach=get_peft_model),
     "ours-rows": rows,
     "floor": partial(ours, attach=freeze),
     "peft": peft,
@@ -98,7 +113,7 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "peft-liger-autocast": partial(peft, autocast=True, liger=True),
 }
 for base in BASES:
-    CONTENDERS[f"ours-{base}"] = partial(ours, attach=partial(add, base=base))
+    CONTENDERS[f"ours-{base}"] = partial(adapted, attach=partial(add, base=base))
     CONTENDERS[f"floor-{base}"] = partial(ours, attach=partial(freeze, base=base))
 
 
