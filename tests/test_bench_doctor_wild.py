@@ -288,6 +288,7 @@ turn = alone.Turn(*json.loads({!r}))
 """
 
 
+@pytest.mark.slow
 def test_one_is_measured_while_no_other_starts(tmp_path):
     files = [str(tmp_path / "lock"), str(tmp_path / "notes")]
 

@@ -162,6 +162,7 @@ def test_a_rank_leaves_a_note_of_its_own_sentence_and_its_log_has_the_traceback(
     assert (tmp_path / "stderr-0").read_text() == ""  # the process that started them speaks
 
 
+@pytest.mark.slow
 def test_what_all_ranks_refuse_alike_is_no_ranks_own(tmp_path):
     processes, pipes, _ = started(2, failing, refuse_on_all, tmp_path, "gpubound-test")
     assert [pipe.recv() for pipe in pipes] == [2, 2]
@@ -170,6 +171,7 @@ def test_what_all_ranks_refuse_alike_is_no_ranks_own(tmp_path):
         assert failure_from(rank, Ended(tmp_path / f"note-{rank}", 2)).sentence == "data: there is none."
 
 
+@pytest.mark.slow
 def test_a_rank_knows_that_another_was_killed(tmp_path):
     processes, pipes, _ = started(2, failing, die, tmp_path, "gpubound-test")
     assert pipes[0].recv() == 1
@@ -184,6 +186,7 @@ def all_refuse(folder):
     return cli.guarded("train", lambda argv: refuse(), [])
 
 
+@pytest.mark.slow
 def test_under_somebody_elses_torchrun_one_rank_speaks(tmp_path):
     assert on_ranks(3, all_refuse, tmp_path) == [2, 2, 2]
     said = [(tmp_path / f"stderr-{rank}").read_text() for rank in range(3)]
@@ -207,6 +210,7 @@ def orphaned():
     return cli.guarded("train", command, [])
 
 
+@pytest.mark.slow
 def test_a_training_rank_whose_launcher_is_gone_is_asked_to_end_once():
     assert on_ranks(1, orphaned) == [0]
 

@@ -42,6 +42,7 @@ def test_by_default_it_is_printed_once(capsys):
     assert trace.fallbacks["rms_norm", "no Triton"] == 2
 
 
+@pytest.mark.slow
 def test_a_process_that_configured_nothing():
     """Without pytest, and with a warning: logging itself would print that one, too."""
     code = "from gpubound import trace; trace.notice('one'); trace.fallback('two', 'three')"

@@ -36,7 +36,7 @@ def test_agrees_with_the_reference(device, dtype, kv, group, width, normed):
 
 @pytest.mark.parametrize("window", [1, 20, 64, 149])
 def test_a_window_hides_what_is_older(device, window):
-    case = Case(device, torch.float32, [0, 19, 20, 100, 149])
+    case = Case(device, torch.float32, [0, 19, 20, 100, 149], kv=1)
     parity(case, 1e-5, window=window)
     if window < 149:
         assert not torch.allclose(case("triton", window)[0][-1], case("triton")[0][-1])
@@ -61,14 +61,14 @@ def test_few_rows_of_many_keys_have_that_plan_too(device, dependent):
 
 @pytest.mark.parametrize("splits", [1, 2, 16])
 def test_any_number_of_splits_sums_the_same(device, splits):
-    parity(Case(device, torch.float32, [149, 70]), 1e-5, splits=splits)
+    parity(Case(device, torch.float32, [149, 70], kv=1), 1e-5, splits=splits)
 
 
 @pytest.mark.parametrize("dependent", [0, EARLY, LATE])
 @pytest.mark.parametrize("window", [0, 30])
 def test_many_parts_in_every_way_of_launching(device, dependent, window):
     """Ten parts of 16 keys are combined in two trips, three in one; keys are asked for before the wait, or behind it."""
-    case = Case(device, torch.float32, [0, 40, 149, 70])
+    case = Case(device, torch.float32, [0, 40, 149, 70], kv=1)
     with small_tiles(case):
         parity(case, 1e-5, window=window, splits=16, dependent=dependent)
 
@@ -77,7 +77,7 @@ def test_many_parts_in_every_way_of_launching(device, dependent, window):
 @pytest.mark.parametrize("window", [0, 30])
 def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
     """Of 150 keys four parts of up to 48, or one of all."""
-    case = Case(device, torch.float32, [0, 40, 149, 48, 47])
+    case = Case(device, torch.float32, [0, 40, 149, 48, 47], kv=1)
     with small_tiles(case):
         parity(case, 1e-5, window=window, splits=16, tiles=tiles)
 
@@ -85,7 +85,7 @@ def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
 @pytest.mark.parametrize("most", [40, 160])
 def test_rows_may_read_more_keys_than_they_are_known_to(device, most):
     """Three programs of 16 keys take 150 all the same, in parts of 64; ten have the parts of sixteen, and so their bits."""
-    case = Case(device, torch.float32, [0, 40, 149, 48, 70])
+    case = Case(device, torch.float32, [0, 40, 149, 48, 70], kv=1)
     with small_tiles(case):
         parity(case, 1e-5, splits=16, most=most)
         whole, bounded = (case("triton", splits=16, most=bound)[0] for bound in (0, most))
@@ -95,7 +95,7 @@ def test_rows_may_read_more_keys_than_they_are_known_to(device, most):
 @pytest.mark.parametrize("dependent", [0, EARLY])
 def test_rows_have_the_parts_that_are_listed(device, dependent):
     """In any order, one for a row that is nowhere, more or fewer than a row's keys have of 16, and entries of none."""
-    case = Case(device, torch.float32, [0, 40, 149, 48, -1])
+    case = Case(device, torch.float32, [0, 40, 149, 48, -1], kv=1)
     counts = {2: 10, 1: 3, 3: 2, 0: 2, 4: 1}
     entries = [listed(row, part, count) for row, count in counts.items() for part in range(count)]
     with small_tiles(case):
@@ -140,9 +140,10 @@ def test_several_tokens_of_a_single_row(device):
 )
 def test_tokens_of_a_row_together_agree_with_the_reference(device, tokens, dependent, window, form):
     """From the start, before, at and behind the borders of tiles of 16 keys, and up to the last place."""
-    case = Case(device, torch.float32, [0, 15, 17, 64, L - tokens], tokens=tokens, **form)
+    kv = 2 if "paged" in form else 1
+    case = Case(device, torch.float32, [0, 15, 17, 64, L - tokens], kv=kv, tokens=tokens, **form)
     if "cap" in form:
-        case.heads = case.heads._replace(sinks=draw(device, torch.float32, 4, seed=9))
+        case.heads = case.heads._replace(sinks=draw(device, torch.float32, 2, seed=9))
     size = 4 if "kind" in form else case.caches[0].element_size()
     job = plans.job_of("decode_attention", "", (2 * tokens, 8, 2, size), case.caches[0])
     with plans.trying(job, AttentionPlan(16, 2, 4)):
@@ -159,12 +160,12 @@ def test_tokens_together_where_the_cache_has_no_place_for_some(device):
 def test_what_is_wrong_with_a_later_token_stays_there(device):
     """A NaN among the values of each row's second token, and tokens beyond the cache: the first is as it was."""
     for positions in ([5, 62], [149, 148]):
-        case = Case(device, torch.float32, positions)
+        case = Case(device, torch.float32, positions, kv=1)
         qkv = case.qkv.repeat_interleave(3, 0)
         qkv[1::3, -16:] = float("nan")
         place = (case.position[:, None] + torch.arange(3, device=device, dtype=torch.int32)).clamp(max=L - 1)
         for source in SOURCES:
-            out, cache = torch.zeros(6, 64, device=device), LayerCache(*(cache.clone() for cache in case.caches))
+            out, cache = torch.zeros(6, 32, device=device), LayerCache(*(cache.clone() for cache in case.caches))
             load(source, "decode_attention")(qkv, place, cache, case.heads, case.scratch(6), out)
             assert torch.equal(out[::3], case(source)[0]), (source, positions)
 
@@ -208,8 +209,7 @@ SPECIAL = [
 @pytest.mark.parametrize("pairs, whole, offset, cap, interleaved", SPECIAL)
 def test_the_forms_of_other_families_agree_with_the_reference(device, dtype, pairs, whole, offset, cap, interleaved):
     case = special(device, dtype, [0, 63, 64, 149], pairs, whole, offset, cap, interleaved)
-    for window in (0, 20):
-        parity(case, max(TOLERANCE[dtype], 1e-5), window=window)
+    parity(case, max(TOLERANCE[dtype], 1e-5), window=20 if dtype == torch.bfloat16 else 0)
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.messages import message
 
 from .. import forked
@@ -12,6 +14,7 @@ from .. import forked
 EXAMPLE = Path(__file__).parents[2] / "examples" / "assert_no_sync.py"
 
 
+@pytest.mark.slow
 def test_assert_no_sync():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # PYTHONPATH=src would lead nowhere from the example's folder
     done = subprocess.run(
