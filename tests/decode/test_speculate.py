@@ -428,3 +428,9 @@ def test_the_pace_drafts_while_it_pays():
     assert pace.plain(8) and pace.plain(8)  # until its tokens are here
     pace.seen(24, 8)
     assert not pace.plain(8)
+    pace.begin(1)
+    assert pace.lead(3) == 2
+    pace.launched(False, 8)
+    assert pace.lead(3) == 1  # until the first trial of a request is over
+    pace.seen(8, 8)
+    assert pace.lead(3) == 2 and pace.plain(8)  # far below: at once

@@ -177,7 +177,7 @@ class RunningRequest:
                     alive = True
                     while alive and ((left := self._steps_left()) > 0 or slots.ahead):
                         steps, variant = 0, self.variant
-                        lead = slots.lead if pace is None or not pace.ratio else min(pace.LEAD, slots.lead)
+                        lead = slots.lead if pace is None else pace.lead(slots.lead)
                         if left > 0 and slots.ahead < lead:
                             # The first launches are short, so that the first tokens appear soon.
                             ladder = decoder.ladder[max(0, len(decoder.ladder) - 1 - self.generation.launches) :]

@@ -65,12 +65,12 @@ class Pace:
     """Choice between launches that draft and plain ones: to draft while a verified step brings at least as many tokens as plain
     steps do in its time.
 
-    It counts the tokens of about the last WINDOW verified steps. If they are too few, REST plain steps follow. Then TRIAL steps
-    draft, and plain ones go on until the tokens of these are here: if they are too few again, twice as many plain ones.
+    It counts the tokens of about the last WINDOW verified steps, or of the last TRIAL if those beyond one are below FAR of what
+    pays. If they are too few, REST plain steps follow. Then TRIAL steps draft, and plain ones go on until their tokens are here:
+    if they are too few again, twice as many plain ones. A request, too, begins with a trial, whose tokens are waited for.
     """
 
-    WINDOW, REST, MOST = 16, 160, 1280
-    LEAD = 2  # launches ahead of the host: each may turn out to be one too many
+    WINDOW, REST, MOST, FAR = 16, 240, 1920, 0.6
 
     def __init__(self, ladder: tuple[int, ...]) -> None:
         self.ladder = ladder  # plain steps a launch
@@ -78,6 +78,7 @@ class Pace:
         self.rate: float | None = None  # tokens that a verified step brings a row
         self.ratio = 0.0  # of the two times, with the rows of the current request; 0: not measured
         self.rest, self.length, self.trial = 0, self.REST, False
+        self.drafted, self.counted = 0, 0  # verified steps of the request that were launched, and whose tokens are here
 
     def begin(self, rows: int) -> None:
         """Begin a request. Where drafts did not pay before, it begins with a trial."""
@@ -86,6 +87,13 @@ class Pace:
         if self.ratio and self.rate is None:
             self.rate = self.ratio + 0.25  # so that no single step decides
         self.rest, self.length, self.trial = 0, self.REST, False
+        self.drafted = self.counted = 0
+
+    def lead(self, most: int) -> int:
+        """Return how many launches, of `most`, the host may be ahead: each may turn out to be one too many."""
+        if not self.ratio:
+            return most
+        return 1 if self.drafted >= TRIAL > self.counted else min(most, 2)
 
     def plain(self, steps: int) -> bool:
         """Return whether a launch of this many steps, as drafts would have, is of plain ones: a short one is no trial."""
@@ -97,13 +105,17 @@ class Pace:
         if plain:
             self.rest = max(0, self.rest - steps)
         else:
+            self.drafted += steps
             self.trial = self.rate is not None and self.rate < self.ratio
 
     def seen(self, tokens: int, steps: int) -> None:
         """Count the tokens that verified steps, over all rows, have brought."""
+        self.counted += steps
         if not steps or self.rate is None:
             return
         self.rate += (tokens / steps - self.rate) * min(1.0, steps / self.WINDOW)
+        if steps >= TRIAL and tokens / steps < 1 + self.FAR * (self.ratio - 1):
+            self.rate = min(self.rate, tokens / steps)
         if self.rest == 0 and self.rate < self.ratio:
             self.rest, self.length = self.length, min(2 * self.length, self.MOST)
         elif self.rate >= self.ratio:
