@@ -66,8 +66,8 @@ class Pace:
     steps do in its time.
 
     It counts the tokens of about the last WINDOW verified steps, or of the last TRIAL if those beyond one are below FAR of what
-    pays. If they are too few, REST plain steps follow. Then TRIAL steps draft, and plain ones go on until their tokens are here:
-    if they are too few again, twice as many plain ones. A request, too, begins with a trial, whose tokens are waited for.
+    pays. If they are too few, REST plain steps follow. Then TRIAL steps draft, and plain ones go on until their tokens are
+    here. If they are too few again, twice as many follow. A request begins with a trial, too, whose tokens are waited for.
     """
 
     WINDOW, REST, MOST, FAR = 16, 240, 1920, 0.6
