@@ -1,4 +1,7 @@
-"""Ops specific to DeepSeek-V4, as plain functions; each kernel is in triton/ under the same name (kernels/ops.py)."""
+"""Ops of DeepSeek-V4's decoder. Each kernel is in triton/ under the same name.
+
+The decoder alone calls them, with contiguous tensors of the sizes that they name, so they check nothing.
+"""
 
 from .attention import (
     compress as compress,
