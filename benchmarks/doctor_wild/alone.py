@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 GATE, ROOM = 0, 1  # bytes of the lock's file
+LAST = 1000  # number of the lock's file, above those of the driver's
 SOON = 5  # the step of a verdict after which it is alone: the first ones choose algorithms
 BEFORE = 20  # steps before the timed ones of a run, in which a loader's queue may empty again
 AT_ONCE = 16  # runs of a proof
@@ -27,14 +28,17 @@ RUNS = "runs.jsonl"
 
 
 class Turn:
-    """The machine, shared with other processes until step `at`, and alone from then on until `measured`, or step `until`.
+    """The machine, shared with other processes until step `at`, and alone from then on until `measured`, or to the end.
 
-    The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them.
+    The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them. A
+    process closes its files in order, and the driver takes down a context when its files are closed, which held up the next
+    process's first half second. So the lock's file is the last one.
     """
 
-    def __init__(self, lock: str, notes: str, at: int = SOON, until: int = 0):
-        self.notes, self.at, self.until = Path(notes), at, until
-        self.file = os.open(lock, os.O_RDWR | os.O_CREAT)
+    def __init__(self, lock: str, notes: str, at: int = SOON):
+        self.notes, self.at = Path(notes), at
+        self.file = fcntl.fcntl(file := os.open(lock, os.O_RDWR | os.O_CREAT), fcntl.F_DUPFD, LAST)
+        os.close(file)  # before it is locked
         self.began, self.steps = time.time(), 0
         self.first = self.start = self.waited = 0.0
         self._wait(self._share)
@@ -66,8 +70,6 @@ class Turn:
         if self.steps == self.at:
             self._lock(fcntl.LOCK_UN, ROOM)
             self._wait(lambda: self._lock(fcntl.LOCK_EX, GATE), lambda: self._lock(fcntl.LOCK_EX, ROOM))
-        if self.steps == self.until:
-            self.leave()
 
     def leave(self) -> None:
         self._lock(fcntl.LOCK_UN, ROOM)
@@ -116,7 +118,7 @@ def run(lock: str, arguments: list[str]) -> int:
     content = json.loads(job.read_text(encoding="utf-8"))
     timed = not content["deterministic"]
     at = max(content["warmup"] - BEFORE, SOON) if timed else 0
-    turn = Turn(lock, str(job.with_name("notes.json")), at, content["steps"])
+    turn = Turn(lock, str(job.with_name("notes.json")), at)
     from gpubound.doctor.fix import prove
     from gpubound.doctor.record.script import Steps
 

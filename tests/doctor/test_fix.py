@@ -168,7 +168,7 @@ def test_findings_of_one_line_go_together(tmp_path):
 
 def test_every_patch_is_tried_here():
     """But for those of test_fix_step.py and test_fix_batches.py."""
-    tried = {case["kind"] for case in (*PATCHED.values(), *REFUSED.values())} | {"launch_bound", "cpu_op"}
+    tried = {case["kind"] for case in (*PATCHED.values(), *REFUSED.values())} | {"launch_bound", "cpu_op", "repeat"}
     assert all(patch.kinds & tried for patch in PATCHES.values())
 
 

@@ -1,6 +1,7 @@
 """Batches of other people's scripts: windows of one array, and copies that a library makes. Scripts run before and after."""
 
 import os
+import runpy
 import sys
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 from gpubound.doctor.fix.repair import repair, targets
 from gpubound.doctor.rules import remedies
+from gpubound.watch.pretend_cuda import cuda_is_pretended
 
 from .proofs import patched
 from .test_fix import mended
@@ -119,6 +121,56 @@ def test_elements_are_read_at_once_and_a_list_of_one_index_is_a_slice(tmp_path, 
     assert len(lines) == 8 and lines[:4] == lines[4:]
     assert result.saved("h2d_copies") == 3, "one for each list"
     assert 3 * result.saved("syncs") == pytest.approx(3 * 3 + 4 * (3 * 9 - 2)), "two reads for the 27 of each print"
+
+
+KEEPING = """\
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+table, total, seen = torch.rand(4), 0.0, []
+rows = torch.tensor([[0, 1], [2, 3], [1, 1]])
+for step in range(4):
+    out = model(torch.rand(9, 4, device="cuda"))
+    loss = (out * table.to("cuda")).square().mean()
+    loss = loss + out[rows[:, 0], rows[:, 1]].sum() * 0.1
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    norms = [p.grad.norm().item() for p in model.parameters()]
+    stats = {"mean": out.mean(), "max": out.max()}
+    stats = {name: value.item() for name, value in stats.items()}
+    value = loss.item()
+    total += value * len(rows)
+    seen.append(value)
+    high, where = out.detach().max(1)
+    print([(int(w), float(h)) for w, h in zip(where, high)], norms, stats)
+print(total, seen)
+"""
+
+
+def test_what_is_read_or_copied_several_times_is_so_once(tmp_path, sim, capsys):
+    result = patched(tmp_path, KEEPING)
+    assert result.names == ["elements", "index", "reads", "resident", "stacked", "stacked"], str(result.repair)
+    assert result.repair.equal and result.proof.holds
+    assert '(out * resident(table, "cuda"))' in result.text and "out[rows_on_device[:, 0], rows_on_device[:, 1]]" in result.text
+    assert "norms = numbers([p.grad.norm() for p in model.parameters()])" in result.text
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[:5] == lines[5:]
+    assert result.saved("h2d_copies") == 1 + 3 and result.saved("syncs") > 3 + 1 + 1 + 16, "an index is copied in backward, too"
+    for number, text in enumerate((KEEPING, result.text)):
+        (script := tmp_path / f"changing{number}.py").write_text(text.replace("    high,", "    table.add_(0.1)\n    high,"))
+        with cuda_is_pretended():
+            runpy.run_path(str(script))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[:5] == lines[5:], "a copy of a tensor that changes is made again"
+    for old, new, found, remedy, why in (
+        ("seen.append(value)", "seen.append(value); print(value)", ("sync", "value = loss"), "", "used in every step"),
+        ("table.to", "(table * 2).to", ("repeat", "(table"), "", "copies no tensor that has a name"),
+        (".item() for p", ".item() + 1 for p", ("sync", "norms ="), remedies.STACKED, "made of .item() alone"),
+    ):
+        _, made = mended(tmp_path, KEEPING.replace(old, new), found, remedy=remedy)
+        assert why in str(made)
 
 
 @pytest.mark.parametrize(

@@ -90,17 +90,19 @@ class Timed(TimedPhase):
         self._loading = [(float(n), 0.0) for n in range(len(step_ms) + 1)]
 
 
-def test_a_step_is_timed_before_any_sensor_if_a_period_fits_in():
+def test_a_step_is_timed_in_whole_periods_before_any_sensor_and_afterwards():
     located = WatchedPhase(1, Period(4))
     plain, timed = Timed("plain", [9.0, 9.0] + [1.0, 1.0, 1.0, 5.0] * 2), Timed("timed", [3.0] * 8)
     found = _timed_and_taped([plain, timed], located)
-    assert found["step_ms"] == [1.0, 1.0, 1.0, 5.0] * 2 and (found["plain_ms"], found["timed_ms"]) == (1.0, 3.0)
-    assert found["loading_ms"] == 1e3 and found["rare"]["times"] == 5.0
+    assert found["step_ms"] == [1.0, 1.0, 1.0, 5.0] * 2 + [3.0] * 8 and (found["plain_ms"], found["timed_ms"]) == (1.0, 3.0)
+    assert found["loading_ms"] == 1e3
     found = _timed_and_taped([Timed("plain", [1.0] * 3), timed], located)
     assert found["step_ms"] == [3.0] * 8 and "plain_ms" not in found, "three steps are no period"
+    assert not {"step_ms", "spread"} & _timed_and_taped([Timed("timed", [1.0] * 3)], located).keys()
     windows = [1.0] * 5 + [2.0] * 5 + [3.0] * 5
-    assert spread(windows) == pytest.approx(2 / 3**0.5 / 2) and spread([1.0] * 14) is None
-    assert spread([1.0, 3.0] * 20, 2) == 0.0, "whole periods are alike"
+    assert spread([windows]) == pytest.approx(2 / 3**0.5 / 2) and spread([[1.0] * 14]) is None
+    assert spread([[1.0, 3.0] * 20], 2) == 0.0, "whole periods are alike"
+    assert spread([[1.0] * 40, [3.0] * 40]) == 0.5, "a second of another pace"
 
 
 def loop(planted: list[Phase], steps: int, rollout: int, print_every: int) -> dict[str, float]:

@@ -268,7 +268,7 @@ def test_a_proof_times_the_steps_that_the_doctor_timed():
     phases = {"warm-up": {"steps": 10}, "plain": {"steps": 10}, "surveyed": {"steps": 20}, "timed": {"steps": 22, "drained": 2}}
     verdict = Verdict.from_dict(judged(*looped()).as_dict() | {"phases": phases | {"sampled": {"steps": 90}}})
     early = proving.timed_steps(replace(verdict, plain_ms=1.0, period=4))
-    assert early == {"warmup": 11, "steps": 20}, "the last two periods of the plain steps, 13 to 20"
+    assert early == {"warmup": 11, "steps": 62}, "from the last two periods of the plain steps on, the 13th"
     window = proving.timed_steps(verdict)
     times = [float(n) for n in range(2, window["steps"] + 1)]  # of the second step, and those after it
     run = proving.read_run({"step_ms": times, "losses": []}, window["warmup"])

@@ -133,10 +133,11 @@ class Verdict:
     script, command     the script, and the command line, without values of secrets and folders of this machine
     date                when it was measured
     machine             `device` and versions
-    step_ms             mean of the plain steps, or of the timed ones if plain_ms is null; null without a GPU
+    step_ms             mean of the timed steps, of both sorts; null without a GPU
     plain_ms, timed_ms  medians of steps before any sensor was attached (null if a period is longer than they are), and of
                         those timed after the survey; more than 5 % apart, the script's steps changed meanwhile
-    spread              twice the standard error of step_ms, as a fraction of it, by windows of whole periods
+    spread              how far step_ms is known, as a fraction of it: twice its standard error by windows of whole periods, or
+                        half the difference of the two sorts
     ceiling_ms          a step whose host never stalls, but still launches each kernel
     device_ms           a step whose host takes no time, as in a CUDA graph: the GPU's work back to back
     together_ms         how much shorter a step would be without all findings

@@ -27,6 +27,7 @@ from .source import (
     called_on,
     check_moves_tensors,
     constant,
+    helper,
     imported,
     imported_lines,
     keywords_of,
@@ -313,18 +314,52 @@ MAKING = ("tensor", "as_tensor", "Tensor")
 def propose_staged(source: SourceText, line: int) -> list[Edit]:
     """Propose copies from pinned memory, which the host does not wait for. Torch keeps that memory until the copy is done."""
     torch = _torch(source)
-    helper = (
+    added = helper(
+        source,
+        PINNED_BATCHES,
         f"def {PINNED_BATCHES}(tensor):",
         f'    return tensor.pin_memory() if tensor.device.type == "cpu" and {torch}.cuda.is_available() else tensor',
     )
-    names = [n for n in ast.walk(source.tree) if isinstance(n, (ast.Name, ast.FunctionDef))]
-    used_names = any((n.id if isinstance(n, ast.Name) else n.name) == PINNED_BATCHES for n in names)
-    if used_names and helper[1].strip().encode() not in source.data:
-        raise Refused(f"the name {PINNED_BATCHES} is taken in this file")
     edits = [edit for call in source.calls(line) for edit in _staged(source, call, torch)]
     if not edits:
         raise Refused("the line makes no tensor of host data on the device, and copies none by .to() or .cuda()")
-    return [*edits, *([] if used_names else imported_lines(source, *helper))]
+    return [*edits, *added]
+
+
+RESIDENT = "resident"
+
+
+def propose_resident(source: SourceText, line: int) -> list[Edit]:
+    """Propose to keep the copies of tensors that were seen to be the same in every step, as attributes of these tensors."""
+    if b"numpy" in source.data and (b"from_numpy" in source.data or b"as_tensor" in source.data):
+        raise Refused("an array may share the memory of what is copied, and change without being noticed")
+    torch, edits = _torch(source), []
+    for call in _copies(source, line):
+        assert isinstance(call.func, ast.Attribute)
+        if name_of(call.func.value) and call.args and last_name(call) == "to":
+            start, inner = source.start(call), source.end(call.func.value)
+            edits += [Edit(start, start, f"{RESIDENT}("), Edit(inner, source.start(call.args[0]), ", ")]
+        elif name_of(call.func.value) and last_name(call) == "to" and call.keywords:
+            start, inner = source.start(call), source.end(call.func.value)
+            edits += [Edit(start, start, f"{RESIDENT}("), Edit(inner, source.end(call.func) + 1, ", ")]
+    if not edits:
+        raise Refused("the line copies no tensor that has a name by .to(device)")
+    return [
+        *edits,
+        *helper(
+            source,
+            RESIDENT,
+            f"def {RESIDENT}(tensor, *to, **options):",
+            f"    if tensor.requires_grad or {torch}.is_inference_mode_enabled() or tensor.device.type != 'cpu':",
+            "        return tensor.to(*to, **options)",
+            "    kept, key = tensor.__dict__.setdefault('resident', {}), (*to, *options.items())",
+            "    version, copy, copied = kept.get(key, (None, None, None))",
+            "    if version != tensor._version or copy._version != copied:",
+            "        copy = tensor.to(*to, **options)",
+            "        kept[key] = tensor._version, copy, copy._version",
+            "    return copy",
+        ),
+    ]
 
 
 def _torch(source: SourceText) -> str:
@@ -366,9 +401,13 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     """Propose one copy of an index for all lines that were seen to copy it."""
     torch, statements = _torch(source), [source.statements_at(each)[0] for each in lines or [line]]
     uses = [
-        node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Subscript) and _indexed(node)
+        (node, each)
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
+        for each in _index_names(node)
     ]
-    names = {name_of(node.slice) for node in uses}
+    names = {each.id for _, each in uses}
     if len(names) != 1:
         raise Refused("the line indexes by no name, or by several")
     (name,), first = names, min(statements, key=lambda statement: statement.lineno)
@@ -377,7 +416,7 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
         raise Refused(f"the lines that index by {name} are not in one block")
     if any(name in stored(statement) for statement in statements):
         raise Refused(f"{name} is assigned between them")
-    named = [node for node in uses if name_of(node.value)]
+    named = [node for node, _ in uses if name_of(node.value)]
     if not named:
         raise Refused(f"what is indexed by {name} has no name")
     new = f"{name}_on_device"
@@ -386,12 +425,15 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     copy = f"{source.indent(first)}{new} = {torch}.as_tensor({name}, device={source.text(named[0].value)}.device)"
     return [
         source.inserted_line(first.lineno, copy),
-        *(Edit(source.start(node.slice), source.end(node.slice), new) for node in uses),
+        *(Edit(source.start(each), source.end(each), new) for _, each in uses),
     ]
 
 
-def _indexed(node: ast.Subscript) -> bool:
-    return isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Name)
+def _index_names(node: ast.Subscript) -> list[ast.Name]:
+    """Return the names by which `x[i]`, `x[i, j]` and `x[i[:, 0], i[:, 1]]` index."""
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    roots = [part.value if isinstance(part, ast.Subscript) else part for part in parts]
+    return [root for root in roots if isinstance(root, ast.Name)]
 
 
 def propose_slice(source: SourceText, line: int) -> list[Edit]:
@@ -512,6 +554,7 @@ def _are_random(source: SourceText, starts: ast.Name) -> bool:
 
 STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
 SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice, remedy=remedies.SLICE)
+KEPT = Patch("resident", frozenset({"repeat"}), "the copy is kept until the tensor changes", propose_resident)
 INDEX = Patch("index", frozenset({"h2d"}), "the index is copied once", propose_index, lines=True)
 UNVALIDATED = Patch(
     "unvalidated", frozenset({"sync"}), "distributions do not validate their parameters", propose_unchecked,

@@ -370,13 +370,13 @@ def timed_steps(verdict: Verdict) -> dict[str, int]:
     The first epoch chooses algorithms for its smaller last batch, too, and an agent that acts less at random calls its model
     more often: only the same steps can be compared with a verdict.
     """
-    names, timed = list(verdict.phases), "timed" if verdict.plain_ms is None else "plain"
-    if timed not in names:
+    names, first = list(verdict.phases), "timed" if verdict.plain_ms is None else "plain"
+    if first not in names or "timed" not in names:
         return {}
-    counts = [int(verdict.phases[name]["steps"]) for name in names[: names.index(timed) + 1]]
-    count = (counts[-1] - int(verdict.phases[timed].get("drained", 0))) // verdict.period * verdict.period
-    before = sum(counts) - count
-    return {"warmup": before - 1, "steps": sum(counts)} if count and before else {}
+    counts = {name: int(verdict.phases[name]["steps"]) for name in names[: names.index("timed") + 1]}
+    timed = (counts[first] - int(verdict.phases[first].get("drained", 0))) // verdict.period * verdict.period
+    before = sum(list(counts.values())[: names.index(first) + 1]) - timed  # to the end of the others, with those between
+    return {"warmup": before - 1, "steps": sum(counts.values())} if timed and before else {}
 
 
 def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:

@@ -17,8 +17,8 @@ number on the device, in float64 as Python's, and is read where it is used outsi
 
 import ast
 
-from ..rules.remedies import AT_ONCE
-from .source import Edit, Patch, Refused, SourceText, constant, iterated, last_name, name_of
+from ..rules.remedies import AT_ONCE, STACKED
+from .source import Edit, Patch, Refused, SourceText, constant, helper, iterated, last_name, name_of
 
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
@@ -136,12 +136,18 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
             raise Refused(f"{name} may be what is read in line {node.lineno}")
         if not isinstance(node, (ast.Name, ast.Attribute)) or name_of(node) != name or not isinstance(node.ctx, ast.Load):
             continue
-        if statement in source.above(node):
+        if statement in source.above(node) or _is_of_comprehension(source, node):
             continue
         if source.scope(node) is not scope:
             raise Refused(f"{name} is read in another function, in line {node.lineno}")
         uses.append(node)
     return uses
+
+
+def _is_of_comprehension(source: SourceText, node: ast.expr) -> bool:
+    """Return whether a name is that of a comprehension around it, which hides one outside."""
+    loops = (loop for outer in source.above(node) for loop in getattr(outer, "generators", ()))
+    return any(name_of(part) == name_of(node) for loop in loops for part in ast.walk(loop.target))
 
 
 def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: str, kind: str) -> list[Edit]:
@@ -152,13 +158,26 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
             raise Refused(f"{name} is no number at first, in line {value.lineno}")
     for use in _uses(source, statement, name):
         if in_every_step(source, use, loop) and not _waits_anyway(source, use):
-            raise Refused(f"{name} is used in every step, in line {use.lineno}")
+            edits += _passed_on(source, use, loop, name, kind)
+            continue
         parent = source.parents[use]
         if isinstance(parent, ast.Subscript) or (isinstance(parent, ast.Call) and name_of(parent.func) == "range"):
             raise Refused(f"{name} is used as an index, in line {use.lineno}, which wants a whole number")
         if not _formatted(source, use, kind):
             edits += [Edit(source.start(use), source.start(use), f"{kind}("), Edit(source.end(use), source.end(use), ")")]
     return edits
+
+
+def _passed_on(source: SourceText, use: ast.expr, loop: ast.stmt, name: str, kind: str) -> list[Edit]:
+    """Return the edits for a number that is only added to another name, or appended: `value = loss.item(); total += value`."""
+    statement = source.statement(use)
+    if kind == "float":
+        match statement:
+            case ast.AugAssign(op=ast.Add(), value=value, target=target) if use in _arithmetic(value) and name_of(target):
+                return _converted(source, statement, loop, name_of(target), kind)
+            case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append"), args=[value], keywords=[])) if value is use:
+                return _converted_list(source, statement, loop, kind)
+    raise Refused(f"{name} is used in every step, in line {use.lineno}")
 
 
 def in_every_step(source: SourceText, node: ast.AST, loop: ast.stmt) -> bool:
@@ -231,10 +250,15 @@ def propose_elements(source: SourceText, line: int) -> list[Edit]:
         if not isinstance(node, (ast.ListComp, ast.GeneratorExp)) or len(node.generators) != 1:
             continue
         target, over = node.generators[0].target, node.generators[0].iter
-        if not isinstance(target, ast.Name) or not name_of(over):
-            continue
-        uses = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
-        if all(_reads_element(source.parents[use]) for use in uses):
+        pairs = [(target, over)]
+        if isinstance(target, ast.Tuple) and isinstance(over, ast.Call) and name_of(over.func) == "zip" and not over.keywords:
+            pairs = list(zip(target.elts, over.args))
+        for target, over in pairs:
+            if not isinstance(target, ast.Name) or not name_of(over):
+                continue
+            uses = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
+            if not uses or not all(_reads_element(source.parents[use]) for use in uses):
+                continue
             edits += [Edit(source.start(over), source.end(over), f"torch.as_tensor({source.text(over)}).tolist()")]
             edits += [
                 Edit(source.end(use), source.end(use) + len(".item()"), "") for use in uses if _is_item(source.parents[use])
@@ -242,6 +266,42 @@ def propose_elements(source: SourceText, line: int) -> list[Edit]:
     if not edits:
         raise Refused("no comprehension of the line reads the elements of one tensor by int(), float() or .item() alone")
     return edits
+
+
+NUMBERS = "numbers"
+
+
+def propose_stacked(source: SourceText, line: int) -> list[Edit]:
+    """Propose to read tensors at once: `[p.norm().item() for p in ps]`, `{name: v.item() for name, v in stats.items()}`."""
+    source.check_imports_torch()
+    edits = []
+    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+        if not isinstance(node, (ast.ListComp, ast.DictComp)):
+            continue
+        read = node.elt if isinstance(node, ast.ListComp) else node.value
+        if not isinstance(read, ast.Call) or last_name(read) != "item" or read.args or not isinstance(read.func, ast.Attribute):
+            continue
+        loops = source.data[source.end(read) : source.end(node) - 1].decode()
+        text = f"{NUMBERS}([{source.text(read.func.value)}{loops}])"
+        if isinstance(node, ast.DictComp):
+            over = [each.iter for each in node.generators]
+            if not all(isinstance(each, ast.Call) and last_name(each) == "items" and not each.args for each in over):
+                continue  # it would be gone over twice
+            text = f"dict(zip([{source.text(node.key)}{loops}], {text}))"
+        edits.append(Edit(source.start(node), source.end(node), text))
+    if not edits:
+        raise Refused("no list or dictionary of the line is made of .item() alone")
+    return [
+        *edits,
+        *helper(
+            source,
+            NUMBERS,
+            f"def {NUMBERS}(tensors):",
+            "    if len({(each.dtype, each.device) for each in tensors}) != 1:",
+            "        return [each.item() for each in tensors]",
+            "    return torch.stack([each.detach().reshape(()) for each in tensors]).tolist()",
+        ),
+    ]
 
 
 def _reads_element(parent: ast.AST) -> bool:
@@ -253,6 +313,7 @@ def _is_item(parent: ast.AST) -> bool:
 
 
 ELEMENTS = Patch("elements", frozenset({"sync"}), "all elements are read at once", propose_elements, remedy=AT_ONCE)
+STACKED_READS = Patch("stacked", frozenset({"sync"}), "all values are read at once", propose_stacked, remedy=STACKED)
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
 
 EVERY = 50  # steps from one print to the next

@@ -29,6 +29,7 @@ from .calls import (
     BF16,
     COPIES,
     INDEX,
+    KEPT,
     LOADER,
     OPTIMIZER,
     PERSISTENT,
@@ -42,7 +43,7 @@ from .calls import (
     WORKERS,
     ZERO_GRAD,
 )
-from .reads import ELEMENTS, METERS, RARELY, READS
+from .reads import ELEMENTS, METERS, RARELY, READS, STACKED_READS
 from .source import Edit, Patch, Refused, SourceText, imported, keywords_of, last_name, name_of, with_keywords
 from .step import LATER, TRAIN_STEP
 
@@ -115,8 +116,8 @@ SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a findi
 
 # In the order in which they are tried: what changes least comes first.
 _ORDER = (
-    READS, ELEMENTS, METERS, UNVALIDATED, UNFILTERED, WAITS, LOADER, PERSISTENT, ACCELERATE, PIN_LOADERS, PINNED,
-    COPIES, STAGED, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, LATER, RARELY, TF32, BF16,
+    READS, ELEMENTS, STACKED_READS, METERS, UNVALIDATED, UNFILTERED, WAITS, LOADER, PERSISTENT, ACCELERATE, PIN_LOADERS, PINNED,
+    COPIES, STAGED, KEPT, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, LATER, RARELY, TF32, BF16,
 )  # fmt: skip
 PATCHES: dict[str, Patch] = {patch.name: patch for patch in _ORDER}
 

@@ -349,6 +349,16 @@ def imported_lines(source: SourceText, *lines: str) -> list[Edit]:
     return [_after_imports(source, source.newline.join(["", *lines, ""]))]
 
 
+def helper(source: SourceText, name: str, *lines: str) -> list[Edit]:
+    """Return an edit that adds a function of this name after the imports; none if the file has it already."""
+    names = (n for n in ast.walk(source.tree) if isinstance(n, (ast.Name, ast.FunctionDef)))
+    if all((n.id if isinstance(n, ast.Name) else n.name) != name for n in names):
+        return imported_lines(source, *lines)
+    if not all(line.strip().encode() in source.data for line in lines):
+        raise Refused(f"the name {name} is taken in this file")
+    return []
+
+
 def _after_imports(source: SourceText, text: str) -> Edit:
     last = None
     for node in source.tree.body:

@@ -162,7 +162,7 @@ class Measurements:
     steps: int = 0
     counted: frozenset[str] = frozenset()  # the ledger's totals that a running sensor counted
     tape: Tape = field(default_factory=Tape)  # recorded without sensors
-    step_ms: Sequence[float] = ()  # of each step timed without hooks, before any sensor if these hold a period
+    step_ms: Sequence[float] = ()  # of each step timed without hooks, before the survey and after it
     located: Mapping[int, Place] = field(default_factory=dict)  # index of a call on the tape -> its line
     named_lines: Mapping[str, Place] = field(default_factory=dict)  # a span's name -> its line: a loader, a checkpoint
     loading_ms: float | None = None  # of a timed step, in the script's DataLoader

@@ -203,7 +203,7 @@ class Script:
             return f"it imports from its own package, as a module alone can; run gpubound doctor {self._as_module()}"
         if isinstance(error, NotImplementedError) and (missing := MISSING_OP.search(str(error))):
             return NO_OP.format(missing[1] or missing[2])
-        if any(name in str(error) for name in (SimTensor.__name__, NAME)):
+        if re.search(rf"{SimTensor.__name__}|{NAME}(?!\w*Type)", str(error)):  # "simgpuFloatType" is in torch's own messages
             return NOT_PLAIN
         return NO_CUDA if _asked_for_cuda(error) else RUNS
 

@@ -157,7 +157,7 @@ def notes(verdict: Verdict) -> list[str]:
     if verdict.plain_ms and verdict.timed_ms and abs(verdict.timed_ms / verdict.plain_ms - 1) > APART:
         remarks.append(
             f"The median of the steps before any sensor was attached is {milliseconds(verdict.plain_ms)}, that of later ones "
-            f"{milliseconds(verdict.timed_ms)}: all numbers are for the earlier ones."
+            f"{milliseconds(verdict.timed_ms)}: all numbers are for their mean."
         )
     if (verdict.spread or 0.0) > APART:
         remarks.append(f"The timed steps differ: their mean is known to {100 * (verdict.spread or 0.0):.0f} %. Run it again.")

@@ -311,7 +311,7 @@ def _of_loader(site: Site) -> bool:
 
 def index_of(row: LedgerRow) -> str:
     """Return the name of the index that this line copies to the device, such as a NumPy array; empty for another copy."""
-    site = row.place.site
+    site = row.place.site or row.place.built  # backward copies it again
     if row.kind not in ("h2d", "repeat") or row.place.via is not None or site is None or COPIED.search(site.code):
         return ""
     statement, _ = _statement(site)

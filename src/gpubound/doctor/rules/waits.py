@@ -198,7 +198,7 @@ def _by_index(by_line: list[list[LedgerRow]]) -> list[list[LedgerRow]]:
     for rows in by_line:
         rows = [row for row in rows if row.detail != FREE and not writes_checkpoint(row)]
         if rows:
-            name, site = index_of(rows[0]), rows[0].place.site
+            name, site = index_of(rows[0]), rows[0].place.site or rows[0].place.built
             alone = not name or site is None or len({row.kind for row in rows}) == 2
             groups.setdefault(line_of(rows[0].place) if alone or site is None else (site.file, name), []).extend(rows)
     return list(groups.values())
