@@ -127,6 +127,8 @@ USES = {
     "correct = loss.sum().item(); seen[0] = seen[0] + correct": "SUMMED",
     "losses.append(loss.detach().cpu().numpy())": "SUMMED",
     "value = trained(loss); print(value)": "RARELY",
+    "total += trained(loss)": "SUMMED",
+    "sys.stdout.write('%f' % loss.item())": "RARELY",
     "action = select(loss); env.step(action)": "ACTED",
     "print(loss.item()) if step % 1 == 0 else None": "RARELY",
     "if step % 1 == 0: print(loss.item())": "RAISED",
@@ -149,7 +151,7 @@ def test_advice_by_what_becomes_of_a_value(tmp_path, capsys, code):
     file, body = tmp_path / "script.py", "".join(f"    {part}\n" for part in code.split("; "))
     head = "".join(map(inspect.getsource, (Env, select, trained))) + "env = Env()\nrows = torch.tensor([[0, 0]])\n"
     options = "table=torch.zeros(4), seen=[0.0], losses=[], total=0.0, best=9.0, step=1"
-    file.write_text(f"import torch\n{head}def step(loss, device, {options}):\n{body}")
+    file.write_text(f"import sys, torch\n{head}def step(loss, device, {options}):\n{body}")
     made: dict = {}
     exec(compile(file.read_text(), str(file), "exec"), made)
     device = simgpu()

@@ -36,7 +36,7 @@ LIBRARIES = {
     "wandb/": "log every n steps, not in every one",
 }
 SHOWN = re.compile(
-    r"\bprint\(|\.format\(|\bf[\"']|(?<!torch)(?<!math)(?<!np)\.log(_dict|_metrics)?\((?!\))|\blogg(er|ing)\.|\.add_scalars?\(|\bset_postfix\(|\bpbar\.|\btqdm\.write\("
+    r"\bprint\(|\.format\(|\bf[\"']|(?<!torch)(?<!math)(?<!np)\.log(_dict|_metrics)?\((?!\))|\blogg(er|ing)\.|\.add_scalars?\(|\bset_postfix\(|\bpbar\.|\.write\("
 )
 METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
@@ -194,17 +194,20 @@ def _around(statement: ast.AST, tree: ast.AST) -> ast.AST:
     return [tree, *(n for n in ast.walk(tree) if isinstance(n, FUNCTIONS) and _covers(n, line))][-1]
 
 
-def _uses(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST) -> list[ast.stmt]:
-    """Return the statements, and the branches by their test, that use a name which a statement assigns or returns."""
+def _uses(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST, deep: int = 2) -> list[ast.stmt]:
+    """Return the statements, and the branches by their test, that use what a statement assigns to a name, or returns."""
     uses: list[ast.stmt] = []
-    if not isinstance(statement, (ast.Assign, ast.Return)):
+    if not isinstance(statement, (ast.Assign, ast.Return)) or not deep:
         return uses
+    if isinstance(statement, ast.Return) and isinstance(scope, FUNCTIONS):
+        others = (n for n in ast.walk(tree) if isinstance(n, (ast.AugAssign, ast.Expr)) and not _covers(scope, n.lineno))
+        uses += (n for n in others if any(ast.unparse(c.func).split(".")[-1] == scope.name for c in _calls(n)))
     for names, where in _targets(statement, scope, tree):
         for each in ast.walk(where):
             part = each.test if isinstance(each, (ast.If, ast.While)) else each if _is_simple(each) else None
             loads = (n for n in ast.walk(part or ast.Pass()) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load))
             if each is not statement and any(n.id in names for n in loads) and _around(each, tree) is where:
-                uses += (isinstance(each, ast.Return) and _uses(each, where, tree)) or [each]  # type: ignore[list-item]
+                uses += (isinstance(each, ast.Return) and _uses(each, where, tree, deep - 1)) or [each]  # type: ignore[list-item]
     return uses
 
 
@@ -303,7 +306,7 @@ def _of_loader(site: Site) -> bool:
     """Return whether a line of a file with a DataLoader copies a tensor that it does not make there."""
     statement, _ = _statement(site)
     calls = [n for n in ast.walk(statement or ast.Module([], [])) if isinstance(n, ast.Call)]
-    copied = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "cuda")]
+    copied = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "cuda", "type")]
     made = any(isinstance(n, ast.Call) for tensor in copied for n in ast.walk(tensor))
     makers = (n for n in ast.walk(parsed(site.file)) if isinstance(n, ast.Call))
     return bool(copied) and not made and any(ast.unparse(n.func).split(".")[-1] == "DataLoader" for n in makers)
@@ -315,14 +318,11 @@ def index_of(row: LedgerRow) -> str:
     if row.kind not in ("h2d", "repeat") or row.place.via is not None or site is None or COPIED.search(site.code):
         return ""
     statement, _ = _statement(site)
-    indices = [
-        n.slice for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)
-    ]
-    parts = [part for index in indices for part in (index.elts if isinstance(index, ast.Tuple) else [index])]
-    while any(isinstance(part, ast.Subscript) for part in parts):
-        parts = [part.value if isinstance(part, ast.Subscript) else part for part in parts]
-    names = {part.id for part in parts if isinstance(part, ast.Name)}
-    return names.pop() if len(names) == 1 else ""
+    taken = [n for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
+    parts = [part for each in taken for part in (each.slice.elts if isinstance(each.slice, ast.Tuple) else [each.slice])]
+    roots = [part.value if isinstance(part, ast.Subscript) else part for part in parts]  # x[index[:, 0]]
+    names = {root.id for root in roots if isinstance(root, ast.Name)}
+    return names.pop() if len(names) == 1 and not any(isinstance(root, ast.Call) for root in roots) else ""
 
 
 def _of_library(row: LedgerRow, count: float) -> str:
