@@ -1,7 +1,9 @@
 """What the certificate finds: kernels, bindings, prefills and graphs that do not compute the model; and what it says."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from inspect import signature
 
 import pytest
@@ -12,8 +14,10 @@ import gpubound as gb
 from gpubound.decode import certificate, kv_cache, layer, transformer, weights as own_weights
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
+from gpubound.kernels import dispatch
 from gpubound.models import registry
 from gpubound.models.reader import READ, unread_option
+from gpubound.trace import hooked
 from gpubound.train.precision import cast_inputs
 from tests.messages import message, refusal
 
@@ -78,6 +82,34 @@ def test_a_step_is_compiled_before_it_is_compared(kind, monkeypatch):
     dense = kind != "Mixtral"
     assert order[:3] == (["steps", "ready", "steps"] if dense else ["steps"]) and order.count("ready") == 2 * dense
     assert lengths[0] == lengths[1]  # a shorter prompt has other kernels
+
+
+@pytest.mark.parametrize("kind, fewer", [("Mistral", True), ("Qwen3", True), ("Gemma3", False)])
+def test_the_first_two_layers_and_the_last_launch_the_kernels_of_all(kind, fewer, interpret, monkeypatch):
+    """But of layers with other constants, as a window, and those that read others' keys."""
+    interpret()
+    launches = list[list[tuple]]()
+
+    def note(run, kernel, *arguments, **options):
+        parameters = signature(kernel.fn).parameters.values()
+        kinds = (dispatch._kind(a, "constexpr" in str(p.annotation)) for a, p in zip(arguments, parameters))
+        named = {name: dispatch._kind(value, True) for name, value in options.items() if name != "grid"}
+        launches[-1].append((kernel.fn.__name__, *kinds, *sorted(named.items())))  # and not run
+
+    def ahead(call, device):
+        launches.append([])
+        with hooked(import_module("triton.runtime.interpreter").InterpretedFunction, "run", note):
+            call()
+
+    monkeypatch.setattr(certificate, "compile_ahead", ahead)
+    many = {"num_hidden_layers": 5} if fewer else {}
+    fast = gb.decoder(cases.build(kind, **many), 2, 16, k=1, verify=False)
+    certificate._compile_step(fast, fast.body, 4)
+    assert [len(group.layers) for group in fast.body.spans] == [5 if fewer else 2]
+    monkeypatch.setattr(type(fast.body), "fewer_layers", lambda body: nullcontext())
+    certificate._compile_step(fast, fast.body, 4)
+    few, all_ = launches
+    assert {*few} == {*all_} and (len(few) < len(all_)) == fewer and len(all_) > 20
 
 
 def test_a_decoder_of_ours_with_hooks_is_not_sent_to_what_refuses_it_too():

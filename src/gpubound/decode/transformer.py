@@ -14,6 +14,7 @@ Legend: B rows, T tokens of a prompt.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -310,6 +311,15 @@ class LayerGroup:
         return x, pending
 
 
+def form_of(weights: Any) -> Any:
+    """Return the shapes and dtypes of a layer's weights, with its constants."""
+    if isinstance(weights, Tensor):
+        return tuple(weights.shape), weights.dtype
+    if is_dataclass(weights):
+        weights = tuple(getattr(weights, field.name) for field in fields(weights))
+    return tuple(map(form_of, weights)) if isinstance(weights, tuple | list) else weights
+
+
 def table_bytes(reader: Reader, config: RunnerConfig) -> int:
     """Return the bytes of cos and sin of each kind of angles, and of layers without rotation."""
     width = max(
@@ -593,6 +603,26 @@ class FusedRunner(ViewRunner):
         self.hidden_states, self.split = states, range(0)
         for group in self.spans:
             group.hidden_states, group.workspace.split = states, range(0)
+
+    @contextmanager
+    def fewer_layers(self) -> Iterator[None]:
+        """Have the first two layers and the last one alone, where all are of one form: they launch the kernels of all."""
+        (group, *others), layers = self.spans, self.live.layers
+        numbers, parts = group.numbers, group.layers
+        usual = all(
+            (type(layer.attention), type(layer.mlp), layer.extra) == (AttentionWeights, DenseWeights, None) for layer in layers
+        )
+        shared = any(layer.source is not None for layer in group.cache.layers.values())
+        if (
+            usual
+            and not (others or shared or self.hidden_states)
+            and all(form_of(layer) == form_of(layers[0]) for layer in layers)
+        ):
+            group.numbers, group.layers = ([*all_[:2], *all_[2:][-1:]] for all_ in (numbers, parts))
+        try:
+            yield
+        finally:
+            group.numbers, group.layers = numbers, parts
 
     @torch.no_grad()
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
