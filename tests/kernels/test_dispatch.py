@@ -177,6 +177,11 @@ def test_a_verdict_in_another_shape_holds_inside_a_capture(monkeypatch):
     assert dispatch.verdict("swiglu", there, FP32, (16,)) == "broken"
     with pytest.raises(KernelError):
         dispatch.verdict("geglu", there, FP32, (16,))
+    dispatch._verdicts["rope", there, FP32, (16,), True] = None  # of forward alone
+    with torch.no_grad():
+        assert dispatch.verdict("rope", there, FP32, (8,)) is None
+    with pytest.raises(KernelError):
+        dispatch.verdict("rope", there, FP32, (8,))
 
 
 def test_a_dtype_no_kernel_takes(x):
