@@ -289,6 +289,16 @@ def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatc
     assert plain.sequences and not plain.variant.uneven, "in fp32 no row's bits depend on the others"
 
 
+@pytest.mark.parametrize("enough", [1, 1000])
+def test_unlike_lengths_are_a_variant_where_rows_fill_a_gpu(enough, monkeypatch):
+    """Each variant is a capture."""
+    for module, name, value in ((rollout, "LONG", 6), (kv_cache, "MANY", enough)):
+        monkeypatch.setattr(module, name, value)
+    fast = gb.decoder(cases.build("Qwen3", torch.float16), 4, cases.ROOM, verify=False)
+    assert list(fast.rollout(cases.prompts(*[2] * 13), max_new_tokens=[20, *[2] * 12], stop=()))
+    assert {variant.uneven for *_, variant in fast.graphs._launches} == ({False, True} if enough == 1 else {False})
+
+
 @pytest.mark.slow
 def test_few_rows_of_many_keys_are_read_by_the_plan_of_many_rows(monkeypatch, device):
     """In 16 bits, from where the keys of all together are enough."""

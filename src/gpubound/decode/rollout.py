@@ -73,6 +73,7 @@ class Rollout:
         self._ended = False
         self._steps = 1  # of a launch
         self._since = 0  # steps since the last refill
+        self._uneven = False  # whether some rows are far longer than the others
         self._common = [0] * decoder.max_batch  # first keys of each row that it reads together with others
         self._pages = PagePool(decoder.body.paged)
         notice(
@@ -257,8 +258,7 @@ class Rollout:
         if self.decoder.body.splits_keys:
             alone = self._grouped is None
             read = [one.launched + alone * len(one.ids) for one in self._row_owners if one is not None]
-            uneven = bool(read) and max(read) > max(LONG, 2 * sum(read) / len(read))
-            self.variant = self.variant._replace(uneven=uneven)
+            self._uneven = bool(read) and max(read) > max(LONG, 2 * sum(read) / len(read))
         if self.request.chooses:
             self.decoder.body.choose([None if one is None else one.adapter for one in self.rows])
 
@@ -353,12 +353,13 @@ class Rollout:
             cache, most, parts = self.decoder.body.grouped, 0, 0
             read = [self._steps if one is None else len(one.ids) + one.launched + self._steps for one in self._row_owners]
             if fills := cache.fills(self.size):
-                if self.variant.uneven:
+                if self._uneven:
                     parts = cache.list_parts([count - common for count, common in zip(read, self._common)])
                 if not parts and (bound := max(FEWEST, power_of_two(max(read)))) < self.decoder.max_length:
                     most = bound
-            many = not fills and cache.keys_fill(read)
-            self.variant = self.variant._replace(most=most, parts=parts, many=many)
+            # Of fewer rows all keys are split, however long a row is: another variant would be a capture for nothing.
+            uneven, many = self._uneven and fills, not fills and cache.keys_fill(read)
+            self.variant = self.variant._replace(uneven=uneven, most=most, parts=parts, many=many)
         return not slots.ahead or graphs.made(self.size, self._steps, self.variant)
 
     def _launch(self) -> None:
