@@ -253,6 +253,7 @@ class TestOnTheDevice:
         assert fast.stepper.exact(rows)
         plain, given = gb.decoder(model, 1, 512, verify="quick"), cases.prompts(*range(5, 5 + rows))
         found = fast.generate(given, max_new_tokens=200, **how)
+        assert all(second > 0 for second in fast.stepper.pace.seconds[rows]) and f"plain steps, {rows} row" in repr(fast)
         assert found.tokens == [plain.generate([prompt], max_new_tokens=200, **how).tokens[0] for prompt in given]
 
     def test_graphs_over_tensor_cores_are_their_own_steps(self):

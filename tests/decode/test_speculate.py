@@ -1,6 +1,8 @@
 """Speculative steps bring the tokens that plain steps bring, greedy and drawn, whatever was drafted; only sooner."""
 
+import collections
 import functools
+import random
 
 import pytest
 import torch
@@ -434,3 +436,32 @@ def test_the_pace_drafts_while_it_pays():
     assert pace.lead(3) == 1  # until the first trial of a request is over
     pace.seen(8, 8)
     assert pace.lead(3) == 2 and pace.plain(8)  # far below: at once
+
+
+@pytest.mark.parametrize(("right", "least"), [(0.05, 0.97), (0.2, 0.97), (0.7, 1.5), (0.85, 1.9)])
+def test_texts_whose_drafts_fail_cost_three_percent(right, least):
+    """Texts of 240 tokens: three drafted ones, each right so often, where a verified step takes 1.6 plain ones, and of plain
+    launches 1 % is for the draft's cache. Against plain decoding, with launches as running.py has them."""
+    pace, draw, cost, texts = Pace((32, 8, 1)), random.Random(0), 0.0, 200
+    pace.seconds[1] = 1.6, 1.0
+    for _ in range(texts):
+        pace.begin(1)
+        flight, got, launches = collections.deque(), 0, 0
+        while got < 240:
+            left = 240 - got - sum(steps if plain else steps * pace.rate for steps, plain, _ in flight)
+            if left <= 0 or len(flight) >= pace.lead(3):
+                steps, plain, tokens = flight.popleft()
+                got += tokens
+                if not plain:
+                    pace.seen(tokens, steps)
+                continue
+            ladder = (1,) if launches == 0 else (8, 1)
+            plain = pace.plain(next(k for k in ladder if k == 1 or k <= left / pace.rate))
+            ladder = pace.ladder[max(0, 2 - launches) :] if plain else ladder
+            steps = next(k for k in ladder if k == 1 or k <= (left if plain else left / pace.rate))
+            accepted = sum(next((n for n in range(3) if draw.random() > right), 3) for _ in range(0 if plain else steps))
+            flight.append((steps, plain, steps + accepted))
+            cost += steps * (1.01 if plain else 1.6)
+            launches += 1
+            pace.launched(plain, steps)
+    assert 240 * texts / cost > least
