@@ -8,6 +8,8 @@ import torch
 
 import gpubound as gb
 from gpubound.decode.runner import Stepper
+from gpubound.decode.weights import LiveFormat
+from gpubound.kernels.decode_product import LATE
 from tests.messages import message
 
 from . import cases
@@ -41,6 +43,36 @@ def served(kind: str = "Llama", max_batch: int = 16, **options) -> gb.FastDecode
 def decoders() -> dict[int, gb.FastDecoder]:
     model = served(verify="quick").model
     return {k: gb.decoder(model, 16, 512, k=k) for k in (1, 8, 32)}
+
+
+def test_a_chain_that_attends_by_query_computes_what_plain_launches_do(monkeypatch):
+    """Without tensor cores, asking for keys before the wait, with small products that let their successors begin: with the same
+    bits every time, or a launch read what another had still to write."""
+    monkeypatch.setattr(LiveFormat, "early_bytes", 0)
+    model = cases.scaled(
+        cases.build("Gemma4", torch.bfloat16, DEVICE, head_dim=256, global_head_dim=512, max_position_embeddings=512)
+    )
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_norm.weight.mul_(block.self_attn.head_dim**-0.5)
+    fast = gb.decoder(model, 2, 512, verify="quick")
+    body, attention = fast.body, [layer.attention for layer in fast.body.layers]
+    assert body.mode(1) == body.mode(2) == LATE and all(part.by_query for part in attention)
+    fast.generate(cases.prompts(140, 90), max_new_tokens=64)
+    token = torch.tensor([3, 5], device=DEVICE)
+    position = torch.tensor([203, 153], device=DEVICE, dtype=torch.int32)
+
+    def logits(rows: int) -> torch.Tensor:
+        body.begin(token[:rows])
+        return body.step(token[:rows], position[:rows]).clone()
+
+    for rows in (1, 2):
+        got = logits(rows)
+        assert all(torch.equal(logits(rows), got) for _ in range(50))
+        with monkeypatch.context() as plain:
+            plain.setattr(body, "can_chain", False)
+            want = logits(rows)
+        assert (got - want).abs().max() < 3e-2 * want.abs().max()  # the rounding of such a model is 2.3e-2 (`served`)
 
 
 def eagerly(fast: gb.FastDecoder, monkeypatch) -> None:

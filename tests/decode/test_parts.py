@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gpubound as gb
+from gpubound.decode import layer as layer_parts
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.transformer import PARTS, FusedRunner
 from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat
@@ -101,33 +102,66 @@ def test_an_mlp(monkeypatch, device):
     assert gb.decoder(model, 1, cases.ROOM, weights="int8", cache="fp8").certificate is not None
 
 
+def noting(choose, made: list):
+    """Return `implementation` that notes (op, dependent) of each call in `made`."""
+
+    def chosen(op, *about):
+        function = choose(op, *about)
+
+        def run(*given):
+            made.append((op, signature(function).bind(*given).arguments.get("dependent", 0)))
+            return function(*given)
+
+        return run
+
+    return chosen
+
+
 def test_attention_reads_positions_and_old_keys_behind_a_fence(monkeypatch, device):
     """Between the launch that wrote them and every attention stands one that let its successor in behind its wait."""
     body, made = cases.shared("Llama", str(device)).body, []
-
-    def noting(choose):
-        def chosen(op, *about):
-            function = choose(op, *about)
-
-            def run(*given):
-                made.append(signature(function).bind(*given).arguments["dependent"])
-                return function(*given)
-
-            return run
-
-        return chosen
-
     for op in (norm_product, decode_attention):
         file = sys.modules[op.__module__]
-        monkeypatch.setattr(file, "implementation", noting(file.implementation))
+        monkeypatch.setattr(file, "implementation", noting(file.implementation, made))
     token, position = torch.tensor([[3], [5]], device=device, dtype=torch.int32)
     launches = 2 * 5 + 1  # two layers of q k v, attention, output, gate and up, down; the head
     for mode, fence in ((EARLY, FENCE), (LATE, LATE), (0, 0)):
         monkeypatch.setattr(FusedRunner, "mode", lambda self, rows, mode=mode: mode)
         body.begin(token)
         body.step(token, position)
-        assert made == [fence] + [mode] * (launches - 1)
+        assert [dependent for _, dependent in made] == [fence] + [mode] * (launches - 1)
         made.clear()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "which"),
+    [((8, 2, 2048), (1, 1)), ((8, 2, 9), (1, 0)), ((512, 2, 2048), (0, 0)), ((8, 1, 2048), (0, 0))],
+    ids=["all layers", "those with a window", "narrow heads", "many heads of keys"],
+)
+def test_small_products_begin_at_once_beside_attention_by_query(bounds, which, device, monkeypatch):
+    """In a LATE chain. A layer's own inputs are small products in any case."""
+    monkeypatch.setattr(layer_parts, "BY_QUERY", bounds)
+    body, made = gb.decoder(cases.build("Gemma4", torch.bfloat16).to(device), 1, cases.ROOM, verify=False).body, []
+    for op in (norm_product, decode_attention):
+        file = sys.modules[op.__module__]
+        monkeypatch.setattr(file, "implementation", noting(file.implementation, made))
+    monkeypatch.setattr(FusedRunner, "mode", lambda self, rows: LATE)
+    token = torch.tensor([3], device=device)
+    body.begin(token)
+    body.step(token, torch.tensor([0], device=device, dtype=torch.int32))
+    _, *layers, head = (call for call in made if call[0] not in ("norm_rows", "add_norm"))  # first all layers' own inputs
+    assert head == ("norm_product", LATE)
+    for number, own in enumerate(which * 2):
+        soon = EARLY if own else LATE
+        assert layers[7 * number : 7 * number + 7] == [
+            ("norm_product", FENCE if own and not number else soon),
+            ("decode_attention", LATE),
+            ("add_product", soon),
+            ("norm_gate_up", LATE),
+            ("add_product", LATE),
+            ("norm_product", EARLY),
+            ("add_product", EARLY),
+        ]
 
 
 @pytest.mark.parametrize(("width", "hidden", "mode"), [(8192, 2048, EARLY), (9216, 2560, LATE), (14336, 4096, LATE)])

@@ -54,13 +54,16 @@ class Case:
             codes.view(torch.uint8)[scale.isnan()] = 0x7F
         return [into_pages(codes.view(torch.uint8), self.pages).view(self.kind), into_pages(scale, self.pages)]
 
-    def scratch(self, rows: int, splits: int = 4, tiles: int = 1, most: int = 0, parts: Tensor | None = None) -> Scratch:
+    def scratch(
+        self, rows: int, splits: int = 4, tiles: int = 1, most: int = 0, parts: Tensor | None = None, **ways: bool
+    ) -> Scratch:
+        heads = self.kv * self.group if ways.get("by_query") else self.kv
         partial = torch.full((rows, self.kv, splits, self.group, self.width + 2), float("nan"), device=self.device)
-        return Scratch(partial, torch.zeros(rows * self.kv, device=self.device, dtype=torch.int32), tiles, most, parts)
+        return Scratch(partial, torch.zeros(rows * heads, device=self.device, dtype=torch.int32), tiles, most, parts, **ways)
 
     def __call__(
         self, source, window=0, rows=None, part=None, caches=None, splits=4, dependent=0, tiles=1, most=0, parts=None,
-        together=False, many=False,
+        **ways,
     ):  # fmt: skip
         """`rows`: of the batch, those alone; `part`: of the tokens of each row, that one alone."""
         qkv, position = self.qkv, self.position
@@ -70,7 +73,7 @@ class Case:
         if part is not None:
             qkv, position = qkv[part :: self.tokens].contiguous(), position[:, part].contiguous()
         cache = LayerCache(*caches)._replace(pages=self.pages, shared=self.shared)
-        scratch = self.scratch(len(qkv), splits, tiles, most, parts)._replace(together=together, many=many)
+        scratch = self.scratch(len(qkv), splits, tiles, most, parts, **ways)
         out = torch.empty(len(qkv), self.kv * self.group * self.width, device=self.device, dtype=self.dtype)
         op = "decode_attention" if self.kind is None else "quantized_decode_attention"
         result = load(source, op)(qkv, position, cache, self.heads._replace(window=window), scratch, out, dependent)

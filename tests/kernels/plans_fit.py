@@ -51,6 +51,8 @@ SHAPES: dict[str, list[tuple]] = {
         (4, 8, 512, 256, False, 0.0, 0.0, False, False, False, 1, 1e-6),
         (8, 2, 128, 64, False, 0.0, 0.0, False, False, False, 2, 0.0, True),
         (4, 4, 64, 32, False, 0.0, 0.0, False, False, False, 2, 0.0, False, True),
+        (2, 4, 256, 128, False, 0.0, 0.0, False, False, False, 2, 1e-6, False, False, True),
+        (2, 4, 512, 64, False, 0.0, 0.0, False, False, False, 0, 0.0, False, False, True),
     ],
     "delta_step": [(16, 32, 128, 128, False, 4), (16, 32, 128, 128, True, 4, True)],
     "divergence": [(8208, 1.0, beta, 1.0, True, True) for beta in (0.0, 0.5, 1.0)] + [(8208, 0.5, 0.5, 2.0, True, True)],

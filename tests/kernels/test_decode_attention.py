@@ -339,3 +339,19 @@ def test_the_definition_of_capped_scores_and_of_pairs_that_stand_still(device):
     scores = torch.tanh(q @ torch.cat([case.caches[0][0, 0, :9], k[None]]).t() * 16**-0.5 / 0.5) * 0.5
     mixed = scores.softmax(-1) @ torch.cat([case.caches[1][0, 0, :9], v[None]])
     same("out", out[0], mixed.flatten(), 1e-5)
+
+
+FORMS: list[dict] = [{}, {"kind": "int8"}, {"paged": True}, {"new": 0}, {"new": 1, "v_eps": 1e-6}, {"gated": True}]
+
+
+@pairwise
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("dependent", [0, EARLY, LATE])
+def test_each_query_head_may_have_its_own_programs(device, dtype, form, window, dependent):
+    """Nobody writes the new token's key twice, and all count separately: parts of one head would be combined with another's."""
+    case = Case(device, dtype, [0, 5, 64, 149], group=3, normed=True, **form)
+    job = plans.job_of("decode_attention", "by query", (3, 8, 2, case.caches[0].element_size()), case.caches[0])
+    with plans.trying(job, AttentionPlan(16, 1, 2)):
+        parity(case, max(TOLERANCE[dtype], 1e-5), window=window, splits=16, dependent=dependent, by_query=True)

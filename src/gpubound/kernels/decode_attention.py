@@ -77,12 +77,14 @@ class Heads(NamedTuple):
 
 class Scratch(NamedTuple):
     partial: Tensor  # (B, K, splits, H/K, D + 2) fp32; splits is over how many programs a row's kv head may spread
-    finished: Tensor  # (B · K,) int32: programs of a row and kv head that are done. Zeros, and each launch leaves zeros
+    # (B · K,) int32, or (B · H,) by query: programs of a row and head that are done. Zeros, and each launch leaves zeros
+    finished: Tensor
     tiles: int = 1  # of keys, that a program takes at least
     most: int = 0  # keys that rows are known to read at most; 0: all positions. With more, programs take larger parts
     parts: Tensor | None = None  # (N,) int32, instead of `most`: each row's parts, one after the other (`listed`); or -1: none
     many: bool = False  # rows have so many keys that their parts fill a GPU as MANY rows do: the plan is that of these
     together: bool = False  # a row's tokens may be summed in another order than if they came one by one
+    by_query: bool = False  # each query head has its own programs: in registers they are small, and shared keys are read again
 
 
 def listed(row: int, part: int, parts: int) -> int:
@@ -107,10 +109,11 @@ def decode_attention(
               place outside the cache nothing is written and out is NaN, as for every token of a row that begins there
     out       (B, H D) in the cache's dtype or any other
     dependent as of a product, and positions, old keys and pages are read before the wait: a FENCE, a LATE launch or a plain
-              one stands between what wrote them and this (triton/_step.py)
+              one stands between what wrote them and this (triton/_launch.py);
+              by query, in a LATE launch, the new tokens' keys of another layer, too
     """
     _check("decode_attention", qkv, position, cache, heads, scratch, out)
-    kernel = implementation("decode_attention", cache.k, None, _shape(qkv, cache, heads, out))
+    kernel = implementation("decode_attention", cache.k, None, _shape(qkv, cache, heads, out, scratch.by_query))
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -146,7 +149,7 @@ def quantized_decode_attention(
     unable = None
     if cache.k.dtype == torch.float8_e4m3fn and cache.k.is_cuda and torch.cuda.get_device_capability(cache.k.device) < (8, 9):
         unable = "e4m3 needs compute capability 8.9"
-    kernel = implementation(op, out, unable, _shape(qkv, cache, heads, out))
+    kernel = implementation(op, out, unable, _shape(qkv, cache, heads, out, scratch.by_query))
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -316,8 +319,9 @@ def _check(op: str, qkv: Tensor, position: Tensor, cache: LayerCache, heads: Hea
                 f"{op}: cache.shared: got a window, sinks or norms of full rows in heads, with which no launch reads shared "
                 f"keys; leave it out."
             )
-    counts = (max(rows * K, finished.numel()),)
-    require(op, "scratch.finished", finished, torch.int32, counts, device, "it has a zero for each row and kv head")
+    counts = (max(rows * (H if scratch.by_query else K), finished.numel()),)
+    why = "it has a zero for each row and kv head, or query head, by query"
+    require(op, "scratch.finished", finished, torch.int32, counts, device, why)
 
 
 def _check_pages(op: str, pages: Tensor, cache: Tensor) -> None:
@@ -361,18 +365,18 @@ def _check_heads(op: str, heads: Heads, sizes: tuple[int, int, int], device: tor
         raise ValueError(f"{op}: heads.window must be at least 0, got {heads.window}; 0 lets a token see all keys.")
 
 
-def _shape(qkv: Tensor, cache: LayerCache, heads: Heads, out: Tensor) -> tuple:
+def _shape(qkv: Tensor, cache: LayerCache, heads: Heads, out: Tensor, by_query: bool) -> tuple:
     """Return the example arguments: KV heads, query heads per KV head, head size; then the options that few models have."""
     _, kv, _, size = cache.k.shape
     shape = kv, out.shape[1] // size // kv, size
     pairs, norm = heads.cos.shape[1], heads.q_norm
     full, offset = (False, 0.0) if norm is None else (len(norm.weight) > size, norm.offset)
     others, values = (heads.interleaved, heads.sinks is not None, heads.gated), (new_heads(qkv, cache, out, heads), heads.v_eps)
-    last = (cache.shared is not None, qkv.dim() == 3)
+    last = (cache.shared is not None, qkv.dim() == 3, by_query)
     own = values != (2, 0.0) or any(last)
     usual = pairs == size // 2 and not (full or offset or heads.cap or any(others) or own)
     rare = pairs, full, offset, heads.cap, *(others if any(others) or own else ())
-    rare += (*(values if own else ()), *(last[: 1 + last[1]] if any(last) else ()))
+    rare += (*(values if own else ()), *(last[: 3 if by_query else 1 + last[1]] if any(last) else ()))
     return shape if usual else (*shape, *rare)
 
 
@@ -380,7 +384,8 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
     """Two rows of `group` heads over each of `kv`, ten places, or some more, where the rows share a block. `coded`: in int8,
     and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)
-    interleaved, sinks, gated, new, v_eps, shared, apart = others + [False, False, False, 2, 0.0, False, False][len(others) :]
+    usual = [False, False, False, 2, 0.0, False, False, False]
+    interleaved, sinks, gated, new, v_eps, shared, apart, by_query = others + usual[len(others) :]
     positions = BLOCK + 10 if shared else 10
     caches = [draw(generator, 2, kv, positions, size) for _ in range(2)]
     if shared:
@@ -399,6 +404,7 @@ def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 
         weights = (draw(generator, size * (count if full else 1)).detach() for count in (kv * group, kv))
         q_norm, k_norm = (Norm(weight, 1e-6, offset) for weight in weights)
         heads = heads._replace(q_norm=q_norm, k_norm=k_norm)
-    scratch = Scratch(zeros(2, kv, 4, group, size + 2), torch.zeros(2 * kv, dtype=torch.int32, device="cpu"))
+    finished = torch.zeros(2 * kv * (group if by_query else 1), dtype=torch.int32, device="cpu")
+    scratch = Scratch(zeros(2, kv, 4, group, size + 2), finished, by_query=by_query)
     out = draw(generator, 2, kv * group * size) if coded else zeros(2, kv * group * size)
     return qkv, ints(9, 3) + (BLOCK if shared else 0), cache, heads, scratch, out

@@ -4,7 +4,7 @@ functions shared by the kernels of a decoding step: programmatic dependent launc
 PDL (`dependent`): a kernel starts while its predecessor still runs and requests its first weights, which depend on no kernel,
 before it waits for x. An EARLY kernel lets its successor start at once, so that the weights of later kernels stream early; a
 LATE one after it has loaded its own weights, because where a weight keeps the GPU busy, successors only take its room; a FENCE
-after its wait. In a LATE chain, kernels without weights (norms, activations, attention) are EARLY.
+after its wait. In a LATE chain, kernels without weights (norms, activations, attention) are EARLY, and some small products.
 
 Reads before the wait. A wait ends when the previous launch, and all launches before it, have ended. A launch begins when every
 program of its predecessor has triggered it or ended, which implies nothing about older launches: where all are EARLY, several
@@ -19,6 +19,7 @@ sums of hc_write            written by the previous hc_write; turn_heads and rou
 the exchanged streams       likewise
 x of an AHEAD product       if a fence is between it and the writer of x: the shared expert's down, after routed_gate_up
 ids of a down product       written by the choice of experts before routed_gate_up, which is a fence
+another layer's new key     in attention by query: gate and up, and down, stand between, and are LATE where it is
 x, qkv, gated, the new key  never: written by the previous launch, or the one before that
 
 All writes come after the wait: launches that still run may read the old values.

@@ -245,13 +245,16 @@ MOST_TOGETHER = 64  # queries of a row and KV head that one tile takes; their su
 
 @triton.jit
 def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl.constexpr, KIND: tl.constexpr,
-          WIDE: tl.constexpr):  # fmt: skip
-    """Online softmax over one tile of keys, where they are `live` (1 or G, N)."""
+          WIDE: tl.constexpr, SINGLE: tl.constexpr = False):  # fmt: skip
+    """Online softmax over one tile of keys, where they are `live` (1 or G, N). SINGLE: of one query, without tensor cores."""
     if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
         ka, kb, va, vb = ka.to(tl.float32), kb.to(tl.float32), va.to(tl.float32), vb.to(tl.float32)
     kind = ka.dtype
-    score = tl.dot(qa.to(kind), tl.trans(ka), input_precision="ieee")
-    score = tl.dot(qb.to(kind), tl.trans(kb), score, input_precision="ieee")
+    if SINGLE:
+        score = tl.sum(qa * ka.to(tl.float32) + qb * kb.to(tl.float32), 1)[None]
+    else:
+        score = tl.dot(qa.to(kind), tl.trans(ka), input_precision="ieee")
+        score = tl.dot(qb.to(kind), tl.trans(kb), score, input_precision="ieee")
     if KIND is not None:
         score *= ks[None]
     if CAP > 0.0:
@@ -262,8 +265,12 @@ def _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live, CAP: tl
     weight = weight * fix + tl.sum(p, 1)
     if KIND is not None:
         p *= vs[None]
-    acc_a = tl.dot(p.to(kind), va, acc_a * fix[:, None], input_precision="ieee")
-    acc_b = tl.dot(p.to(kind), vb, acc_b * fix[:, None], input_precision="ieee")
+    if SINGLE:
+        acc_a = acc_a * fix[:, None] + tl.sum(tl.trans(p) * va.to(tl.float32), 0)[None]
+        acc_b = acc_b * fix[:, None] + tl.sum(tl.trans(p) * vb.to(tl.float32), 0)[None]
+    else:
+        acc_a = tl.dot(p.to(kind), va, acc_a * fix[:, None], input_precision="ieee")
+        acc_b = tl.dot(p.to(kind), vb, acc_b * fix[:, None], input_precision="ieee")
     return new, weight, acc_a, acc_b
 
 
@@ -377,13 +384,14 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                              OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr,
                              NEW: tl.constexpr, CAP: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr,
                              PAGE: tl.constexpr, MOST: tl.constexpr, KIND: tl.constexpr, TILES: tl.constexpr,
-                             TOGETHER: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                             TOGETHER: tl.constexpr, AHEAD: tl.constexpr, SHARE: tl.constexpr,
+                             DEPENDENT: tl.constexpr):  # fmt: skip
     """FEW: a power of two for GROUP, and G: for tensor cores. PAGE: places a page, or None. MOST: the largest code, and KIND:
     what codes are multiplied as; or None. TERMS: whose sum is qkv, `apart` in memory. TILES: of N keys, that a part has at
     least. Q: heads that a query head takes in the product, 2 with a gate. AHEAD: the first keys are asked for before the wait,
     for what a launch before the fence wrote is there (_launch.py). With counts_ptr, what `_shared_keys_kernel` leaves in
     state_ptr is added to the first part, and nothing else of a launch that may still run is read. Without parts_ptr, the grid
-    has each row's parts.
+    has each row's parts. SHARE: programs of one query (GROUP is 1, and KV their number) that read the same head of the cache.
     """
     _begin(DEPENDENT)
     b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
@@ -392,6 +400,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         b, split = tl.where(entry < 0, 0, entry & 0xFFFF), tl.where(entry < 0, SPLITS, entry >> 16 & 0xFF)
         splits = tl.maximum(entry >> 24, 1)
     D: tl.constexpr = 2 * HALF
+    OWN: tl.constexpr = KV // SHARE
+    HEADS: tl.constexpr = GROUP * SHARE  # whose queries read one head of the cache, of a program the head `own`
+    own = kv // SHARE
     g, i, n = tl.arange(0, G), tl.arange(0, HP), tl.arange(0, N)
     inside = i < HALF
     if not AHEAD and counts_ptr is None:
@@ -417,7 +428,7 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     if TOKENS > 1 and NEW > 0:
         old = lo + tl.maximum(tl.minimum(hi, first) - lo, 0) // N * N
     if PAGE is None:
-        base = (b // TOKENS * KV + kv).to(tl.int64) * length_max
+        base = (b // TOKENS * OWN + own).to(tl.int64) * length_max
         k_ptr += base * D
         v_ptr += base * D
         if MOST is not None:
@@ -427,18 +438,18 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
     if AHEAD:
         live = lo + n < old
         ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, lo + n, live, i, inside, length_max,
-                                      total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+                                      total, own, OWN, HALF, PAIRS, PAGE, KIND)  # fmt: skip
         if counts_ptr is None:
             _wait(DEPENDENT)
     to = out_ptr + (b * KV + kv) * GROUP * D + g[:, None] * D + i[None]
     heads = (g < GROUP)[:, None] & inside[None]
     if split < parts:
-        row = qkv_ptr + b * (Q * GROUP + NEW) * KV * D
+        row = qkv_ptr + b * (Q * GROUP * KV + NEW * OWN) * D
         gate = row + ((kv * GROUP + g) * Q + 1)[:, None] * D + i[None]
         qa, qb = _head(row, (kv * GROUP + g)[:, None] * (Q * D), q_norm, c, s, eps, heads, i, apart, TERMS, HALF, PAIRS, NORM,
                        OFFSET, INTERLEAVED)  # fmt: skip
-        if AHEAD and TOKENS == 1:  # asked for with q, by all parts: who needs them would otherwise wait once more, at its end
-            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, apart, TERMS, KV, GROUP, HALF, PAIRS, K_NORM,
+        if AHEAD and TOKENS == 1 and NEW > 0:  # asked for with q, by all parts: who needs them would wait once more, at its end
+            na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, own, i, apart, TERMS, OWN, HEADS, HALF, PAIRS, K_NORM,
                                           OFFSET, INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
         qa *= scale
         qb *= scale
@@ -450,29 +461,29 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         if AHEAD:
             # An empty tile leaves weights of 1, which the first key that is live multiplies by 0: each part has one.
             m, weight, acc_a, acc_b = _part(
-                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE, SHARE > 1
             )
             lo += N
         for start in range(lo, old, N):
             live = start + n < old
             ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, start + n, live, i, inside,
-                                          length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+                                          length_max, total, own, OWN, HALF, PAIRS, PAGE, KIND)  # fmt: skip
             m, weight, acc_a, acc_b = _part(
-                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+                qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE, SHARE > 1
             )
         if TOKENS > 1 and NEW > 0:
             for start in range(old, hi, N):
                 place = start + n
                 live = place < hi
                 ka, kb, va, vb, ks, vs = _old(k_ptr, v_ptr, k_scale, v_scale, pages, b // TOKENS, place, live & (place < first),
-                                              i, inside, length_max, total, kv, KV, HALF, PAIRS, PAGE, KIND)  # fmt: skip
+                                              i, inside, length_max, total, own, OWN, HALF, PAIRS, PAGE, KIND)  # fmt: skip
                 for t in range(TOKENS - 1):  # unrolled, five tokens 128 wide spill 350 to 1,900 bytes a thread
                     ka, kb, va, vb, ks, vs = _with_new(ka, kb, va, vb, ks, vs, t, place, live, first, qkv_ptr, b // TOKENS,
-                                                       k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, kv, i, apart,
-                                                       TERMS, KV, GROUP, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS,
+                                                       k_ptr, k_norm, cos_ptr, sin_ptr, length_max, eps, own, i, apart,
+                                                       TERMS, OWN, HEADS, HALF, PAIRS, K_NORM, OFFSET, INTERLEAVED, Q, V_EPS,
                                                        NEW, TOKENS, MOST, KIND)  # fmt: skip
                 m, weight, acc_a, acc_b = _part(
-                    qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE
+                    qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, live[None], CAP, KIND, WIDE, SHARE > 1
                 )
         if counts_ptr is not None:
             _wait(DEPENDENT)
@@ -484,10 +495,10 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
         if NEW > 0:  # noqa: SIM102  # without it, nothing below is compiled
             if split == parts - 1:
                 if not AHEAD or TOKENS > 1:  # of several tokens they spill 16 bytes a thread if they are held all along
-                    na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, kv, i, apart, TERMS, KV, GROUP, HALF, PAIRS,
+                    na, nb, ua, ub, ns, us = _new(row, k_ptr, k_norm, c, s, eps, own, i, apart, TERMS, OWN, HEADS, HALF, PAIRS,
                                                   K_NORM, OFFSET, INTERLEAVED, Q, V_EPS, NEW, MOST)  # fmt: skip
-                at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, kv, KV, PAGE)
-                one = inside[None] & in_range
+                at, in_range = _place(pages, b // TOKENS, position, True, length_max, total, own, OWN, PAGE)
+                one = (i < tl.where(kv % SHARE == 0, HALF, 0))[None] & in_range
                 place = at * D + i[None]
                 kind = k_ptr.dtype.element_ty
                 low, high = _halves(k_ptr + place, i[None], HALF, PAIRS)
@@ -497,8 +508,9 @@ def _decode_attention_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_sca
                 tl.store(v_ptr + place + HALF, ub.to(kind), mask=one)
                 score = tl.sum(qa * na.to(tl.float32) + qb * nb.to(tl.float32), 1)
                 if MOST is not None:
-                    tl.store(k_scale + at + tl.arange(0, 1), ns, mask=in_range)
-                    tl.store(v_scale + at + tl.arange(0, 1), us, mask=in_range)
+                    if kv % SHARE == 0:
+                        tl.store(k_scale + at + tl.arange(0, 1), ns, mask=in_range)
+                        tl.store(v_scale + at + tl.arange(0, 1), us, mask=in_range)
                     score *= ns
                 if CAP > 0.0:
                     score = capped(score, CAP)
@@ -687,7 +699,7 @@ def decode_attention(
 ) -> tuple[Tensor, ...]:
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
-    partial, finished, tiles, most_keys, parts, many, together = scratch
+    partial, finished, tiles, most_keys, parts, many, together, by_query = scratch
     norms = [0 if norm is None else 1 if len(norm.weight) == D else len(norm.weight) for norm in (q_norm, k_norm)]
     (q_weight, eps, offset), (k_weight, *_) = (norm or Norm(qkv, 0.0) for norm in (q_norm, k_norm))  # qkv: any, not read
     splits, tokens = partial.shape[2], position.numel() // len(position)
@@ -713,7 +725,12 @@ def decode_attention(
 
     way = "many" if many or position.numel() * KV >= MANY else ""
     plain = not dependent and way == "many" and cache.k.element_size() == 2 and D <= 128  # what was measured
-    ahead = dependent == EARLY or plain
+    ahead = (new > 0 and (dependent == EARLY or plain)) or (by_query and dependent == LATE)
+    together = together and tokens > 1 and new > 0 and max(norms) < 2 and group * tokens <= MOST_TOGETHER
+    share, jobs = 1, (group * tokens if together else group, D // 2, KV, itemsize)
+    at_once = 1 if tokens > 1 else 2 * TOGETHER if by_query else TOGETHER
+    if by_query and not together:
+        way, KV, share, group, least, G = "by query", KV * group, group, 1, 1, 1
 
     def run(plan: AttentionPlan) -> None:
         along = min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))  # those without a part take time
@@ -722,7 +739,7 @@ def decode_attention(
             qkv, position, *cache[:5], None if shared is None else shared.counts, parts, cos, sin, q_weight, k_weight, sinks,
             eps, scale, partial, finished, state, out, len(cos), len(cache.k), apart, terms, KV, group, least, G, D // 2, HP,
             plan.keys, splits, window, cos.shape[1], *norms, offset, interleaved, heads.q_width, v_eps, new, cap,
-            interpreted(), tokens, pages, most, kind, tiles, TOGETHER if tokens == 1 else 1, ahead and new > 0,
+            interpreted(), tokens, pages, most, kind, tiles, at_once, ahead, share,
             num_stages=plan.stages,
             **options(plan.warps, EARLY if dependent else LATE if overlapping else 0),
         )  # fmt: skip
@@ -737,9 +754,7 @@ def decode_attention(
             TOGETHER, ahead, num_stages=plan.stages, **options(plan.warps, dependent),
         )  # fmt: skip
 
-    together = together and tokens > 1 and new > 0 and max(norms) < 2 and group * tokens <= MOST_TOGETHER
-    rows = group * tokens if together else group
-    launch(job_of("decode_attention", way, (rows, D // 2, KV, itemsize), cache.k), run_together if together else run)
+    launch(job_of("decode_attention", way, jobs, cache.k), run_together if together else run)
     results = written(cache, out)
     bump_versions(*results)
     return results
