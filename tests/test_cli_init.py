@@ -6,14 +6,15 @@ import json
 import pytest
 import yaml
 
-from gpubound import device as facts
 from gpubound.cli import main, rl
 from gpubound.cli.init import CONFIGS
 from gpubound.cli.train_options import from_file, override_length
 
-from .train.runs import CHATS, build_corpus, recipe, texts, train
+from . import tiny_recipe
+from .train.runs import CHATS, texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+base = tiny_recipe.base  # a fixture
 
 
 def written(kind, folder, capsys):
@@ -41,15 +42,6 @@ def test_every_key_of_a_config_is_known(kind, tmp_path, capsys):
             rest = {key: own for key, own in yaml.safe_load(path.read_text()).items() if key not in (name, "validation")}
             (tmp_path / "one.yaml").write_text(yaml.safe_dump(rest) + f"{name}:{value}\n")
             assert getattr(read(str(tmp_path / "one.yaml")), name)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts, "interpreted", lambda: False)
-        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=1))
-        return str(run.export(folder / "hf"))
 
 
 @pytest.mark.slow

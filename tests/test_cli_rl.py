@@ -7,23 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpubound import device as facts
 from gpubound.cli import main, rl
 
+from . import tiny_recipe
 from .messages import same_texts
-from .train.runs import build_corpus, recipe, train
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl_arithmetic"
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts, "interpreted", lambda: False)
-        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=1))
-        return str(run.export(folder / "hf"))
+base = tiny_recipe.base  # a fixture
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 import pytest
 
-from .train.runs import build_corpus
+from gpubound import device as facts
+
+from .train.runs import build_corpus, recipe, train
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +20,12 @@ def config(corpus, tmp_path):
         f"device: cpu\nout: {tmp_path / 'run'}\n"
     )
     return path
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(facts, "interpreted", lambda: False)
+        run, _ = train(recipe(build_corpus(folder / "corpus"), folder / "run", steps=1))
+        return str(run.export(folder / "hf"))

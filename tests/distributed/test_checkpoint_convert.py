@@ -15,15 +15,9 @@ from gpubound.train.checkpoint import Checkpoints, joined, open_checkpoint
 from gpubound.train.checkpoint.checkpoints import convert_tensors
 from gpubound.train.offload import blocks_of
 from tests.distributed.processes import on_ranks
+from tests.distributed.test_fsdp import batch
 
 MICRO = 4  # micro-batches of a step, whatever the number of ranks
-
-
-def batch(step, number):
-    g = torch.Generator().manual_seed(100 * step + number)
-    words, labels = torch.randint(26, (2, 6), generator=g), torch.randint(26, (2, 6), generator=g)
-    labels[:, 6 - number % 4 :] = -100
-    return {"input_ids": words, "labels": labels}
 
 
 def trained(folder, world, sharded, until, save=True, kind=gb.AdamW, seen=None):

@@ -44,10 +44,6 @@ def test_several_lines_have_a_key():
     assert message("monitor/chart:several_lines_have_a_key").within(chart)
 
 
-def test_names_are_escaped():
-    assert "<script>" not in line_chart("t", [Series("<script>", [0, 1], [0.0, 1.0])])
-
-
 def ticks(chart):
     """(y labels, x labels) of a chart."""
     found = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="\w+">([^<]*)</text>', chart)

@@ -1,6 +1,7 @@
 """rl.train: a policy learns a task; runs resume exactly; faults end with a sentence and lose nothing."""
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -85,18 +86,22 @@ def test_a_resumed_run_repeats_what_would_have_come(tmp_path):
         train(tmp_path / "parts", steps=8, samples=4, resume=True)
 
 
-@pytest.mark.slow
-def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
-    calls = []
+def interrupting():
+    """Rewards that interrupt the run in their tenth call: in the third step, whose answers overlap the second's gradients."""
+    calls = itertools.count(1)
 
-    def interrupting(completion_ids, **_):
-        calls.append(len(completion_ids))
-        if len(calls) == 10:  # in the third step
+    def rewards(completion_ids, **_):
+        if next(calls) == 10:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
         return sevens(completion_ids)
 
-    run = train(tmp_path / "run", rewards=interrupting, steps=5)
+    return rewards
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_rollout_loses_nothing(tmp_path):
+    run = train(tmp_path / "run", rewards=interrupting(), steps=5)
     assert run.stopped == "SIGINT" and run.done in (2, 3) and not run.finished
     assert f"step {run.done}" in run.tape.about["verdict"]
     run, whole = train(tmp_path / "run", steps=5, resume=True), train(tmp_path / "whole", steps=5)
@@ -146,16 +151,7 @@ def test_a_run_with_overlap_learns_and_resumes_exactly(shape, tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_beside_a_step_with_overlap_loses_nothing(tmp_path):
-    calls = []
-
-    def interrupting(completion_ids, **_):
-        calls.append(len(completion_ids))
-        if len(calls) == 10:  # while the answers of the third step are sampled, and the second step's gradients computed
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
-        return sevens(completion_ids)
-
-    run = train(tmp_path / "run", rewards=interrupting, steps=5, **OVERLAP)
+    run = train(tmp_path / "run", rewards=interrupting(), steps=5, **OVERLAP)
     assert run.stopped == "SIGINT" and run.done in (1, 2)
     run, whole = train(tmp_path / "run", steps=5, resume=True, **OVERLAP), train(tmp_path / "whole", steps=5, **OVERLAP)
     assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
