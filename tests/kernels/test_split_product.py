@@ -15,22 +15,27 @@ from gpubound.kernels.plans.types import SplitPlan
 from gpubound.kernels.registry import load
 from tests.messages import refusals
 
-from .cases import TOLERANCE, agree, draw, same
+from .cases import TOLERANCE, agree, draw, pairwise, same
 
 H200 = Chip(90, 232_448, 132, "")
 
 
-@pytest.fixture(params=[None, (16, 32, 4, 1, 3), (32, 32, 4, 1, 0), (64, 16, 4, 1, 2)])
-def plan(request, monkeypatch):
-    """Plans of the tests' weights of 136 columns; in neither of 1, 2 nor 4 parts a number of slices."""
-    for way, outputs in (("", 80), ("", 72), ("gated", 80)) if request.param else ():
-        monkeypatch.setitem(plans.TRIED, ("split_product", way, (outputs, 136, 16)), SplitPlan(*request.param))
+PLANS = pytest.mark.parametrize("plan", [None, (16, 32, 4, 1, 3), (32, 32, 4, 1, 0), (64, 16, 4, 1, 2)])
 
 
+def take(plan, monkeypatch):
+    """Use a plan for the tests' weights of 136 columns; in neither of 1, 2 nor 4 parts a number of slices."""
+    for way, outputs in (("", 80), ("", 72), ("gated", 80)) if plan else ():
+        monkeypatch.setitem(plans.TRIED, ("split_product", way, (outputs, 136, 16)), SplitPlan(*plan))
+
+
+@pairwise
+@PLANS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("rows, biased", [(9, True), (16, False)])
-def test_parts_agree_with_the_reference(device, plan, dtype, parts, rows, biased):
+def test_parts_agree_with_the_reference(device, plan, dtype, parts, rows, biased, monkeypatch):
+    take(plan, monkeypatch)
     x, sizes = draw(device, dtype, rows, 136), (40, 20, 20)
     weights = [draw(device, dtype, n, 136, seed=2 + i) for i, n in enumerate(sizes)]
     biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate(sizes)]
@@ -57,9 +62,12 @@ def test_fewer_parts_than_the_plan_has_are_read_in_a_loop(device, monkeypatch):
     assert seen == [(False, 2), (True, 2)]
 
 
+@pairwise
+@PLANS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, biased, activation", [(9, True, "gelu_tanh"), (16, False, "silu")])
-def test_gate_and_up_agree_with_the_reference(device, plan, dtype, rows, biased, activation):
+def test_gate_and_up_agree_with_the_reference(device, plan, dtype, rows, biased, activation, monkeypatch):
+    take(plan, monkeypatch)
     x, weights = draw(device, dtype, rows, 136), [draw(device, dtype, 40, 136, seed=i) * 0.1 for i in (1, 2)]
     biases = [draw(device, dtype, 40, seed=3 + i) if biased else None for i in range(2)]
     out = torch.empty(rows, 40, device=device, dtype=dtype)
