@@ -173,6 +173,32 @@ def test_what_is_read_or_copied_several_times_is_so_once(tmp_path, sim, capsys):
         assert why in str(made)
 
 
+TYPED = """\
+import numpy as np, torch
+torch.manual_seed(0)
+Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
+loader = torch.utils.data.DataLoader(torch.rand(16, 4), batch_size=4)
+model = torch.nn.Linear(4, 1).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in loader:
+    real = batch.type(Tensor)
+    valid = Tensor(np.ones((4, 1)))
+    fake = Tensor(4, 1).fill_(0.0)
+    loss = (model(real) - valid + fake).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_types_of_older_scripts_copy_from_pinned_memory(tmp_path, sim):
+    result = patched(tmp_path, TYPED)
+    assert result.names == ["copies", "staged"] and result.repair.equal and result.proof.holds, str(result.repair)
+    assert "batch_size=4, pin_memory=True)" in result.text and "batch.type(Tensor, non_blocking=True)" in result.text
+    assert "valid = pinned(torch.FloatTensor(np.ones((4, 1)))).type(Tensor, non_blocking=True)" in result.text
+    assert result.saved("pageable_copies") == 2
+
+
 @pytest.mark.parametrize(
     ("old", "new", "kind", "mark", "why"),
     [

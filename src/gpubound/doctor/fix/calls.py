@@ -165,7 +165,12 @@ COPYING = ("to", "cuda")
 
 def _copies(source: SourceText, line: int) -> list[ast.Call]:
     """Return the copies to the device that are written in this line."""
-    copies = [call for call in source.calls(line) if isinstance(call.func, ast.Attribute) and last_name(call) in COPYING]
+    copies = [
+        call
+        for call in source.calls(line)
+        if isinstance(call.func, ast.Attribute)
+        if last_name(call) in COPYING or (last_name(call) == "type" and _cuda_type(source, *call.args))
+    ]
     if not copies:
         raise Refused("no .to() or .cuda() is written in this line")
     for call in copies:
@@ -175,6 +180,13 @@ def _copies(source: SourceText, line: int) -> list[ast.Call]:
     if len({source.text(call.args[0]) for call in copies if call.args}) > 1:
         raise Refused("it copies to more than one place, of which one may be the host")
     return copies
+
+
+def _cuda_type(source: SourceText, node: ast.AST | None = None, *more: ast.AST) -> str:
+    """Return "FloatTensor" for a name that is torch.cuda.FloatTensor, perhaps on a condition; empty for anything else."""
+    values = source.assigned(source.tree, node.id) if isinstance(node, ast.Name) and not more else []
+    kinds = {match for value in values for match in re.findall(r"torch\.cuda\.(\w+Tensor)\b", source.text(value))}
+    return kinds.pop() if len(kinds) == 1 else ""
 
 
 def propose_copies(source: SourceText, line: int) -> list[Edit]:
@@ -380,6 +392,13 @@ def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
         before = max(source.end(n) for n in passed if source.end(n) < source.start(device.value))
         copy = f").to({source.text(device.value)}, non_blocking=True)"
         return [Edit(start, start, f"{PINNED_BATCHES}("), Edit(before, source.end(device.value), ""), Edit(end, end, copy)]
+    if (kind := _cuda_type(source, call.func)) and len(call.args) == 1 and isinstance(call.args[0], (ast.Call, ast.List)):
+        if name_of(getattr(call.args[0], "func", call.args[0])) in ("len", "int"):
+            return []  # a size
+        made = (
+            f"{PINNED_BATCHES}({torch}.{kind}({source.text(call.args[0])})).type({source.text(call.func)}, non_blocking=True)"
+        )
+        return [Edit(start, end, made)]
     if not isinstance(call.func, ast.Attribute) or last_name(call) not in ("to", "cuda"):
         return []
     check_moves_tensors(source, call)

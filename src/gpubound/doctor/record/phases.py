@@ -142,7 +142,7 @@ def is_ready(iterator: Any) -> bool:
 
 
 PATIENCE_S = 8.0  # seconds after which no further steps are looked at
-TIMED_S, MORE = 0.5, 6  # seconds that are timed, with at most so many times the steps asked for: the host's time scatters
+TIMED_S, MORE = 0.5, 3  # seconds that are timed, with at most so many times the steps asked for: the host's time scatters
 
 
 class TimedPhase(Phase):
