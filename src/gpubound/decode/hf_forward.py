@@ -1,23 +1,19 @@
 """Runner of any causal language model of transformers: its own forward over a static cache. Slow, but general.
 
-`step(token_B, position_B)` returns logits of rows that have different positions. transformers builds its masks from values that
-it reads back to the host, for one position of all rows. So the runner builds the masks on the device from the positions: 4-D
-ones, which models take unchanged, and one for each kind of layer where full and sliding attention mix.
+`step(token_B, position_B)` returns logits of rows that have different positions. transformers' StaticCache has one position for
+all rows, and its masks are built from values that it reads back to the host. So every row has a position of its own in
+`RowCache`: `aim` sets a range of a prompt, or one position in each row, before a forward, and every attention layer calls
+`update`, which writes there and returns the keys and values that the attention reads. The runner builds the masks on the device
+from the positions: 4-D ones, which models take unchanged, and one for each kind of layer where full and sliding attention mix.
 
-`check_static_cache` refuses what no mask can correct. The rest is tried when the runner is built: logits of rows at different
-positions must be those of the model's own forward, and a step must not make the host wait.
+`check_static_cache` refuses what no mask can correct, as far as a model's build shows it. The rest is tried when the runner is
+built: logits of rows at different positions must be those of the model's own forward, and a step must not make the host wait.
 
 A masked position enters the product with the values with a weight of zero, and zero times NaN is NaN. So buffers begin as
 zeros, and a prefill clears the positions after its prompts: beyond a row's live length, all values are finite and have no
 effect.
 
 Shapes: B rows, T prompt tokens, L max_length, V vocabulary.
-
-The cache is static. transformers' StaticCache has one position for all rows. In `RowCache`, every row has its own: `aim` sets a
-range of a prompt, or one position in each row, before a forward. Every attention layer calls `update`, which writes there and
-returns the keys and values that the attention reads.
-
-`check_static_cache` refuses what a model's build shows. StaticCacheRunner finds the rest when it tries the model.
 """
 
 from collections.abc import Iterator

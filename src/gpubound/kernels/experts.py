@@ -4,17 +4,10 @@ The experts of a row are chosen and read on the device: no rows are sorted, padd
 the chosen experts' are read, once for each row that chose them. It takes three launches: `route`, `routed_gate_up`,
 `add_routed`, with no other launch between them where they use PDL.
 
+`select_experts` chooses from a router's logits, and `gate_rows` is the gate of a shared expert. `column_gate_up`, `column_down`
+and `add_slots` are for experts with biases, a clamped gated unit, and weights stored by column.
+
 Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
-
-Ops for experts chosen from a router's logits, and for a shared expert with a gate, for one token of each row.
-
-Legend: B rows, S experts a row (its slots), E experts in all.
-
-Ops of a sparse MLP in one decoding step whose experts have biases, a clamped gated unit, and weights stored by column.
-
-As in experts.py, the chosen experts' weights are read in place, once for each row that chose them.
-
-Legend: B rows, S experts a row (its slots), E experts in all, I units of an expert.
 """
 
 from typing import NamedTuple
@@ -337,7 +330,7 @@ def column_gate_up_reference(
 ) -> Tensor:  # fmt: skip
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
-        both = _times(gate_up, bias, ids[:, slot], normed)
+        both = _times_columns(gate_up, bias, ids[:, slot], normed)
         out[:, slot] = clamped_unit(both, alpha, limit).to(out.dtype)
     return out
 
@@ -357,7 +350,7 @@ def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor,
 @torch.no_grad()
 def column_down_reference(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     for slot in range(ids.shape[1]):
-        out[:, slot] = _times(down, bias, ids[:, slot], h[:, slot].to(out.dtype))
+        out[:, slot] = _times_columns(down, bias, ids[:, slot], h[:, slot].to(out.dtype))
     return out
 
 
@@ -375,7 +368,7 @@ def add_slots_reference(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0
     return x.add_((y * shares[..., None]).sum(1))
 
 
-def _times(stack: Tensor, bias: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+def _times_columns(stack: Tensor, bias: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     """Each row of x times the expert that `ids` (B,) names for it, plus its bias; NaN where there is no such expert."""
     known = (ids >= 0) & (ids < len(stack))
     index = torch.where(known, ids, 0)

@@ -1,23 +1,21 @@
-"""Multi-head latent attention in one decoding step, in its absorbed form, for one or a few tokens of each of B rows.
+"""Multi-head latent attention in one decoding step, for one or a few tokens of each row, and attention with sinks.
 
 A token's keys and values of all heads are products of one latent, and the cache holds that latent and the one rotated part of
 its keys alone:
 
-k = [latent · W_K of the head, rotated]      score = q · k = (q · W_Kᵀ) · latent + q's rotated part · rotated
-v = latent · W_V of the head                 output = (Σ weight · latent) · W_V
+    k = [latent · W_K of the head, rotated]      score = q · k = (q · W_Kᵀ) · latent + q's rotated part · rotated
+    v = latent · W_V of the head                 output = (Σ weight · latent) · W_V
 
 So a step multiplies its queries by W_K and its results by W_V, and no key or value is computed. `latent_queries` does the
 former and writes the tokens' latents to the cache; `latent_attention` does the rest. All outputs are written in place.
 
-Legend: B rows, T tokens, N = B·T, H heads, D width of a head that is not rotated, P rotated pairs, V width of a value, R width
-of a latent, L positions in the cache, M pages a row.
+`sink_attention` is causal attention with a sink in each head: a further score of the softmax, without a key or a value. The
+weights of a token's keys sum to less than 1 by the sink's share, exp(sink) / (exp(sink) + sum of exp(scores)). gpt-oss learns
+one sink for each head.
 
-`sink_attention` is causal attention with a sink in each head: a further score of the softmax, without a key or a value.
-
-The weights of a token's keys sum to less than 1 by the sink's share, exp(sink) / (exp(sink) + sum of exp(scores)). gpt-oss
-learns one sink for each head.
-
-Legend: B batch, T queries of a row, L keys of a row, H query heads, K key and value heads, D width of a head.
+Legend: B rows, T tokens (queries) of a row, N = B·T, H heads, K key and value heads, D width of a head, of latent attention of
+its part that is not rotated, P rotated pairs, V width of a value, R width of a latent, L positions in the cache, or keys of a
+row, M pages a row.
 """
 
 from typing import NamedTuple

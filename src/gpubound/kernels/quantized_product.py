@@ -1,19 +1,16 @@
-"""Products of a decoding step with packed weights (packed_weights.py): of whole weights, as in decode_product.py, and of a
-sparse MLP's experts, as in experts.py; and for several rows at once. Everything is written in place.
+"""Products of a decoding step with packed weights (packed_weights.py), and for several rows at once. All are written in place.
 
-The experts' weights are packed as one, whose rows are those of one expert after the other. Which experts a row is given is read
-on the device, and of the packed weights only theirs are read.
+Packed are whole weights, as in decode_product.py, and those of a sparse MLP's experts, as in experts.py. The experts' weights
+are packed as one, whose rows are those of one expert after the other. Which experts a row is given is read on the device, and
+of the packed weights only theirs are read.
+
+The tiled ops are those of decode_product.py for 2 to 32 rows, on tensor cores. There each row is multiplied by itself in fp32:
+bound by memory for one row, and by waiting for a few. Here all rows are one product, for which x, times its norm's gain, is
+rounded to the dtype of the weights. So a row's bits differ from those that it gets alone. In fp16 such an x may have no end,
+where its norm has: bf16 is what these ops are for. The stream x may be given in the dtype of the weights: each program reads
+all of it, and fp32 is twice as many bytes. `tiled_add_product` writes such a copy.
 
 Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
-
-The products of one decoding step for several rows at once, on tensor cores: the ops of decode_product.py, of 2 to 32 rows.
-
-There each row is multiplied by itself in fp32: bound by memory for one row, and by waiting for a few. Here all rows are one
-product, for which x, times its norm's gain, is rounded to the dtype of the weights. So a row's bits differ from those that it
-gets alone. In fp16 such an x may have no end, where its norm has: bf16 is what these ops are for.
-
-The stream x may be given in the dtype of the weights: each program reads all of it, and fp32 is twice as many bytes.
-`tiled_add_product` writes such a copy.
 """
 
 from typing import cast

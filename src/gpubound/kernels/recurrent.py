@@ -1,41 +1,28 @@
-"""Layers that keep a state: the gated delta rule, Mamba-2 and LFM2's short convolution, and the scan over chunks of the first
-two.
+"""Layers that keep a state: the gated delta rule, Mamba-2 and LFM2's short convolution, and the scan of the first two.
 
-Scan over the chunks of a linear recurrence: what is left to do token after token once each chunk has been solved by itself.
+Both hold a matrix S for each head, which forgets. The gated delta rule writes what a key did not predict, and Mamba-2 a token's
+input times B, a row of the group:
 
-    new = u - w S,   o = q S + p new,   S = decay S + kᵀ new
+    S = exp(g) S,  S = S + beta k (v - Sᵀ k)ᵀ,  o = Sᵀ q          g = -exp(A) softplus(a + dt), beta = sigmoid(b)
+    S = exp(-exp(A) dt) S + dt x Bᵀ,  y = S C + D x               dt = softplus(its product + its bias), at least a limit
 
-for each chunk of L tokens: the gated delta rule, and without w Mamba-2.
+`chunk_scan` is what is left to do token after token once each chunk has been solved by itself, of Mamba-2 without w:
 
-Legend: B sequences of T tokens, H heads, R = B H rows, n chunks, L tokens a chunk, D width of a key, E of a value.
+    new = u - w S,   o = q S + p new,   S = decay S + kᵀ new      for each chunk of L tokens
 
-Gated delta rule: a recurrence of a matrix for each head, which forgets, and writes what a key did not predict.
+`delta_step` is a decoding step of a layer of Qwen3-Next and Qwen3.5: the causal convolution of q, k and v with SiLU, q and k
+divided by their lengths, the recurrence, and the norm of o with a gate. `mamba_step` is one of Mamba-2: the causal convolution
+of x, B and C with SiLU, the recurrence, and y times silu(z); Falcon-H1 multiplies z, the product of dt, and the result by
+factors. `grouped_norm_rows` is the RMSNorm over each group of heads that follows. `short_conv` is LFM2's gated convolution, for
+one or a few tokens of each row.
 
-    S = exp(g) S,  S = S + beta k (v - Sᵀ k)ᵀ,  o = Sᵀ q
+A row's inputs of a convolution are in a ring: that of position p is at place p % P. So a step shifts nothing, and the same step
+may be repeated. Inputs before a row's first position are zeros, whatever its ring holds.
 
-with g = -exp(A) softplus(a + dt) and beta = sigmoid(b). `delta_step` is a decoding step of a layer of Qwen3-Next and Qwen3.5:
-the causal convolution of q, k and v with SiLU, q and k divided by their lengths, the recurrence, and the norm of o with a gate.
-
-Legend: B rows, N key heads, H value heads, of which H / N share a key head, D width of a key, E of a value, C channels of the
-convolution (q, k and v: 2 N D + H E), K its taps, P places of its ring.
-
-Mamba-2: a recurrence of a matrix for each head, which forgets, and writes a token's input times B, a row of the group.
-
-    S = exp(-exp(A) dt) S + dt x Bᵀ,  y = S C + D x,   dt = softplus(its product + its bias), at least a limit
-
-`mamba_step` is a decoding step of a layer: the causal convolution of x, B and C with SiLU, the recurrence, and y times silu(z).
-Falcon-H1 multiplies z, the product of dt, and the result by factors.
-`grouped_norm_rows` is the RMSNorm over each group of heads that follows.
-
-Legend: B rows, H heads, P width of a head, G groups, which share B and C, N width of a state, C channels of the convolution
-(x, B and C: H P + 2 G N), K its taps.
-
-Gated short convolution of LFM2 in one decoding step, for one or a few tokens of each of B rows.
-
-A row's inputs of the convolution are in a ring: that of position p is at place p % P. So a step shifts nothing, and the same
-step may be repeated. Inputs before a row's first position are zeros, whatever its ring holds.
-
-Legend: B rows, T tokens a row in a step, C channels, K taps of the convolution, P places of the ring, at least K - 1 + T.
+Legend: B rows of T tokens, H (value) heads, N key heads, of which each has H / N value heads, D width of a key, E of a value; n
+chunks of L tokens, R = B H rows of the scan; of Mamba-2, P width of a head, G groups, which share B and C, N width of a state;
+C channels of the convolution (q, k and v: 2 N D + H E; x, B and C: H P + 2 G N), K its taps, P places of its ring, at least
+K - 1 + T.
 """
 
 from typing import Any, NamedTuple

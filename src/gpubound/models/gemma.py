@@ -1,24 +1,20 @@
 """The Gemma models: 1, 2, 3, 3n, 4, and VaultGemma.
 
-Gemma, Gemma 2 and VaultGemma: scaled embeddings, norms whose gain is 1 + weight, an MLP gated by gelu.
+Gemma, Gemma 2 and VaultGemma have scaled embeddings, norms whose gain is 1 + weight, and an MLP gated by gelu. Gemma 2 has
+norms before and after each part of a block, and a window in every other layer; VaultGemma has no norms after the parts. The
+scores of both are capped, score -> cap · tanh(score / cap), which SDPA does not support. A placed model therefore calls
+transformers' attention function that the config names, between the fused projections with RoPE and the output projection.
+(With SDPA, transformers omits the cap, and so does the placed model.) The logits are capped too, so the loss stays that of
+transformers.
 
-Gemma 2 has norms before and after each part of a block, and a window in every other layer; VaultGemma has no norms after the
-parts. The scores of both are capped,
-score -> cap · tanh(score / cap), which SDPA does not support. A placed model therefore calls transformers' attention function
-that the config names, between the fused projections with RoPE and the output projection. (With SDPA, transformers omits the
-cap, and so does the placed model.) The logits are capped too, so the loss stays that of transformers.
+Gemma 3 has normed heads, no cap on scores, and other angles for layers with a window.
 
-Gemma 3's text model: Gemma 2's blocks with normed heads, no cap on scores, and other angles for layers with a window.
+Gemma 4 has normed values, too, heads that belong to a layer, and a factor after each block. Layers without a window have wider
+heads, and keys that are values if `attention_k_eq_v`. The last layers may share the keys and values of earlier ones, and a
+block may have a separate input (decode/weights.py).
 
-Gemma 3n's text model: Gemma 4's attention, and MLPs whose gates may keep their largest values alone.
-
-Each block mixes four streams (AltUp), one of which attention and the MLP read. No kernel of a step does, so a decoder runs the
-model's own forward.
-
-Gemma 4's text model: Gemma 3's blocks, whose heads belong to a layer, with normed values and a factor after each block.
-
-Layers without a window have wider heads, and keys that are values if `attention_k_eq_v`. The last layers may share the keys
-and values of earlier ones, and a block may have a separate input (decode/weights.py).
+Gemma 3n has the attention of Gemma 4, and MLPs whose gates may keep their largest values alone. Each block mixes four streams
+(AltUp), one of which attention and the MLP read. No kernel of a step does, so a decoder runs the model's own forward.
 """
 
 import sys

@@ -1,28 +1,17 @@
 """Models with recurrent layers: Mamba-2, Bamba, Falcon-H1, Nemotron-H, LFM2 and LFM2-MoE.
 
-Mamba-2 by itself, where no layer has attention or an MLP, and Bamba, which has attention in some layers.
+Placing swaps norms, layers of Mamba-2 and the loss, of Mamba-2, Bamba and Falcon-H1 also MLPs, and of Falcon-H1 attention; all
+else, such as the loop over layers, stays that of transformers.
 
-Placing swaps norms, MLPs, layers of Mamba-2 and the loss; attention and the loop over layers stay those of transformers.
-
-Falcon-H1: attention and Mamba-2 side by side in every block, on the same normed stream, and factors of what they multiply.
-
-The decoder reads a block as two layers, Mamba-2, and attention with the MLP. No product needs its factor. With f of the gate
-and d of the MLP's output, silu(f gate) up d is silu(gate') up' d / f for a norm times f, and the stream is divided by d / f, as
-Granite's (granite.py). The other norm has attention's factors, which the scores take back. Those of Mamba-2 are in the taps of
-its convolution and in its step.
-
-Placing swaps norms, MLPs, attention, layers of Mamba-2 and the loss; the loop over layers stays that of transformers.
-
-Nemotron-H: blocks of Mamba-2, attention without positions, and MLPs without a gate.
-
-A block that mixes tokens and the MLP after it are read as one layer. A mixer that another one follows is a layer without an
-MLP.
-
-Placing swaps norms, layers of Mamba-2 and the loss; all else stays that of transformers.
-
-LFM2 and LFM2-MoE: gated short convolutions in most layers, attention with normed heads in the others.
-
-Placing swaps norms and the loss; the loop over layers, attention, convolutions and MLPs stay those of transformers.
+- Mamba-2 has no attention and no MLP; Bamba has attention in some layers.
+- Falcon-H1 has attention and Mamba-2 side by side in every block, on the same normed stream, and factors of what they multiply.
+  The decoder reads a block as two layers, Mamba-2, and attention with the MLP. No product needs its factor. With f of the gate
+  and d of the MLP's output, silu(f gate) up d is silu(gate') up' d / f for a norm times f, and the stream is divided by d / f,
+  as Granite's (granite.py). The other norm has attention's factors, which the scores take back. Those of Mamba-2 are in the
+  taps of its convolution and in its step.
+- Nemotron-H has blocks of Mamba-2, attention without positions, and MLPs without a gate. A block that mixes tokens and the MLP
+  after it are read as one layer. A mixer that another one follows is a layer without an MLP.
+- LFM2 and LFM2-MoE have gated short convolutions in most layers, and attention with normed heads in the others.
 
 Modules that mix tokens by a recurrence are replaced: chunks, and a scan over them. Projections, which may carry adapters, are
 called as they are. With a cache a module's own forward runs, except in training, where a new cache is left empty.

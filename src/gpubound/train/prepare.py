@@ -2,8 +2,6 @@
 
 Errors that cost no time come first: a missing file is reported before the corpus is built. A resumed run may change what does
 not affect the steps already done.
-
-A resumed run: the checkpoint that it goes on from, and what its recipe may change.
 """
 
 import gc
@@ -123,9 +121,7 @@ def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe, allow: Collecti
     permitted = allowed_keys(allow)
     phase, before, after = checkpoint.facts["phase"], old.stages(), new.stages()
     where = checkpoint.facts.get(WHERE, "")
-    known = set(
-        checkpoint.facts["recipe"]
-    )  # an earlier version had fewer keys; its rows are compared when the feed is restored
+    known = set(checkpoint.facts["recipe"])  # an earlier version had fewer; the rows are compared when the feed is restored
     of_the_run = known & {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"}
     changed = list(_differences(old, new, where, of_the_run).values())
     taken, refused = dict[str, str](), set[str]()

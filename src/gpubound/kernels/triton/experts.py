@@ -6,22 +6,18 @@ gets the same bits alone and in a batch; slots are summed in their order.
 
 `route` is one launch: each program computes some logits of a row, and the last of them to finish reads all and chooses. Chosen
 are the experts before which fewer than S stand, counted by comparing each with each: E²/128 comparisons a thread, without the S
-rounds of reductions, each behind barriers, that finding one greatest after the other would take.
+rounds of reductions, each behind barriers, that finding one greatest after the other would take. `select_experts`, a program
+for each row, chooses in the same way. Of groups, each expert's value counts for its group's total where it is one of the BEST
+there; an expert is eligible where fewer than `top_groups` groups have a greater total than its group. These go through memory
+between passes of one program.
 
 Dependent launch: ids and weights are known before `add_routed` may start, although they come from the kernel before the one
 that it waits for. `routed_gate_up` lets its successor in when it has waited itself, and then `route` is over. So `add_routed`
 asks for its first weights while gates and ups are still computed.
 
-Choice of experts with a program for each row, and the gate of a shared expert.
-
-Chosen are the experts before which fewer than S stand, counted by comparing each with each, as above. Of groups, each
-expert's value counts for its group's total where it is one of the BEST there; an expert is eligible where fewer than
-`top_groups` groups have a greater total than its group. These go through memory between passes of one program.
-
-Experts whose weights are stored by column: a program owns COLUMNS of an expert's weight, for one slot of one row.
-
-Its loads are rows of COLUMNS neighbours, of C inputs at a time; the next tile is requested before the last one is used. With
-slots in the grid, one row of a model of 2,880 columns has 360 programs. Another launch adds the slots' outputs, in their order.
+Of weights stored by column, a program owns COLUMNS of an expert's weight, for one slot of one row. Its loads are rows of
+COLUMNS neighbours, of C inputs at a time; the next tile is requested before the last one is used. With slots in the grid, one
+row of a model of 2,880 columns has 360 programs. Another launch adds the slots' outputs, in their order.
 """
 
 import torch
