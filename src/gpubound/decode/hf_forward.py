@@ -1,7 +1,7 @@
 """Runner of any causal language model of transformers: its own forward over a static cache. Slow, but general.
 
 `step(token_B, position_B)` returns logits of rows that have different positions. transformers' StaticCache has one position for
-all rows, and its masks are built from values that it reads back to the host. So every row has a position of its own in
+all rows, and its masks are built from values that it reads back to the host. So every row has its own position in
 `RowCache`: `aim` sets a range of a prompt, or one position in each row, before a forward, and every attention layer calls
 `update`, which writes there and returns the keys and values that the attention reads. The runner builds the masks on the device
 from the positions: 4-D ones, which models take unchanged, and one for each kind of layer where full and sliding attention mix.
