@@ -413,7 +413,7 @@ def test_the_pace_drafts_while_it_pays():
         plain = pace.plain(steps)
         pace.launched(plain, steps)
         if not plain:
-            pace.seen(round(tokens_a_step * steps), steps)
+            pace.add(round(tokens_a_step * steps), steps)
         return plain
 
     pace.begin(1)
@@ -428,13 +428,13 @@ def test_the_pace_drafts_while_it_pays():
     assert pace.plain(1) and not pace.plain(8)  # a request begins with a trial, which one step is not
     pace.launched(False, 8)
     assert pace.plain(8) and pace.plain(8)  # until its tokens are here
-    pace.seen(24, 8)
+    pace.add(24, 8)
     assert not pace.plain(8)
     pace.begin(1)
     assert pace.lead(3) == 2
     pace.launched(False, 8)
     assert pace.lead(3) == 1  # until the first trial of a request is over
-    pace.seen(8, 8)
+    pace.add(8, 8)
     assert pace.lead(3) == 2 and pace.plain(8)  # far below: at once
 
 
@@ -453,7 +453,7 @@ def test_texts_whose_drafts_fail_cost_three_percent(right, least):
                 steps, plain, tokens = flight.popleft()
                 got += tokens
                 if not plain:
-                    pace.seen(tokens, steps)
+                    pace.add(tokens, steps)
                 continue
             ladder = (1,) if launches == 0 else (8, 1)
             plain = pace.plain(next(k for k in ladder if k == 1 or k <= left / pace.rate))

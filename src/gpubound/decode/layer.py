@@ -87,7 +87,7 @@ class Workspace:
         self.copy: Tensor | None = None  # of the stream in `dtype`, which a tiled GEMM reads
         self.split = range(0)  # rows of steps whose products are in parts (kernels/split_product.py)
         self.parts: Tensor | None = None  # room for those of a product, fp32
-        self.together = False  # attention may sum a row's tokens in another order than one by one
+        self.together = False  # attention may sum a row's tokens in another order than separate ones
         self.pending: Tensor | None = None  # parts that the stream still lacks: the next norm adds them
         self.step_inputs: Any = None  # (layers, rows, width): the layers' own inputs in a step (weights.py)
         self.prompt_inputs: Any = None  # (B, T, layers, width)
@@ -295,9 +295,9 @@ class CachedAttention(Part):
         self._mixed = workspace.buffer("mixed", rows, w.query_heads * w.head_dim, dtype=workspace.dtype)
         most = max(n * _splits(n, self.kv_heads)[0] for n in (rows, min(rows, GEMV_ROWS)))
         self._partial = workspace.buffer("partial", most, self.kv_heads, w.query_heads // self.kv_heads, w.head_dim + 2)
-        width, heads, places = BY_QUERY
-        reach = min(workspace.cache.length, w.window or workspace.cache.length)
-        self.by_query = w.head_dim >= width and self.kv_heads <= heads and reach <= places and workspace.cache.kind is None
+        width, heads, most = BY_QUERY
+        length = min(workspace.cache.length, w.window or workspace.cache.length)
+        self.by_query = w.head_dim >= width and self.kv_heads <= heads and length <= most and workspace.cache.kind is None
         self.by_query &= workspace.dtype in SIXTEEN_BITS
         if self.by_query:
             self.early_bytes = EARLY_BYTES

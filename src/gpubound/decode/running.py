@@ -254,7 +254,7 @@ class RunningRequest:
             if piece:
                 yield row, piece
         if pace is not None and not plain:
-            pace.seen(self.generation.count - before[0], self.generation.row_steps - before[1])
+            pace.add(self.generation.count - before[0], self.generation.row_steps - before[1])
         if all(sequence.finish for sequence in self.sequences):
             return False
         if stopped:

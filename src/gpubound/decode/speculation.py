@@ -108,7 +108,7 @@ class Pace:
             self.drafted += steps
             self.trial = self.rate is not None and self.rate < self.ratio
 
-    def seen(self, tokens: int, steps: int) -> None:
+    def add(self, tokens: int, steps: int) -> None:
         """Count the tokens that verified steps, over all rows, have brought."""
         self.counted += steps
         if not steps or self.rate is None:

@@ -83,7 +83,7 @@ class Scratch(NamedTuple):
     most: int = 0  # keys that rows are known to read at most; 0: all positions. With more, programs take larger parts
     parts: Tensor | None = None  # (N,) int32, instead of `most`: each row's parts, one after the other (`listed`); or -1: none
     many: bool = False  # rows have so many keys that their parts fill a GPU as MANY rows do: the plan is that of these
-    together: bool = False  # a row's tokens may be summed in another order than if they came one by one
+    together: bool = False  # a row's tokens may be summed in another order than if they came separately
     by_query: bool = False  # each query head has its own programs: in registers they are small, and shared keys are read again
 
 

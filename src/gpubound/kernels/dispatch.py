@@ -241,16 +241,16 @@ def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
     return "reference" if any(results) else "triton"
 
 
-def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype, whole: bool = False) -> list[str | None]:
+def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype, gradients: bool = False) -> list[str | None]:
     """Return the results of the self-tests of `op` in any shape, those that `hasten` started included.
 
-    whole: of those that compared gradients, too
+    gradients: of those that compared gradients, too
     """
     # Copies: tests in other threads ask for verdicts of the ops that they call, and add them meanwhile.
     for key in [key for key in [*_early] if key[:3] == (op, device, dtype)]:
         _verdict(key)
     found = [(key, why) for key, why in [*_verdicts.items()] if key[:3] == (op, device, dtype)]
-    return [why for key, why in found if not (whole and key[4:])]
+    return [why for key, why in found if not (gradients and key[4:])]
 
 
 def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple, forward: bool = False) -> str | None:
@@ -259,7 +259,7 @@ def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple, forwa
     if dtype not in (*KERNEL_DTYPES, BYTES):
         return f"no kernel takes {dtype}: they compute in fp32"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        if others := _verdicts_of(op, device, dtype, whole=not forward):
+        if others := _verdicts_of(op, device, dtype, gradients=not forward):
             return next((why for why in others if why is not None), None)
         raise KernelError(
             f"{op}: its first call in {dtype} on {device} came inside a graph capture, where it cannot test itself; "

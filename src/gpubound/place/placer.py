@@ -200,17 +200,17 @@ def place(
         if fuse:
             calls = (call for c in chain(leaves, candidates.wholes(model)) for call in c.swap.calls)
             begin_self_tests(calls, target, coarsest(model))
-        whole = Exercise(model, example)
-        result = Agreement(why=whole.trouble)
+        complete = Exercise(model, example)
+        result = Agreement(why=complete.trouble)
         try:
             shared = candidates.shared_memory(model) if fuse else {}
             for c in leaves:
                 notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), partial(verify, c.module, c.swap.cases, c.adopt))
                 facts.release_cached(target, CACHED)  # stacked weights have left theirs, in pieces too small for others
             for c in candidates.wholes(model) if fuse else ():
-                notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, whole))
+                notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, complete))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)
-            if not whole.trouble and not (result := attempt("", whole.again)).ok:
+            if not complete.trouble and not (result := attempt("", complete.again)).ok:
                 result = Agreement(why=f"the whole model with every swap in it: {result}")
                 if strict:
                     raise PlaceError(f"place: {result}; every swap was undone.")
@@ -275,18 +275,18 @@ def _trial_refusal(c: Candidate) -> str | None:
     return c.swap.refusal or (None if trial is None else attempt("its trial", lambda: Agreement(why=trial() or "")).why)
 
 
-def _exercised(c: Candidate, whole: Exercise) -> Agreement:
+def _exercised(c: Candidate, complete: Exercise) -> Agreement:
     """Swap a decoder stack or language model, whose leaves are swapped already, and compare runs before and after.
 
-    The run after the swap of the `whole` model itself serves its own comparison, too: 0.3 s at 8b.
+    The run after the swap of the model of `complete` itself serves its own comparison, too: 0.3 s at 8b.
     """
-    exercise, whole.after = Exercise(c.module), None
+    exercise, complete.after = Exercise(c.module), None
     if exercise.trouble:
         return Agreement(why=exercise.trouble)
     c.adopt()
     result = exercise.again()
-    if result.ok and c.module is whole.model and whole.seeds:
-        whole.after = exercise.after
+    if result.ok and c.module is complete.model and complete.seeds:
+        complete.after = exercise.after
     return result
 
 

@@ -390,7 +390,7 @@ class Exercise:
                 self.trouble += " on random tokens; pass example=<a batch>"
 
     def again(self) -> Agreement:
-        """Run the model again, unless `after` is a run of it as it is, and compare."""
+        """Run the model again, unless `after` is a run of it unchanged, and compare."""
         dtype, after = coarsest(self.model), self.after or self.run()
         self.after = dict(after)  # other inputs may be added to these
         result = compare(after, self.before, dtype)

@@ -327,10 +327,10 @@ class TrainStep(NotCopyable):
         if isinstance(step.loss, Objective):
             for number, batch in enumerate(batches):
                 if batch.signature not in self._checked:
-                    whole = batch.whole()
-                    check = partial(step.loss.check_batch, step.model, whole)
+                    inputs = batch.whole()
+                    check = partial(step.loss.check_batch, step.model, inputs)
                     if first and not number:  # it runs the model, whose weights may be sharded: all ranks take part
-                        ids = whole.get("input_ids") if isinstance(whole, Mapping) else None
+                        ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
                         size = ids.shape if isinstance(ids, Tensor) and ids.dim() == 2 else None
                         with nullcontext() if size is None else attention_of(*size, self.device):  # type: ignore[call-arg]
                             self.with_weights(check)

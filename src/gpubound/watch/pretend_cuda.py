@@ -112,7 +112,7 @@ TYPES = {f"{name}Tensor": CudaTensorType(f"{name}Tensor", (), {"dtype": dtype}) 
 
 
 def _named_type(kind: Any) -> Any:
-    """Return the type that a string such as "torch.cuda.FloatTensor" names; any other argument as it is."""
+    """Return the type that a string such as "torch.cuda.FloatTensor" names; any other argument unchanged."""
     package, _, name = kind.rpartition(".") if isinstance(kind, str) else ("", "", "")
     return TYPES.get(name, kind) if package == "torch.cuda" else kind
 

@@ -40,7 +40,7 @@ def _sums(x_ptr, norm_ptr, w_ptr, w, u_ptr, u, row, col, left, N: tl.constexpr, 
     """N rows of x, times their norm's gain, with R rows of a weight, `left` of which are there, and of a second (u) or None:
     three tuples, by column, the last of x's squares. w, u: the first tiles, which were asked for before x was there.
 
-    All rows are asked for at once: if they come one by one, each waits for the L2 and for its sum, 2.5 us a row (H200, gate and
+    All rows are asked for at once: if they come separately, each waits for the L2 and for its sum, 2.5 us a row (H200, gate and
     up of 576 x 1536).
     """
     EVEN: tl.constexpr = K % C == 0
