@@ -103,7 +103,7 @@ class TestTokens:
 
     def test_a_placed_model(self):
         model = cases.build("Mixtral")
-        want = cases.hugging_face(model, PROMPT, 12)
+        want = cases.hugging_face(model, PROMPT, 6)
         gb.place(model, device="cpu")
         assert of_decoder(gb.decoder(model, 1, cases.ROOM, verify=False)) == want
 
