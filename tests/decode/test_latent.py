@@ -114,7 +114,7 @@ def test_what_latents_are_not_made_for():
 def test_a_placed_model(kind, device):
     model = cases.build(kind, device=device)
     ids = torch.tensor(cases.prompts(9, seed=4), device=device)
-    want = cases.hugging_face(model, cases.PROMPT, 12), model(ids, output_router_logits=True)
+    want = cases.hugging_face(model, cases.PROMPT, 6), model(ids, output_router_logits=True)
     gb.place(model, device=device)
     fast = gb.decoder(model, 1, cases.ROOM)
     assert fast.path == "" and cases.of_decoder(fast) == want[0]
