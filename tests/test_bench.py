@@ -220,7 +220,7 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
         ("decode", "--parts=speed,cpu", "cpu is measured by itself; leave the others out."),
         ("decode", "--batch=1,x", "got 'x', wanted batch sizes by comma, such as 1,32."),
         ("decode", "--rounds=2", "got 2, wanted at least 3, or there is no median to speak of."),
-        ("deepseek", "--parts=end", "got 'end', wanted some of step, codes, streams, memory, flash."),
+        ("deepseek", "--parts=end", "got 'end', wanted some of step, codes, streams, flash."),
         ("deepseek", "--split=rows", "got 'rows', wanted layers or tensors."),
         ("blocks", "--parts=seeds", "got 'seeds', wanted some of seed, large, poly, steps."),
     ],

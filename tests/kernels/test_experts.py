@@ -11,6 +11,7 @@ from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.experts import likeliest
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import load
+from gpubound.models.deepseek_v4.kernels import choose_experts
 from tests.messages import refusals
 
 from .apart import apart
@@ -280,6 +281,7 @@ def test_wrong_arguments_are_named(device):
         lambda: kernels.route(x, norm, router, True, logits, count, ids.long(), weights),
         lambda: kernels.routed_gate_up(x, norm, gate_up[:, :, :32], ids, h),
         lambda: kernels.routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, h),
+        lambda: choose_experts(weights, None, None, None, 1.0, ids, weights),
         lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h, limit=0.0),
         lambda: kernels.routed_gate_up(x, norm, gate_up, ids[:1], h),
         lambda: kernels.routed_gate_up(x, norm, gate_up, ids, h[:, :2]),

@@ -8,6 +8,7 @@ import torch
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import MatrixPlan
 from gpubound.kernels.registry import OPS, load
+from gpubound.models.deepseek_v4 import kernels
 from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
 
 from .theirs import theirs
@@ -95,3 +96,21 @@ def test_a_token_gives_the_same_bits_in_any_batch(device):
         row = slice(n // 2, n // 2 + 1)
         alone = call(own[0], own[1], ring[row], window, sinks, scale, out[:1], store[row], own[2], None, *angles)
         assert alone.equal(together[n : n + 1])
+
+
+WRONG = {
+    "window must be from 1 to 3, got 4": {"window": 4},
+    "a store goes with either ids or limit, got store": {"store": torch.ones(1, 5, 8)},
+    "cos and sin go together": {"cos": torch.ones(3, 2)},
+    "cos has 5 pairs, a head of 8 at most 4": {"cos": torch.ones(3, 5), "sin": torch.ones(3, 5)},
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    right = {
+        "q": torch.ones(2, 3, 8), "position": torch.zeros(2, dtype=torch.int32), "ring": torch.ones(1, 4, 8), "window": 3,
+        "sinks": torch.ones(3), "scale": 1.0, "out": torch.ones(2, 3, 8),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=f"^sparse_attention: {named}"):
+        kernels.sparse_attention(**right | WRONG[named])

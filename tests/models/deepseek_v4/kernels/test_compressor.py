@@ -5,6 +5,7 @@ import torch
 
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.registry import OPS, load
+from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.attention import Pending, Windows
 from gpubound.models.deepseek_v4.kernels.triton import attention as fast
 from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
@@ -108,3 +109,43 @@ def test_a_call_that_could_overwrite_what_it_reads_is_two_launches(device, monke
         part = Windows(x, x, pending, store, torch.zeros(2, 8, device=device), norm)
         fast.compress([part], torch.zeros(1, device=device).int(), cos, cos)
         assert calls == want
+
+
+WRONG = {
+    "an entry of the store, 4, or hold two series, 8, got 5": {
+        "kv": torch.ones(1, 1, 5),
+        "gate": torch.ones(1, 1, 5),
+    },
+    "a slot for each of the 4 tokens of an entry, got 3": {"pending": Pending(torch.ones(1, 3, 8), torch.ones(1, 3, 8))},
+    r"each position up to 4 and at most 2 pairs, got \(4, 1\) and \(5, 1\)": {"cos": torch.ones(4, 1)},
+    r"position must be a contiguous torch.int32 \(1,\)": {"position": torch.zeros(2, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    x, pending, other = torch.ones(1, 1, 8), Pending(torch.ones(1, 4, 8), torch.ones(1, 4, 8)), WRONG[named]
+    part = Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(2, 8), Norm(torch.ones(4), 1e-6))
+    right = {
+        "parts": [part._replace(**{key: t for key, t in other.items() if key in Windows._fields})],
+        "position": torch.zeros(1, dtype=torch.int32),
+        "cos": torch.ones(5, 1),
+        "sin": torch.ones(5, 1),
+    }
+    with pytest.raises(ValueError, match=f"^compress: .*{named}"):
+        kernels.compress(**right | {key: value for key, value in other.items() if key in right})
+
+
+def test_parts_of_one_launch_are_of_the_same_tokens():
+    def part(tokens: int, window: int) -> Windows:
+        x, pending = torch.ones(1, tokens, 8), Pending(torch.ones(1, 8, 8), torch.ones(1, 8, 8))
+        return Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(window, 8), Norm(torch.ones(4), 1e-6))
+
+    given = torch.zeros(1, dtype=torch.int32), torch.ones(9, 1), torch.ones(9, 1)
+    for other, named in (
+        ([part(2, 2)], r"got \(1, 1, 2\) and \(1, 2, 2\)"),
+        ([part(1, 4)], r"got \(1, 1, 2\) and \(1, 1, 4\)"),
+        ([part(1, 2)] * 2, "got 3 parts, wanted 1 to 2"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            kernels.compress([part(1, 2), *other], *given)

@@ -1,4 +1,4 @@
-"""Hyper-connections of a step: both mirrors beside hc_pre and hc_post in fp64, rows alone and together."""
+"""Hyper-connections of a step: both mirrors beside hc_pre and hc_post in fp64, rows alone and together, sentences."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from gpubound.kernels import send_words
 from gpubound.kernels.peer_exchange import POLLS
 from gpubound.kernels.registry import load
+from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.hyper_connections import hc_post_reference, hc_pre_reference, stretch, sums_shape
 from tests.kernels.cases import SOURCES, draw
 from tests.kernels.test_peer_exchange import mails
@@ -113,3 +114,17 @@ def test_words_that_come_while_they_are_asked_for(senders, width, device):
 def test_pieces():
     assert stretch(40) == 16 and stretch(4096) == 64 and stretch(7168) == 128
     assert sums_shape(1, 7168, 24) == (56, 1, 32) and sums_shape(2, 40, 24) == (3, 2, 32)
+
+
+def test_wrong_arguments():
+    x, weight, scale, base = given(torch.device("cpu"), 1, 4, 40)
+    mail, rest = mails(torch.device("cpu"), 2, 40)[0], (kernels.hc_sums(x, weight), scale, base, 0.1, 0.1, 2)
+    for op, arguments, named in (
+        ("hc_sums", (x.half(), weight), "x must be .* torch.float32"),
+        ("hc_sums", (x, weight[:, :9]), r"weight must be .* \(products, 160\)"),
+        ("hc_read", (x, weight, scale, base, 0.1, 0.1), r"sums must be .* \(3, 1, 32\)"),
+        ("hc_write", (x, x, *rest), r"y must be .* \(1, 40\)"),
+        ("hc_write", (x, mail, *rest, x), "got y by peer exchange and more"),
+    ):
+        with pytest.raises(ValueError, match=f"^{op}: {named}"):
+            getattr(kernels, op)(*arguments)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.hyper_connections import sinkhorn
 from gpubound.models.deepseek_v4.kernels.triton import hyper_connections as fast
 from tests.kernels.cases import TOLERANCE, agree, definitions, draw, same
@@ -94,3 +95,23 @@ def test_the_rounds_are_those_of_the_formula_in_fp64():
             m = m / ((m.sum(0) if turn % 2 == 0 else m.sum(1, keepdim=True)) + eps)
         wanted.append(m)
     same("matrices", sinkhorn(z, 20, eps), torch.stack(wanted), 1e-14)
+
+
+WRONG = {
+    r"hc_pre: x must be .* of streams \(..., S, D\), got torch.float32 \(6,\)": lambda x: kernels.hc_pre(x[0, 0], x, x, x),
+    r"hc_pre: weight must be .* \(24, 24\) for streams \(2, 4, 6\), got torch.float32 \(4, 6\)": lambda x: kernels.hc_pre(
+        x, x[0], torch.ones(3), torch.ones(24)
+    ),
+    r"hc_post: comb must be .* \(2, 4, 4\) .* got torch.int64 \(2, 4, 4\)": lambda x: kernels.hc_post(
+        x, x[:, 0], x[..., 0], x[..., :4].long()
+    ),
+    "hc_pre: iterations must be at least 1, got 0": lambda x: kernels.hc_pre(
+        x, torch.ones(24, 24), torch.ones(3), torch.ones(24), iterations=0
+    ),
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    with pytest.raises(ValueError, match=f"^{named}"):
+        WRONG[named](torch.ones(2, 4, 6))

@@ -6,6 +6,7 @@ import torch
 from gpubound.kernels import plans
 from gpubound.kernels.plans.types import TilePlan
 from gpubound.kernels.registry import load
+from gpubound.models.deepseek_v4 import kernels
 from tests.kernels.cases import TOLERANCE, assert_inside, banded, draw, same
 
 from .theirs import config, filled, theirs
@@ -95,3 +96,11 @@ def test_many_choices_match(block, device, monkeypatch):
     for row in (3, 4, 5):
         best = scores[row, : int(seen[row])].topk(60).indices.sort().values
         assert got[row].equal(best.int())
+
+
+def test_wrong_arguments():
+    given = torch.ones(3, 2, 8), torch.ones(2, 4, 8), torch.ones(3, 2), limits("cpu", 1, 1, 1), 1.0, torch.ones(3, 4)
+    with pytest.raises(ValueError, match="index_scores: q must have as many tokens for each of 2 rows of keys, got 3"):
+        kernels.index_scores(*given)
+    with pytest.raises(ValueError, match=r"index_topk: limit must be a contiguous torch.int32 \(2,\), got torch.int64"):
+        kernels.index_topk(torch.ones(2, 4), torch.ones(2).long(), torch.ones(2, 3).int())

@@ -1,13 +1,15 @@
-"""Several products in a launch: both mirrors beside fp64, rows alone and together."""
+"""Several products in a launch: both mirrors beside fp64, rows alone and together, sentences."""
 
 import pytest
 import torch
 
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.registry import load
+from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.products import Fp8Blocks, numbers, scales_shape
 from tests.kernels.cases import SOURCES, assert_inside, banded, draw
 from tests.kernels.test_peer_exchange import mails
+from tests.messages import message
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -58,6 +60,8 @@ def test_a_product_that_devices_share(source, in_fp8, device):
     found = [mail.summed(2) for mail in devices]
     assert torch.equal(*found)
     torch.testing.assert_close(found[0].double(), want, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, check=message("kernels/norm_products:a_product_that_devices_s")):
+        kernels.send_products(x[:, :16].contiguous(), parts[0], mails(device, 2, 48)[0])
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -88,3 +92,18 @@ def test_each_group_of_rows_reads_its_own(source, in_fp8, device):
     wide = numbers(given, torch.float64) if in_fp8 else weight.double()
     want = torch.stack([x[:, g].double() @ wide[8 * g : 8 * g + 8].t() for g in range(3)], 1).flatten(1)
     torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_what_does_not_go_together():
+    x, weight, blocks = torch.ones(1, 8), torch.ones(2, 8), coded(torch.device("cpu"), 2, 8, (2, 4), 1)
+    for given, named in (
+        ([weight] * 9, r"got 9 weights, wanted 1 to 8, of which up to 4 in fp8 \(got 0\)"),
+        ([blocks] * 5, r"got 5 weights, wanted 1 to 8, of which up to 4 in fp8 \(got 5\)"),
+        ([blocks, blocks._replace(block=(1, 4), scale=torch.ones(2, 2))], r"blocks of \[\(2, 4\), \(1, 4\)\]"),
+        ([weight, blocks], "weights in fp8 stand in front of the others"),
+        ([blocks._replace(scale=torch.ones(1, 1))], "scale must be"),
+    ):
+        with pytest.raises(ValueError, match=f"^norm_products: .*{named}"):
+            kernels.norm_products(x, None, given)
+    with pytest.raises(ValueError, match="norm_products: x has 3 groups, which takes no norm and one weight"):
+        kernels.norm_products(torch.ones(1, 3, 8), None, [weight])

@@ -1,9 +1,10 @@
-"""Heads that are normed and turned: both mirrors beside the formula in fp64, several parts in a launch."""
+"""Heads that are normed and turned: both mirrors beside the formula in fp64, several parts in a launch, sentences."""
 
 import pytest
 import torch
 
 from gpubound.kernels.registry import load
+from gpubound.models.deepseek_v4 import kernels
 from gpubound.models.deepseek_v4.kernels.attention import TurnedHeads
 from tests.kernels.cases import SOURCES, assert_inside, banded, draw
 
@@ -71,3 +72,28 @@ def test_parts_of_a_launch_have_the_numbers_of_their_own(source, count, device):
     for one, other in zip(together, alone):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, equal_nan=True)
     assert together[0][2].isnan().all() and not together[0][:2].isnan().any() and (together[1][2:4] == 7.0).all()
+
+
+def of(x: torch.Tensor, table: torch.Tensor, *rest: object) -> object:
+    return kernels.turn_heads([TurnedHeads(x, x.clone(), *rest)], torch.zeros(3).int(), table, table)
+
+
+WRONG = {
+    r"slot must be a contiguous torch.int32 \(3,\), got torch.int32 \(2,\)": lambda x, table: of(
+        x, table, None, None, torch.zeros(2).int()
+    ),
+    "cos must have at most 4 pairs for heads of 8, got 5": lambda x, table: of(x, torch.ones(6, 5)),
+    "weight is of a norm, which eps=None leaves out": lambda x, table: of(x, table, torch.ones(8)),
+    "got 4 tensors of heads, wanted 1 to 3": lambda x, table: kernels.turn_heads(
+        [TurnedHeads(x, x.clone())] * 4, torch.zeros(3).int(), table, table
+    ),
+    r"x must be .* \(3, heads, width\), got torch.float32 \(2, 2, 8\)": lambda x, table: kernels.turn_heads(
+        [TurnedHeads(x, x.clone()), TurnedHeads(x[:2], x[:2].clone())], torch.zeros(3).int(), table, table
+    ),
+}
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_wrong_arguments(named):
+    with pytest.raises(ValueError, match=f"^turn_heads: {named}"):
+        WRONG[named](torch.ones(3, 2, 8), torch.ones(6, 2))

@@ -1,7 +1,4 @@
-"""Ops of DeepSeek-V4's decoder. Each kernel is in triton/ under the same name.
-
-The decoder alone calls them, with contiguous tensors of the sizes that they name, so they check nothing.
-"""
+"""Ops specific to DeepSeek-V4, as plain functions; each kernel is in triton/ under the same name (kernels/ops.py)."""
 
 from .attention import (
     compress as compress,

@@ -1,9 +1,14 @@
-"""Attention of DeepSeek-V4 in a decoding step: RMSNorm and RoPE of its queries, keys and output, compressed keys, their choice.
+"""Attention of DeepSeek-V4 in a decoding step, RMSNorm and RoPE of its queries, keys and output, and its compressed keys.
 
 All heads share one key, which is also the value. A token attends to the last tokens in a ring buffer, and to compressed
 entries: those that the indexer chose, or all before a limit. A sink adds a logit without a value to each head's softmax. RoPE
-rotates the last 2 P channels of keys, and so of values, adjacent channels forming a pair: the output can be rotated by the
-negative angles of the token's position.
+applies to keys, and so to values: the output can be rotated by the negative angles of the token's position. RoPE rotates the
+last 2 P channels, adjacent channels forming a pair.
+
+Legend: N tokens, consecutive within a row; B rows, H heads, D width of a head and of a key, P pairs, R slots of the ring, L
+entries of the store, k chosen entries.
+
+Keys are compressed, and the lightning indexer chooses those that a token attends to.
 
 A window of m tokens is pooled to one entry. Each token has two products, kv and gate. The entry of a full window is, per
 channel, the mean of the window's kv weighted by the softmax of gate + bias over the tokens, followed by RMSNorm and RoPE at the
@@ -14,8 +19,8 @@ series of the preceding window and the second series of the current window, 2 m 
 
 `index_topk` chooses the k entries of the largest scores. No op synchronises with the host.
 
-Legend: B rows, T new tokens per row, N tokens, consecutive within a row; H heads, D width of a head, a key or an entry, P
-pairs, R slots of the ring, L entries of the store, k chosen entries; m tokens per window, W = D, or 2 D for two series.
+Legend: B rows, T new tokens per row, N tokens, consecutive within a row; m tokens per window, H heads, L entries of the store,
+D channels of an entry or a head, W = D, or 2 D for two series.
 """
 
 from collections.abc import Sequence
@@ -24,12 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....kernels.decode_product import Norm, rms_normed
-from ....kernels.dispatch import implementation
+from ....kernels.decode_product import WRITTEN, Norm, rms_normed
+from ....kernels.dispatch import implementation, require
 from ....kernels.registry import definition, draw, ints, zeros
 from ....kernels.rope import draw_angles
 
-MOST, MOST_HEADS = 2, 3  # parts of a launch of `compress`, and of `turn_heads`
+MOST = 2  # parts per launch
 
 
 class Pending(NamedTuple):
@@ -60,6 +65,14 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
     cos, sin  (positions, pairs) fp32, for every position where a window of the store may begin. The last 2 · pairs channels
               are rotated, adjacent channels forming a pair
     """
+    if not 1 <= len(parts) <= MOST:
+        raise ValueError(f"compress: got {len(parts)} parts, wanted 1 to {MOST}.")
+    (B, T), m = parts[0].kv.shape[:2], len(parts[0].bias)
+    require("compress", "position", position, torch.int32, (B,), parts[0].store.device, "it says where each row stands")
+    for part in parts:
+        _check_compressed(part, cos, sin)
+        if (now := (*part.kv.shape[:2], len(part.bias))) != (B, T, m):
+            raise ValueError(f"compress: all parts must have the same rows, new tokens and window, got {(B, T, m)} and {now}.")
     first = parts[0]
     series = first.kv.shape[2] // first.store.shape[2]
     return implementation("compress", first.store, None, (series, len(parts)))(parts, position, cos, sin)
@@ -113,6 +126,35 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([fixed, torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)], -1)
 
 
+def _check_compressed(part: Windows, cos: Tensor, sin: Tensor) -> None:
+    kv, gate, pending, store, bias, norm = part
+    device = store.device
+    require("compress", "store", store, None, ("rows", "entries", "channels"), device, WRITTEN)
+    require("compress", "kv", kv, None, (len(store), "tokens", "width"), device, "a row of it belongs to each new token")
+    require("compress", "gate", gate, kv.dtype, tuple(kv.shape), device, "it weighs kv")
+    (B, L, D), W, m = store.shape, kv.shape[2], len(bias)
+    if W not in (D, 2 * D):
+        raise ValueError(
+            f"compress: kv must be as wide as an entry of the store, {D}, or hold two series, {2 * D}, got {W}; "
+            "pass both series side by side."
+        )
+    require("compress", "bias", bias, None, ("window", W), device, "it has a row for each token of a window")
+    for name, t in (("pending.kv", pending.kv), ("pending.gate", pending.gate)):
+        require("compress", name, t, pending.kv.dtype, (B, pending.kv.shape[1], W), device, WRITTEN)
+    if pending.kv.shape[1] < W // D * m:
+        raise ValueError(
+            f"compress: pending must have a slot for each of the {W // D * m} tokens of an entry, got {pending.kv.shape[1]}."
+        )
+    require("compress", "norm.weight", norm.weight, None, (D,), device, "it has one number for each channel")
+    for name, t in (("cos", cos), ("sin", sin)):
+        require("compress", name, t, torch.float32, ("positions", "pairs"), device, "its rows are positions")
+    if len(cos) <= (L - 1) * m or 2 * cos.shape[1] > D or cos.shape != sin.shape:
+        raise ValueError(
+            f"compress: cos and sin must have a row for each position up to {(L - 1) * m} and at most {D // 2} pairs, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}."
+        )
+
+
 def _compressor_example(generator: torch.Generator, series: int, parts: int) -> tuple:
     """Draw windows of 4 for rows in the middle of a window, at its last token, at position 0, and with a negative position."""
     examples = [_draw_windows(generator, series, width) for width in (24, 16)[:parts]]
@@ -127,6 +169,9 @@ def _draw_windows(generator: torch.Generator, series: int, width: int) -> Window
     return Windows(kv, gate, pending, draw(generator, rows, 6, width), bias, norm)
 
 
+SEEN = "it says how many entries each token sees"
+
+
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
     """Write scores to out (N, L) fp32: -inf from entry `limit` on. Zero scores are +0, so that ties have equal bits.
 
@@ -135,6 +180,15 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
     weights  (N, H) fp32
     limit    (N,) int32: entries from `limit` on are not read
     """
+    device = keys.device
+    require("index_scores", "keys", keys, None, ("rows", "entries", "width"), device, "an entry's key follows the other's")
+    (B, L, D), N = keys.shape, len(q)
+    require("index_scores", "q", q, keys.dtype, (N, "heads", D), device, "it has heads as wide as the keys")
+    if N % B:
+        raise ValueError(f"index_scores: q must have as many tokens for each of {B} rows of keys, got {N} tokens.")
+    require("index_scores", "weights", weights, torch.float32, tuple(q.shape[:2]), device, "it has one for each head")
+    require("index_scores", "limit", limit, torch.int32, (N,), device, SEEN)
+    require("index_scores", "out", out, torch.float32, (N, L), device, WRITTEN)
     return implementation("index_scores", keys)(q, keys, weights, limit, scale, out)
 
 
@@ -157,6 +211,9 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
     scores  (N, L) fp32
     limit   (N,) int32: scores from `limit` on are not read
     """
+    require("index_topk", "scores", scores, torch.float32, ("tokens", "entries"), scores.device, "index_scores writes it")
+    require("index_topk", "limit", limit, torch.int32, (len(scores),), scores.device, SEEN)
+    require("index_topk", "ids", ids, torch.int32, (len(scores), "slots"), scores.device, WRITTEN)
     return implementation("index_topk", scores)(scores, limit, ids)
 
 
@@ -202,6 +259,9 @@ def sparse_attention(
     limit     (N,) int32, instead of ids: each token attends to all entries before `limit`
     cos, sin  (positions, pairs) fp32: the output is rotated by the negative angles of its token's position
     """
+    _check(q, position, ring, window, sinks, out)
+    _check_store(q, ring, store, ids, limit)
+    _check_angles(q, cos, sin)
     kernel = implementation("sparse_attention", ring, None, (q.shape[2], store is not None, ids is not None, cos is not None))
     return kernel(q, position, ring, window, sinks, scale, out, store, ids, limit, cos, sin)
 
@@ -238,6 +298,46 @@ def sparse_attention_reference(
     return out.copy_(result)
 
 
+def _check(q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, out: Tensor) -> None:
+    op, device = "sparse_attention", ring.device
+    require(op, "ring", ring, None, ("rows", "slots", "width"), device, "a position's key lies at its place mod the slots")
+    require(op, "q", q, ring.dtype, ("tokens", "heads", ring.shape[2]), device, "it has heads as wide as the keys")
+    (N, H, D), (B, R, _) = q.shape, ring.shape
+    if N % B:
+        raise ValueError(f"{op}: q must have as many tokens for each of {B} rows of the ring, got {N} tokens.")
+    if not 0 < window <= R - N // B + 1:
+        raise ValueError(
+            f"{op}: window must be from 1 to {R - N // B + 1}, got {window}; a ring of {R} slots holds no more of the "
+            f"positions that {N // B} new tokens see."
+        )
+    require(op, "position", position, torch.int32, (N,), device, "it says where each token stands")
+    require(op, "sinks", sinks, torch.float32, (H,), device, "it has one logit for each head")
+    require(op, "out", out, None, (N, H, D), device, WRITTEN)
+
+
+def _check_store(q: Tensor, ring: Tensor, store: Tensor | None, ids: Tensor | None, limit: Tensor | None) -> None:
+    op, device = "sparse_attention", ring.device
+    if (store is None) != (ids is None and limit is None) or (ids is not None and limit is not None):
+        names = [name for name, t in (("store", store), ("ids", ids), ("limit", limit)) if t is not None]
+        raise ValueError(f"{op}: a store goes with either ids or limit, got {' and '.join(names)}; pass two of the three.")
+    if store is not None:
+        require(op, "store", store, ring.dtype, (len(ring), "entries", ring.shape[2]), device, "it has entries like the keys")
+    if ids is not None:
+        require(op, "ids", ids, torch.int32, (len(q), "chosen"), device, "index_topk writes it")
+    if limit is not None:
+        require(op, "limit", limit, torch.int32, (len(q),), device, "it says how many entries each token sees")
+
+
+def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t is not None:
+            require("sparse_attention", name, t, torch.float32, ("positions", "pairs"), q.device, "its rows are positions")
+    if (cos is None) != (sin is None) or (cos is not None and sin is not None and cos.shape != sin.shape):
+        raise ValueError("sparse_attention: cos and sin go together and have one shape; pass both or neither.")
+    if cos is not None and 2 * cos.shape[1] > q.shape[2]:
+        raise ValueError(f"sparse_attention: cos has {cos.shape[1]} pairs, a head of {q.shape[2]} at most {q.shape[2] // 2}.")
+
+
 def _example(
     generator: torch.Generator, width: int = 48, stored: bool = True, chosen: bool = True, turned_back: bool = True
 ) -> tuple:
@@ -249,6 +349,9 @@ def _example(
     angles = draw_angles(generator, 100, 4) if turned_back else (None, None)
     sinks, out = draw(generator, 3).detach(), zeros(4, 3, width)
     return q, ints(80, 81, 2, -1), ring, 11, sinks, 0.2, out, store, ids, limit, *angles
+
+
+MOST_HEADS = 3  # tensors of heads per launch
 
 
 class TurnedHeads(NamedTuple):
@@ -272,7 +375,32 @@ def turn_heads(
     cos, sin  (positions, P) fp32
     back      rotate by the negative angles
     """
+    if not 1 <= len(parts) <= MOST_HEADS:
+        raise ValueError(f"turn_heads: got {len(parts)} tensors of heads, wanted 1 to {MOST_HEADS}.")
+    device, tokens = parts[0].x.device, len(parts[0].x)
+    require("turn_heads", "position", position, torch.int32, (tokens,), device, "it says where each token stands")
+    for name, t in (("cos", cos), ("sin", sin)):
+        require("turn_heads", name, t, torch.float32, (*cos.shape[:1], *cos.shape[-1:]), device, "its rows are positions")
+    if len(cos) == 0:
+        raise ValueError("turn_heads: cos and sin must have a row for each position, got none.")
+    for part in parts:
+        _check_heads(part, tokens, 2 * cos.shape[1], device)
     return implementation("turn_heads", parts[0].x, None, (len(parts),))(parts, position, cos, sin, back)
+
+
+def _check_heads(part: TurnedHeads, tokens: int, turning: int, device: torch.device) -> None:
+    x, out, weight, eps, slot = part
+    require("turn_heads", "x", x, None, (tokens, "heads", "width"), device, "a head follows the other")
+    H, D = x.shape[1:]
+    require("turn_heads", "out", out, None, (tokens if slot is None else "places", H, D), device, WRITTEN)
+    if slot is not None:
+        require("turn_heads", "slot", slot, torch.int32, (tokens,), device, "it says where each token is kept")
+    if turning > D:
+        raise ValueError(f"turn_heads: cos must have at most {D // 2} pairs for heads of {D}, got {turning // 2}.")
+    if weight is not None:
+        require("turn_heads", "weight", weight, None, (D,), device, "it has one number for each channel")
+        if eps is None:
+            raise ValueError("turn_heads: weight is of a norm, which eps=None leaves out; pass its eps.")
 
 
 @definition(lambda g, parts=2: _heads_example(g, parts))

@@ -29,8 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.dispatch import implementation
-from ....kernels.peer_exchange import Mail, example_mail
+from ....kernels.decode_product import WRITTEN
+from ....kernels.dispatch import implementation, require, require_device
+from ....kernels.peer_exchange import Mail, check_mail, example_mail
 from ....kernels.plans.types import power_of_two
 from ....kernels.registry import definition, draw
 
@@ -49,6 +50,11 @@ def sinkhorn(logits: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     return m
 
 
+def check_rounds(op: str, iterations: int) -> None:
+    if iterations < 1:
+        raise ValueError(f"{op}: iterations must be at least 1, got {iterations}; DeepSeek-V4 takes 20.")
+
+
 FEW = 4  # tokens up to which a program multiplies without tensor cores, which take 16 or 64 tokens at a time
 STREAMS = (1, 2, 4, 8)
 
@@ -62,7 +68,11 @@ def hc_pre(
     scale   (3,): of pre, post and comb
     base    ((2 + S) S,)
     """
-    kernel = implementation("hc_pre", x, _unable(x), (x.shape[-2], _many(x)))
+    _check_streams("hc_pre", x)
+    streams = x.shape[-2]
+    _check("hc_pre", x, weight, scale, base, (2 + streams) * streams, 3)
+    check_rounds("hc_pre", iterations)
+    kernel = implementation("hc_pre", x, _unable(x), (streams, _many(x)))
     return kernel(x, weight, scale, base, eps, norm_eps, iterations)
 
 
@@ -77,7 +87,12 @@ def hc_pre_reference(
 
 def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Return the streams after a layer: post_t y + Σ_s comb_st X_s for each t, summed in fp32 and rounded once to x's dtype."""
-    return implementation("hc_post", x, _unable(x), (x.shape[-2],))(x, y, post, comb)
+    _check_streams("hc_post", x)
+    *leading, streams, width = x.shape
+    wanted = {"y": (*leading, width), "post": (*leading, streams), "comb": (*leading, streams, streams)}
+    for (name, shape), t in zip(wanted.items(), (y, post, comb)):
+        _check_shape("hc_post", name, t, shape, x)
+    return implementation("hc_post", x, _unable(x), (streams,))(x, y, post, comb)
 
 
 @definition(lambda g, streams=4: (draw(g, 3, streams, 40), draw(g, 3, 40), draw(g, 3, streams), draw(g, 3, streams, streams)))
@@ -90,7 +105,10 @@ def hc_post_reference(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tenso
 
 def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
     """Return only u, for weight (S, S D), scale (1,) and base (S,)."""
-    kernel = implementation("hc_head", x, _unable(x), (x.shape[-2], _many(x)))
+    _check_streams("hc_head", x)
+    streams = x.shape[-2]
+    _check("hc_head", x, weight, scale, base, streams, 1)
+    kernel = implementation("hc_head", x, _unable(x), (streams, _many(x)))
     return kernel(x, weight, scale, base, eps, norm_eps)
 
 
@@ -127,6 +145,32 @@ def _unable(x: Tensor) -> str | None:
     return None if x.shape[-2] in STREAMS else f"its kernel mixes 1, 2, 4 or 8 streams, not {x.shape[-2]}"
 
 
+def _check_streams(op: str, x: Tensor) -> None:
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(
+            f"{op}: x must be a floating-point tensor of streams (..., S, D), got {x.dtype} {tuple(x.shape)}; "
+            "give each token its streams one below the other."
+        )
+
+
+def _check(op: str, x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, outputs: int, scales: int) -> None:
+    for name, t, shape in (
+        ("weight", weight, (outputs, x.shape[-2] * x.shape[-1])),
+        ("scale", scale, (scales,)),
+        ("base", base, (outputs,)),
+    ):
+        _check_shape(op, name, t, shape, x)
+
+
+def _check_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    if t.shape != shape or not t.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be a floating-point tensor {tuple(shape)} for streams {tuple(x.shape)}, "
+            f"got {t.dtype} {tuple(t.shape)}; reshape or cast it before the call."
+        )
+    require_device(op, x, **{name: t})
+
+
 def _example(generator: torch.Generator, streams: int, many: bool, outputs: int, scales: int) -> tuple:
     x = draw(generator, 20 if many else 3, streams, 40)
     return x, draw(generator, outputs, 40 * streams), draw(generator, scales), draw(generator, outputs), 1e-6, 1e-6
@@ -147,7 +191,9 @@ def sums_shape(tokens: int, width: int, products: int) -> tuple[int, int, int]:
 
 def hc_sums(x: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
     """Compute sums (Z, N, ·) fp32 of the streams x (N, S, D) fp32, for a part with weight (P, S D)."""
-    sums = x.new_empty(sums_shape(len(x), x.shape[2], len(weight))) if sums is None else sums
+    _check_step("hc_sums", x)
+    require("hc_sums", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
+    sums = _room("hc_sums", "sums", sums, x, sums_shape(len(x), x.shape[2], len(weight)))
     return implementation("hc_sums", x, _unable(x), (x.shape[1],))(x, weight, sums)
 
 
@@ -166,7 +212,8 @@ def hc_read(
     x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor | None = None
 ) -> Tensor:
     """Compute u (N, D) fp32, as `hc_pre` does. scale (3,), base (P,)."""
-    u = x.new_empty(len(x), x.shape[2]) if u is None else u
+    _check_sums("hc_read", x, sums, scale, base)
+    u = _room("hc_read", "u", u, x, (len(x), x.shape[2]))
     return implementation("hc_read", x, _unable(x), (x.shape[1],))(x, sums, scale, base, eps, norm_eps, u)
 
 
@@ -189,9 +236,20 @@ def hc_write(
     more    (N, some, D) fp32: terms that are added to y in order. None with a peer exchange, whose senders add them
     weight  the next part's; None: no sums
     """
-    out = torch.empty_like(x) if out is None else out
-    if weight is not None and following is None:
-        following = x.new_empty(sums_shape(len(x), x.shape[2], len(weight)))
+    _check_sums("hc_write", x, sums, scale, base)
+    if isinstance(y, Mail):
+        check_mail("hc_write", y, (len(x), x.shape[2]), x.device, takes=True)
+        if more is not None:
+            raise ValueError("hc_write: got y by peer exchange and more; pass more to send_words, which adds it to the sum.")
+    else:
+        require("hc_write", "y", y, torch.float32, (len(x), x.shape[2]), x.device, "a part gives as much as it reads")
+    if more is not None:
+        require("hc_write", "more", more, torch.float32, (len(x), "some", x.shape[2]), x.device, "it is added to y")
+    check_rounds("hc_write", rounds)
+    out = _room("hc_write", "out", out, x, tuple(x.shape))
+    if weight is not None:
+        require("hc_write", "weight", weight, None, ("products", x.shape[1] * x.shape[2]), x.device, "a row is a product")
+        following = _room("hc_write", "following", following, x, sums_shape(len(x), x.shape[2], len(weight)))
     form = x.shape[1], weight is not None, 0 if more is None else more.shape[1], isinstance(y, Mail)
     kernel = implementation("hc_write", x, _unable(x), form)
     return kernel(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
@@ -218,6 +276,27 @@ def hc_write_reference(
 def _products(x: Tensor, sums: Tensor, count: int, norm_eps: float) -> Tensor:
     total = sums.sum(0)
     return total[:, :count] * torch.rsqrt(total[:, count : count + 1] / (x.shape[1] * x.shape[2]) + norm_eps)
+
+
+def _room(op: str, name: str, buffer: Tensor | None, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if buffer is None:
+        return torch.empty(shape, device=x.device, dtype=torch.float32)
+    require(op, name, buffer, torch.float32, shape, x.device, WRITTEN)
+    return buffer
+
+
+def _check_step(op: str, x: Tensor) -> None:
+    require(op, "x", x, torch.float32, ("tokens", "streams", "width"), x.device, "a step's streams are fp32")
+
+
+def _check_sums(op: str, x: Tensor, sums: Tensor, scale: Tensor, base: Tensor) -> None:
+    _check_step(op, x)
+    products = (2 + x.shape[1]) * x.shape[1]
+    require(
+        op, "sums", sums, torch.float32, sums_shape(len(x), x.shape[2], products), x.device, "hc_sums or hc_write makes them"
+    )
+    require(op, "scale", scale, None, (3,), x.device, "of pre, post and comb")
+    require(op, "base", base, None, (products,), x.device, "one for each product")
 
 
 def _step_example(g: torch.Generator, streams: int) -> tuple:

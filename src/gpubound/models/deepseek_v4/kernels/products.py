@@ -3,9 +3,11 @@
 `norm_product` (decode_product.py) takes up to three weights, a bias and adapters. `norm_products` takes up to MOST weights, in
 16 bits, fp32 or fp8, without bias or adapters. fp8 weights are in the published format of DeepSeek's models: e4m3, and a scale
 for each block of rows and columns. `choose_experts` also computes the shared expert's activation, and `routed_down` leaves the
-chosen experts' results apart, for another op to sum. The last lines are the launch plans of DeepSeek-V4's ops (kernels/plans).
+chosen experts' results apart, for another op to sum.
 
 Legend: B rows, S experts per row (its slots), E experts in all, I width of the shared expert.
+
+Launch plans of the ops of DeepSeek-V4 (kernels/plans).
 """
 
 from collections.abc import Sequence
@@ -15,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.decode_product import Norm, draw_stream, form, rms_normed
-from ....kernels.dispatch import implementation
-from ....kernels.experts import draw_routes, times
-from ....kernels.gated import swiglu_reference
+from ....kernels.decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
+from ....kernels.dispatch import implementation, require
+from ....kernels.experts import STACKED, check_read, draw_routes, times
+from ....kernels.gated import check_limit, swiglu_reference
 from ....kernels.packed_weights import Packed, unpack
-from ....kernels.peer_exchange import Mail, example_mail
+from ....kernels.peer_exchange import Mail, check_mail, example_mail
 from ....kernels.plans import RULES, Job
 from ....kernels.plans.defaults import SEARCHED, Rule, first, width
 from ....kernels.plans.types import MatrixPlan, TilePlan
 from ....kernels.quantize import has_cores
-from ....kernels.quantized_product import draw_packed
+from ....kernels.quantized_product import check_experts, check_packed, draw_packed
 from ....kernels.registry import definition, draw, ints, zeros
 
 BLOCK = (128, 128)
@@ -72,8 +74,27 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
     """
     coded = [weight for weight in weights if isinstance(weight, Fp8Blocks)]
     plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    if not 1 <= len(weights) <= MOST or len(coded) > MOST_CODED:
+        raise ValueError(
+            f"norm_products: got {len(weights)} weights, wanted 1 to {MOST}, of which up to {MOST_CODED} in fp8 "
+            f"(got {len(coded)}); of more, call it again."
+        )
+    if any(isinstance(weight, Tensor) for weight in weights[: len(coded)]):
+        raise ValueError("norm_products: weights in fp8 stand in front of the others; put them there.")
+    rows = sum(weight.shape[0] for weight in weights)
+    if x.dim() == 3 and (norm is not None or len(weights) > 1 or rows % x.shape[1]):
+        raise ValueError(
+            f"norm_products: x has {x.shape[1]} groups, which takes no norm and one weight with as many rows for each, got "
+            f"{len(weights)} of {rows} rows{' and a norm' if norm is not None else ''}."
+        )
+    check_stream("norm_products", x if x.dim() != 3 else x.view(-1, x.shape[-1]), norm, *plain)
+    for weight in coded:
+        _check_coded(weight, x)
+    if len({weight.block for weight in coded}) > 1:
+        raise ValueError(f"norm_products: weights in fp8 have blocks of {[weight.block for weight in coded]}; wanted one size.")
     if out is None:
-        out = torch.empty(len(x), sum(weight.shape[0] for weight in weights), device=x.device, dtype=torch.float32)
+        out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
+    require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
     unable = _unread(weights, x)
     key = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
     return implementation("norm_products", plain[0] if plain else x, unable, key)(x, norm, weights, out)
@@ -82,6 +103,10 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
 def send_products(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
     """Send x weightᵀ, one device's term of a sum, to the inboxes of `mail` (peer_exchange.py). x (B, columns) fp32."""
     plain = [weight] if isinstance(weight, Tensor) else []
+    check_stream("send_products", x, None, *plain)
+    if isinstance(weight, Fp8Blocks):
+        _check_coded(weight, x)
+    check_mail("send_products", mail, (len(x), weight.shape[0]), x.device, fills=True)
     return implementation("send_products", plain[0] if plain else x, _unread([weight], x), (not plain,))(x, weight, mail)
 
 
@@ -89,6 +114,13 @@ def _unread(weights: Sequence[Weight], x: Tensor) -> str | None:
     if any(isinstance(weight, Fp8Blocks) for weight in weights) and x.is_cuda and not has_cores(x.device):
         return "this GPU reads no e4m3, which needs compute capability 8.9"
     return None
+
+
+def _check_coded(weight: Fp8Blocks, x: Tensor) -> None:
+    wanted = "outputs", x.shape[-1]
+    require("norm_products", "codes", weight.codes, torch.float8_e4m3fn, wanted, x.device, "all weights have x's width")
+    shape = scales_shape(weight.shape, weight.block)
+    require("norm_products", "scale", weight.scale, torch.float32, shape, x.device, "it has a number for each block")
 
 
 def _example(g: torch.Generator, offset: float | None = 0.0, coded: bool = False, plain: bool = True) -> tuple:
@@ -156,8 +188,35 @@ def choose_experts(
     ids         (B, S) int32
     shares      (B, S) fp32
     """
+    rows, slots = len(logits), ids.shape[-1]
+    require("choose_experts", "logits", logits, torch.float32, ("rows", "experts"), logits.device, "a product gives them")
+    if (correction is None) == (table is None) or (table is None) != (token is None):
+        raise ValueError("choose_experts: pass correction, or table and token: experts are chosen by scores or by the token.")
+    if not 0 < slots <= logits.shape[1]:
+        raise ValueError(f"choose_experts: ids has {slots} slots a row, wanted 1 to {logits.shape[1]}, the number of experts.")
+    if correction is not None:
+        require("choose_experts", "correction", correction, None, logits.shape[1:], logits.device, "it is added to scores")
+    if table is not None and token is not None:
+        require("choose_experts", "table", table, torch.int64, ("tokens", slots), logits.device, "it names a token's experts")
+        require("choose_experts", "token", token, torch.int64, (rows,), logits.device, "it finds them in the table")
+    require("choose_experts", "ids", ids, torch.int32, (rows, slots), logits.device, WRITTEN)
+    require("choose_experts", "shares", shares, torch.float32, (rows, slots), logits.device, WRITTEN)
+    if gated is not None:
+        _check_gated(gated, rows, logits.device)
     kernel = implementation("choose_experts", logits, None, (gated is not None,))
     return kernel(logits, correction, table, token, scale, ids, shares, gated)
+
+
+def _check_gated(gated: Gated, rows: int, device: torch.device) -> None:
+    gate, up, limit, out = gated
+    require("choose_experts", "gated.out", out, torch.float32, (rows, "width"), device, WRITTEN)
+    for name, t in (("gated.gate", gate), ("gated.up", up)):
+        if t.shape != out.shape or t.dtype != torch.float32 or t.device != device or t.stride(1) != 1:
+            raise ValueError(
+                f"choose_experts: {name} must be a torch.float32 {tuple(out.shape)} on {device} whose rows are contiguous, "
+                f"got {t.dtype} {tuple(t.shape)} on {t.device} with strides {t.stride()}."
+            )
+    check_limit("choose_experts", limit)
 
 
 @definition(lambda g, gated=False: _choice_example(g, gated))
@@ -196,30 +255,43 @@ def _choice_example(generator: torch.Generator, gated: bool) -> tuple:
     return *arguments, Gated(draw(generator, 3, 20).detach(), draw(generator, 3, 20).detach(), 0.8, zeros(3, 20))
 
 
-def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     """out (B, S, hidden, fp32) = weight · h downᵀ of each slot: as `add_routed`, for another op to sum in their order.
 
-    A program has one slot, so that none waits for an expert's weights S times.
+    A program has one slot, so that none waits for an expert's weights S times. With `dependent` as there.
     """
-    return implementation("routed_down", down)(h, down, ids, weights, out)
+    require("routed_down", "down", down, None, ("experts", "outputs", h.shape[-1]), out.device, STACKED)
+    _check_apart("routed_down", h, down.shape[2], ids, weights, out, down.shape[1])
+    return implementation("routed_down", down)(h, down, ids, weights, out, dependent)
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), zeros(2, 3, 48)))
 @torch.no_grad()
-def routed_down_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+def routed_down_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     products = [times(down, ids[:, slot], h[:, slot].to(out.dtype)) for slot in range(ids.shape[1])]
     return out.copy_(torch.stack(products, 1).mul_(weights[..., None]))
 
 
-def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     """out (B, S, hidden, fp32) = weight · h downᵀ of each slot, for another op to sum: see `routed_down`."""
-    return implementation("quantized_routed_down", h, None, (down.kind,))(h, down, ids, weights, out)
+    check_packed("quantized_routed_down", down, out)
+    _check_apart("quantized_routed_down", h, down.columns, ids, weights, out, out.shape[-1])
+    check_experts("quantized_routed_down", "down", down, out.shape[-1])
+    return implementation("quantized_routed_down", h, None, (down.kind,))(h, down, ids, weights, out, dependent)
 
 
 @definition(lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)))
 @torch.no_grad()
-def quantized_routed_down_reference(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+def quantized_routed_down_reference(
+    h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0
+) -> Tensor:
     return routed_down_reference(h, unpack(down).unflatten(0, (-1, out.shape[2])), ids, weights, out)
+
+
+def _check_apart(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, out: Tensor, outer: int) -> None:
+    """Check the slots of a down product that writes each slot separately."""
+    check_read(op, h, inner, ids, weights, out)
+    require(op, "out", out, torch.float32, (*ids.shape, outer), out.device, WRITTEN)
 
 
 def hyper_connections(job: Job) -> MatrixPlan:

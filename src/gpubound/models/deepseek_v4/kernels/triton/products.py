@@ -353,10 +353,10 @@ def _quantized_routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr,
 
 
 @torch.no_grad()
-def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     experts, rows, width = down.shape
     launch_product(
-        _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), 0, h,
+        _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
         down, ids, weights, out, experts, rows,
     )  # fmt: skip
     bump_versions(out)
@@ -364,10 +364,10 @@ def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tens
 
 
 @torch.no_grad()
-def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     rows = out.shape[2]
     _multiply(
-        _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), 0, h, down.words, down.scale, ids,
+        _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids,
         weights, out, _ONE, down.rows // rows, rows,
     )  # fmt: skip
     bump_versions(out)
