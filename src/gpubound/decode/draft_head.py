@@ -247,9 +247,8 @@ class HeadDraft(DrawnDraft):
     def __init__(self, body: Any, slots: BatchState, tokens: int, head: DraftHead) -> None:
         super().__init__(body, slots, tokens)
         self.runner = HeadRunner(head, body, tokens)
-        self.plain_states = torch.zeros(
-            slots.max_batch * slots.longest, *self.runner.states.rows.shape[1:], device=slots.device
-        )
+        states = self.runner.states.rows
+        self.plain_states = states.new_zeros(slots.max_batch * slots.longest, states.shape[1])
 
     def draft(self, state: Rows, chunk: Chunk, variant: SamplingVariant) -> None:
         (rows, T), runner, body = chunk.token.shape, self.runner, self.body
