@@ -94,7 +94,7 @@ def test_a_trial_launch_leaves_the_request_as_it_was(monkeypatch):
     graphs = fast.graphs
 
     def made(rows, steps, way):
-        saved = graphs._state(rows)
+        saved = graphs.state(rows)
         for number in (1, 0):
             graphs._run_on(number, rows, 1, way)
         assert fast.body.spans[1].layers[0].attention.window.data.isnan().any()
