@@ -348,12 +348,10 @@ def propose_resident(source: SourceText, line: int) -> list[Edit]:
     torch, edits = _torch(source), []
     for call in _copies(source, line):
         assert isinstance(call.func, ast.Attribute)
-        if name_of(call.func.value) and call.args and last_name(call) == "to":
+        passed: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        if name_of(call.func.value) and passed and last_name(call) == "to":
             start, inner = source.start(call), source.end(call.func.value)
-            edits += [Edit(start, start, f"{RESIDENT}("), Edit(inner, source.start(call.args[0]), ", ")]
-        elif name_of(call.func.value) and last_name(call) == "to" and call.keywords:
-            start, inner = source.start(call), source.end(call.func.value)
-            edits += [Edit(start, start, f"{RESIDENT}("), Edit(inner, source.end(call.func) + 1, ", ")]
+            edits += [Edit(start, start, f"{RESIDENT}("), Edit(inner, source.start(passed[0]), ", ")]
     if not edits:
         raise Refused("the line copies no tensor that has a name by .to(device)")
     return [
@@ -424,7 +422,8 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
         for statement in statements
         for node in ast.walk(statement)
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load)
-        for each in _index_names(node)
+        for each in remedies.index_roots(node)
+        if isinstance(each, ast.Name)
     ]
     names = {each.id for _, each in uses}
     if len(names) != 1:
@@ -446,13 +445,6 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
         source.inserted_line(first.lineno, copy),
         *(Edit(source.start(each), source.end(each), new) for _, each in uses),
     ]
-
-
-def _index_names(node: ast.Subscript) -> list[ast.Name]:
-    """Return the names by which `x[i]`, `x[i, j]` and `x[i[:, 0], i[:, 1]]` index."""
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    roots = [part.value if isinstance(part, ast.Subscript) else part for part in parts]
-    return [root for root in roots if isinstance(root, ast.Name)]
 
 
 def propose_slice(source: SourceText, line: int) -> list[Edit]:

@@ -61,7 +61,7 @@ class SourceText:
             self._starts.append(self._starts[-1] + len(line))
         self.newline = "\r\n" if b"\r\n" in self.data else "\n"
 
-    def start(self, node: ast.expr | ast.stmt) -> int:
+    def start(self, node: ast.expr | ast.stmt | ast.keyword) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 
     def end(self, node: ast.expr | ast.stmt) -> int:

@@ -132,12 +132,17 @@ def _calls(node: ast.AST) -> list[ast.Call]:
     return [n for n in ast.walk(node) if isinstance(n, ast.Call)]
 
 
+def _called(call: ast.Call) -> str:
+    """Return the name that is called: "item" of `loss.item()`."""
+    return ast.unparse(call.func).split(".")[-1]
+
+
 READERS = frozenset({"item", "cpu", "tolist", "int", "float", "bool"})
 
 
 def _read_in(node: ast.AST) -> list[ast.expr]:
     """Return what an expression reads by `x.item()`, `float(x)` and the like."""
-    calls = [call for call in _calls(node) if ast.unparse(call.func).split(".")[-1] in READERS]
+    calls = [call for call in _calls(node) if _called(call) in READERS]
     return [x for call in calls for x in ([call.func.value] if isinstance(call.func, ast.Attribute) else call.args[:1])]
 
 
@@ -179,7 +184,7 @@ def _targets(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST) -
     """Return the names that get what a statement reads, and where: of a returned value those of its calls in this file."""
     if isinstance(statement, ast.Return) and isinstance(scope, FUNCTIONS):
         assigned = (n for n in ast.walk(tree) if isinstance(n, ast.Assign) and not _covers(scope, n.lineno))
-        getting = [n for n in assigned if any(ast.unparse(c.func).split(".")[-1] == scope.name for c in _calls(n.value))]
+        getting = [n for n in assigned if any(_called(c) == scope.name for c in _calls(n.value))]
         return [(_stored(n), _around(n, tree)) for n in getting]
     return [(_stored(statement), scope)] if statement is not None and scope is not None else []
 
@@ -201,7 +206,7 @@ def _uses(statement: ast.stmt | None, scope: ast.AST | None, tree: ast.AST, deep
         return uses
     if isinstance(statement, ast.Return) and isinstance(scope, FUNCTIONS):
         others = (n for n in ast.walk(tree) if isinstance(n, (ast.AugAssign, ast.Expr)) and not _covers(scope, n.lineno))
-        uses += (n for n in others if any(ast.unparse(c.func).split(".")[-1] == scope.name for c in _calls(n)))
+        uses += (n for n in others if any(_called(c) == scope.name for c in _calls(n)))
     for names, where in _targets(statement, scope, tree):
         for each in ast.walk(where):
             part = each.test if isinstance(each, (ast.If, ast.While)) else each if _is_simple(each) else None
@@ -237,7 +242,7 @@ def is_timed(site: Site) -> bool:
     """Return whether a clock is read in the line before or after a wait, or in its own."""
     lines = range(site.line - 1, site.line + 2)
     calls = (call for call in _calls(parsed(site.file)) if call.lineno in lines)
-    return any(ast.unparse(call.func).split(".")[-1] in CLOCKS for call in calls)
+    return any(_called(call) in CLOCKS for call in calls)
 
 
 def _is_simple(node: ast.AST) -> bool:
@@ -289,7 +294,7 @@ def create_on_device(site: Site) -> str:
         if name in FACTORIES and plain and not _joined(call, calls):
             return ON_DEVICE.format(name)
     for call in calls:
-        name = ast.unparse(call.func).rpartition(".")[2]
+        name = _called(call)
         if name in TENSORS and call.args:
             given = [n for n in ast.walk(call.args[0]) if isinstance(n, ast.Name)]
             return STAGED if given else HOST_DATA.remedy
@@ -298,18 +303,17 @@ def create_on_device(site: Site) -> str:
 
 def _joined(call: ast.Call, calls: list[ast.Call]) -> bool:
     """Return whether a call's result is copied together with others, which are on the CPU, too."""
-    joins = (each for each in calls if ast.unparse(each.func).split(".")[-1] in ("cat", "stack", "concat", "hstack", "vstack"))
+    joins = (each for each in calls if _called(each) in ("cat", "stack", "concat", "hstack", "vstack"))
     return any(call in ast.walk(each) for each in joins)
 
 
 def _of_loader(site: Site) -> bool:
     """Return whether a line of a file with a DataLoader copies a tensor that it does not make there."""
     statement, _ = _statement(site)
-    calls = [n for n in ast.walk(statement or ast.Module([], [])) if isinstance(n, ast.Call)]
+    calls = _calls(statement or ast.Module([], []))
     copied = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "cuda", "type")]
-    made = any(isinstance(n, ast.Call) for tensor in copied for n in ast.walk(tensor))
-    makers = (n for n in ast.walk(parsed(site.file)) if isinstance(n, ast.Call))
-    return bool(copied) and not made and any(ast.unparse(n.func).split(".")[-1] == "DataLoader" for n in makers)
+    made = any(_calls(tensor) for tensor in copied)
+    return bool(copied) and not made and any(_called(call) == "DataLoader" for call in _calls(parsed(site.file)))
 
 
 def index_of(row: LedgerRow) -> str:
@@ -319,10 +323,15 @@ def index_of(row: LedgerRow) -> str:
         return ""
     statement, _ = _statement(site)
     taken = [n for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
-    parts = [part for each in taken for part in (each.slice.elts if isinstance(each.slice, ast.Tuple) else [each.slice])]
-    roots = [part.value if isinstance(part, ast.Subscript) else part for part in parts]  # x[index[:, 0]]
+    roots = [root for each in taken for root in index_roots(each)]
     names = {root.id for root in roots if isinstance(root, ast.Name)}
     return names.pop() if len(names) == 1 and not any(isinstance(root, ast.Call) for root in roots) else ""
+
+
+def index_roots(node: ast.Subscript) -> list[ast.expr]:
+    """Return what `x[i]`, `x[i, j]` and `x[i[:, 0], i[:, 1]]` index by: i, and j."""
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    return [part.value if isinstance(part, ast.Subscript) else part for part in parts]
 
 
 def _of_library(row: LedgerRow, count: float) -> str:
