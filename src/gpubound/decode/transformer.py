@@ -580,7 +580,7 @@ class FusedRunner(ViewRunner):
         return self.host is not None or rows <= self.head_rows
 
     def same_kernels(self, rows: int) -> bool:
-        return rows <= min(self.gemv_rows, self.head_rows) and self.host is None
+        return rows <= self.head_rows and self.host is None
 
     @property
     def adapters(self) -> list[str] | None:

@@ -117,7 +117,11 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
 
     A shape must equal the one that the op passes to `implementation`, or the call compiles other kernels again.
     """
-    for key in not_begun((op, device, dtype, shape) for op, shape in calls):
+    _submit((op, device, dtype, shape) for op, shape in calls)
+
+
+def _submit(keys: Iterable[Key]) -> None:
+    for key in not_begun(keys):
         _early[key] = threads().submit(selftest.check, *key)
 
 
@@ -200,8 +204,7 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
 def _verdict(key: Key) -> str | None:
     if key not in _verdicts:
         if _untested.get():
-            for new in not_begun([key]):
-                _early[new] = threads().submit(selftest.check, *new)
+            _submit([key])
             return None
         early = _early.pop(key, None)
         # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.

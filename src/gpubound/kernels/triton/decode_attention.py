@@ -732,9 +732,11 @@ def decode_attention(
     if by_query and not together:
         way, KV, share, group, least, G = "by query", KV * group, group, 1, 1, 1
 
+    def along(plan: AttentionPlan) -> int:  # programs without a part take time
+        return min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))
+
     def run(plan: AttentionPlan) -> None:
-        along = min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))  # those without a part take time
-        grid = (position.numel() * KV, along) if parts is None else (len(parts) * KV, 1)
+        grid = (position.numel() * KV, along(plan)) if parts is None else (len(parts) * KV, 1)
         _decode_attention_kernel[grid](
             qkv, position, *cache[:5], None if shared is None else shared.counts, parts, cos, sin, q_weight, k_weight, sinks,
             eps, scale, partial, finished, state, out, len(cos), len(cache.k), apart, terms, KV, group, least, G, D // 2, HP,
@@ -746,8 +748,7 @@ def decode_attention(
 
     def run_together(plan: AttentionPlan) -> None:
         fresh, lines = max(16, power_of_two(tokens)), power_of_two(group * tokens)
-        along = min(splits, cdiv(min(most_keys or len(cos), len(cos)), plan.keys * tiles))
-        _together_kernel[(len(position) * KV, along)](
+        _together_kernel[(len(position) * KV, along(plan))](
             qkv, position, *cache[:5], cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
             len(cache.k), KV, group, lines, max(16, lines), D // 2, HP, plan.keys, splits, window, cos.shape[1], norms[0],
             offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, fresh, pages, most, kind, tiles,
