@@ -5,7 +5,9 @@ defaults, and of TRL's GRPOTrainer, which generates with transformers, at equal 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,12 +30,12 @@ UNLIKE, SHARED, PRICE, GAP, FASTER, MEMORY = 0.85, 1 / 1.15, 1 / 1.3, 1e-3, 8.0,
 GATED = "256"  # of equal lengths, the one that the rate is asked of
 
 
-def case(shape: str, micro: int, lora: bool = False) -> RLJob:
+def case(shape: str, micro: int, **rest: Any) -> RLJob:
     """64 x 8 answers of 512 tokens, for TRL in micro-batches that its logits leave room for."""
-    return RLJob("", shape, 640, micro, 512 // micro, "cuda", lora=lora)
+    return RLJob("", shape, 640, micro, 512 // micro, "cuda", **rest)
 
 
-CASES = {"0.6b": case("0.6b", 16), "1.7b": case("1.7b", 16), "8b-lora": case("8b", 8, lora=True)}
+CASES = {"0.6b": case("0.6b", 16), "1.7b": case("1.7b", 16, steps=2), "8b-lora": case("8b", 8, lora=True, steps=2)}
 SMALL = RLJob(
     "", "tiny-qwen3", 12, 4, 2, "cpu", prompts=4, samples=2, prompt=4, new=8, rows=4, equal=(4, 8), mean=4, most=16,
     sequences=12, lengths=(4, 9), prefills=1, limit=300.0,
@@ -82,18 +84,37 @@ def main(argv: Sequence[str]) -> int:
                 keep_prefill(bench, name, job, of, who)
         if "exact" in parts and (of := found("loop")) and (other := found("loop-not-exact")):
             keep_exact(bench, name, of, other)
-        if "step" in parts and (of := found("loop")):
-            keep_step(bench, name, of, found("learning"), {who: theirs for who in peers if (theirs := found(who))})
+        if "step" in parts:
+            with alone(bench, name, job) as measured:
+                if of := found("loop"):
+                    keep_step(bench, name, of, measured, peers={who: partial(found, who) for who in peers})
     return bench.finish()
+
+
+def begun(bench: Bench, name: str, job: RLJob, who: str) -> Worker | None:
+    """Return a contender's process, None where that failed, which is told."""
+    return started(bench, name, Worker, replace(job, who=who, device=bench.device.type), module="benchmarks.rl_worker")
 
 
 def facts(bench: Bench, name: str, job: RLJob, who: str) -> dict[str, Any] | None:
     """Return what a contender measured in its process, None where that failed, which is told."""
-    worker = started(bench, name, Worker, replace(job, who=who, device=bench.device.type), module="benchmarks.rl_worker")
-    if worker is None:
+    if (worker := begun(bench, name, job, who)) is None:
         return None
     with worker:
         return worker.facts
+
+
+@contextmanager
+def alone(bench: Bench, name: str, job: RLJob) -> Iterator[Callable[[], dict[str, Any] | None]]:
+    """Yield a function that returns what learning alone takes. It is made ready beside the loop's process, whose start is as
+    long, and waits: a step of 0.6b with its peer took 250 s."""
+    with ThreadPoolExecutor(1) as beside:
+        ready = beside.submit(begun, bench, name, job, "learning")
+        try:
+            yield lambda: None if (worker := ready.result()) is None else worker.ask()
+        finally:
+            if (worker := ready.result()) is not None:
+                worker.__exit__()
 
 
 def keep_rollouts(bench: Bench, name: str, of: Mapping[str, Any]) -> None:
@@ -136,31 +157,34 @@ def keep_exact(bench: Bench, name: str, exact: Mapping[str, Any], other: Mapping
 
 
 def keep_step(
-    bench: Bench, name: str, of: Mapping[str, Any], alone: Mapping[str, Any] | None, peers: Mapping[str, Mapping[str, Any]]
+    bench: Bench, name: str, of: Mapping[str, Any], alone: Callable[[], Any], *, peers: Mapping[str, Callable[[], Any]]
 ) -> None:
-    for who, each in {"ours": of, **peers}.items():
+    """Keep the lines of steps, those beside each peer once it has been measured."""
+
+    def told(who: str, each: Mapping[str, Any]) -> None:
         phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in each["phases"].items())
         print(f"{name} {who}: a step of {each['tokens']:,.0f} tokens takes {each['seconds']:.2f} s: {phases}", flush=True)
-    if peers:
-        theirs = {who: each["seconds"] for who, each in peers.items()}
-        bench.figure(f"{name} step", "s", of["seconds"], theirs, {"trl": FASTER})
+
+    told("ours", of)
+    learning = 1e3 * of["phases"]["learn"]
+    if learnt := alone():
+        theirs = 1e3 * learnt["seconds"]
+        bench.figure(f"{name} step, learning beside it alone", "ms", learning, {"training alone": theirs}, {})
+        bench.figure(f"{name} step", "s", of["seconds"], {"training alone": learnt["seconds"]}, {})
+    if learnt and learnt["peak_gib"] is not None:
+        peak = {"training alone": learnt["peak_gib"]}
+        bench.figure(f"{name} step peak memory", "GiB", of["peak_gib"], peak, {"training alone": MEMORY})
+        bench.figure(f"{name} learning host syncs", "syncs", learnt["syncs"], {"budget": 0}, {"budget": 1.0})
+    for who, measured in peers.items():
+        if (each := measured()) is None:
+            continue
+        told(who, each)
+        bench.figure(f"{name} step", "s", of["seconds"], {who: each["seconds"]}, {"trl": FASTER})
         for phase, words in (("sample", "sampling"), ("reward", "reward"), ("learn", "learning")):
-            ours = 1e3 * max(1e-6, of["phases"][phase])  # rewards are ready when the last answer is
-            theirs = {who: 1e3 * max(1e-6, each["phases"][phase]) for who, each in peers.items()}
-            bench.figure(f"{name} step, {words}", "ms", ours, theirs, {})
-    if alone is None:
-        return
-    bench.figure(
-        f"{name} step, learning beside it alone",
-        "ms",
-        1e3 * of["phases"]["learn"],
-        {"training alone": 1e3 * alone["seconds"]},
-        {},
-    )
-    if alone["peak_gib"] is not None:
-        peaks = {"training alone": alone["peak_gib"]} | {who: each["peak_gib"] for who, each in peers.items()}
-        bench.figure(f"{name} step peak memory", "GiB", of["peak_gib"], peaks, {"training alone": MEMORY})
-        bench.figure(f"{name} learning host syncs", "syncs", alone["syncs"], {"budget": 0}, {"budget": 1.0})
+            ours, theirs = (1e3 * max(1e-6, one["phases"][phase]) for one in (of, each))  # ready with the last answer
+            bench.figure(f"{name} step, {words}", "ms", ours, {who: theirs}, {})
+        if each["peak_gib"] is not None:
+            bench.figure(f"{name} step peak memory", "GiB", of["peak_gib"], {who: each["peak_gib"]}, {})
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from .real_weights_trl import without_hashes
 from .serving import Job, answer, settle
 from .shapes import QWEN3, llama_config, qwen3_config, shape_of
 
-LR, STEPS = 1e-6, 3  # the first one captures graphs
+LR = 1e-6
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class RLJob(Job):
     micro-batches of answers."""
 
     prompts: int = 64
+    steps: int = 3  # of the loop; the first one captures graphs
     samples: int = 8
     prompt: int = 128  # tokens
     new: int = 512
@@ -76,7 +77,7 @@ def plain(job: RLJob) -> nn.Module:
 
 def texts(job: RLJob) -> list[str]:
     """Return the prompts of a run."""
-    return words(job.shape, np.full(STEPS * job.prompts, job.prompt), seed=0)
+    return words(job.shape, np.full(job.steps * job.prompts, job.prompt), seed=0)
 
 
 def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -87,7 +88,7 @@ def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 def keys(job: RLJob) -> dict[str, Any]:
     """Return what a run has, ours and TRL's: the loss of GRPO, without a reference, an update a step."""
     return {
-        "steps": STEPS, "prompts_per_step": job.prompts, "samples": job.samples, "max_new_tokens": job.new,
+        "steps": job.steps, "prompts_per_step": job.prompts, "samples": job.samples, "max_new_tokens": job.new,
         "rollout_rows": job.rows, "variant": "grpo", "lr": LR, "device": job.device,
     }  # fmt: skip
 
@@ -116,7 +117,10 @@ def loop(job: RLJob, exact: bool | None = None) -> dict[str, Any]:
 
 
 def learning(job: RLJob) -> dict[str, Any]:
-    """The step of such a run alone, on random answers: seconds, memory and host syncs, from answers to the update."""
+    """The step of such a run alone, on random answers: seconds, memory and host syncs, from answers to the update.
+
+    It is measured once a line on stdin asks for it, so that it may become ready while another process does.
+    """
     recipe, device, draw = gb.rl.RLRecipe(**keys(job)), torch.device(job.device), np.random.default_rng(0)
     vocabulary = shape_of(job.shape).vocab
 
@@ -135,17 +139,20 @@ def learning(job: RLJob) -> dict[str, Any]:
     ]
     shape = RowShape.of(job.prompts * job.samples, job.seq)
     step = recipe.training(shape.most).make_step(policy(job).train(), recipe.objective(), device)
-    seconds: list[float] = []
 
-    def once() -> Any:
-        return step(micro_batches(groups, advantages(groups, recipe.scaled), shape, device))
-
-    for _ in range(STEPS):
+    def seconds(groups: list[AnswerGroup]) -> float:
         began = time.perf_counter()
-        once().read()
-        seconds.append(time.perf_counter() - began)
-    facts = {"seconds": fmean(seconds[1:]), "peak_gib": held_gib(job)}
-    return facts | {"syncs": None if job.device == "cpu" else host_syncs(once)}
+        step(micro_batches(groups, advantages(groups, recipe.scaled), shape, device)).read()
+        return time.perf_counter() - began
+
+    few = groups[: -(-3 * shape.rows * (shape.tokens // job.seq) // job.samples)]  # of three micro-batches: all graphs
+    for _ in range(2):
+        seconds(few)
+    answer("ready")
+    if not sys.stdin.readline():
+        sys.exit()
+    facts = {"seconds": seconds(groups), "peak_gib": held_gib(job)}
+    return facts | {"syncs": None if job.device == "cpu" else host_syncs(lambda: seconds(few))}
 
 
 def rollouts(job: RLJob, exact: bool = False) -> dict[str, Any]:

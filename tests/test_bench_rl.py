@@ -1,5 +1,6 @@
 """`gpubound bench rl`: everyone has the same prompts, learning alone is a run's, and a dry run has a line for each gate."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -40,6 +41,7 @@ def test_prompts_have_one_length():
 def lines(monkeypatch, found: dict) -> dict:
     """What bench rl keeps of figures like these, by case and peer."""
     monkeypatch.setattr(bench_rl, "facts", lambda bench, name, job, who: found.get(who))
+    monkeypatch.setattr(bench_rl, "alone", lambda *_: nullcontext(lambda: found.get("learning")))
     kept = []
     monkeypatch.setattr(bench_rl.Bench, "finish", lambda bench: kept.extend(bench.lines))
     bench_rl.main(["--dry"])
@@ -78,6 +80,7 @@ def test_the_gates_are_those_that_were_asked_for(monkeypatch):
     assert kept["0.6b gap, not exact", "budget"] == ("nats", 0.03, 1e-3, 0.0, None)
     assert kept["0.6b step, exact", "not exact"] == ("s", 4.0, 3.0, 0.75, 1 / 1.3)
     assert kept["0.6b step", "trl"] == ("s", 4.0, 40.0, 10.0, 8.0)
+    assert kept["0.6b step", "training alone"] == ("s", 4.0, 0.5, 0.125, None)
     assert kept["0.6b step, reward", "trl"][3] == 1.0  # nobody waited
     assert kept["0.6b step peak memory", "training alone"][1:] == pytest.approx((24.0, 20.0, 1 / 1.2, 1 / 1.2), rel=1e-4)
     assert kept["0.6b step peak memory", "trl"] == ("GiB", 24.0, 60.0, 2.5, None)
@@ -86,12 +89,28 @@ def test_the_gates_are_those_that_were_asked_for(monkeypatch):
     assert not any("step" in case or "exact" in case for case, _ in failed) and len(failed) == 5
 
 
+def test_a_line_is_printed_before_the_next_contender_is_measured(monkeypatch, capsys):
+    run = {"seconds": 4.0, "phases": {"sample": 3.0, "reward": 0.0, "learn": 1.0}, "tokens": 1e5, "peak_gib": None}
+    seen = []
+
+    def measured(each):
+        seen.append(capsys.readouterr().out)
+        return each
+
+    bench = bench_rl.Bench("rl", torch.device("cpu"), "", dry=True)
+    learning = {"seconds": 0.5, "peak_gib": None, "syncs": None}
+    peers = {name: lambda: measured(run) for name in ("trl", "trl-continuous")}
+    bench_rl.keep_step(bench, "0.6b", run, lambda: measured(learning), peers=peers)
+    assert [line in printed for line, printed in zip(("ours: a step", "beside it alone", "trl: a step"), seen)] == [True] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_peer_that_is_late_is_told(capfd, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(bench_rl, "TINY", {"tiny": replace(bench_rl.SMALL, limit=0.01)})
-    monkeypatch.setattr(bench_rl, "keep_step", lambda *_: None)
+    monkeypatch.setattr(bench_rl, "alone", lambda *_: nullcontext())
+    monkeypatch.setattr(bench_rl, "keep_step", lambda *_, peers: peers["trl"]())
     monkeypatch.setattr(bench_rl, "facts", _only("trl", bench_rl.facts))
     assert guarded("bench", bench_rl.main, ["--dry", "--parts", "step"]) == 3
     assert "no step has ended within 0 s; give a longer --limit" in capfd.readouterr().err
