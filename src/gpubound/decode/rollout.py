@@ -24,6 +24,7 @@ from ..trace import notice
 from .kv_cache import PAGE, PagePool
 from .request import check_count, check_prompts, note_room, pad, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
+from .runner import prompt_width
 from .running import HEAVY, closed_at_exit, cut_at_stop, read_row, short_switch_interval
 from .text import TextStream
 
@@ -281,7 +282,7 @@ class Rollout:
 
         start: the first position, of a sequence whose row holds those before.
         """
-        device, width = self.decoder.body.device, prompt_width(batch[-1][0], self.decoder.max_length)
+        device, width = self.decoder.body.device, width_of(batch[-1][0], self.decoder.max_length)
         self.prefills += len(batch)
         count, captured = len(batch), device.type == "cuda" and not start
         least = max(1, LEAST // max(width, 1)) if captured else 1
@@ -405,7 +406,7 @@ def batches(groups: list[list[Running]]) -> Iterator[list[list[Running]]]:
     """Yield groups of samples of one prompt, as many as a prefill takes, the shortest prompts first."""
     batch: list[list[Running]] = []
     for group in sorted(groups, key=lambda group: len(group[0].ids)):
-        if batch and power_of_two(len(batch) + 1) * prompt_width(group[0]) > PROMPT_TOKENS:
+        if batch and power_of_two(len(batch) + 1) * width_of(group[0]) > PROMPT_TOKENS:
             yield batch
             batch = []
         batch.append(group)
@@ -413,10 +414,9 @@ def batches(groups: list[list[Running]]) -> Iterator[list[list[Running]]]:
         yield batch
 
 
-def prompt_width(one: Running, most: int | None = None) -> int:
+def width_of(one: Running, most: int | None = None) -> int:
     """Return the padded length of a prompt without its last token."""
-    length = len(one.ids) - 1 - one.start
-    width = max(16, power_of_two(length)) if length else 0
+    width = prompt_width(len(one.ids) - 1 - one.start)
     return width if most is None else min(width, most - one.start)
 
 

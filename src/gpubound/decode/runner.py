@@ -517,7 +517,16 @@ def choose(
         sample(logits, state, settings, into, logprob, body.chained(rows))
 
 
+CHUNK = 2048  # tokens of a prompt at a time
 PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
+
+
+def prompt_width(length: int) -> int:
+    """Return the padded length of prompts: one of few sizes where a graph is captured for each, and of longer ones, whose
+    attention would take up to four times as long at the next power of two, whole chunks."""
+    if length > PROMPT_TOKENS:
+        return -(-length // CHUNK) * CHUNK
+    return max(16, 1 << (length - 1).bit_length()) if length else 0
 
 
 class StepGraphs:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import GenerateError
 from .request import Generated, Generation, Request, check_adapters, pad, to_device
-from .runner import SamplingVariant, Tokens
+from .runner import SamplingVariant, Tokens, prompt_width
 from .text import TextStream
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class RunningRequest:
             check_adapters(request.adapters, len(request.prompts), decoder.body)
         lengths = [len(prompt) - 1 for prompt in request.prompts]  # a prompt's last token goes through the first step
         longest, unused = max(lengths), self.rows - len(lengths)
-        width = min(max(16, 1 << (longest - 1).bit_length()), decoder.max_length) if longest else 0
+        width = min(prompt_width(longest), decoder.max_length)
         ids = pad([prompt[:-1] for prompt in request.prompts] + [[]] * unused, width, decoder.body.device)
         lengths_B = to_device(torch.tensor(lengths + [0] * unused, device="cpu"), decoder.body.device)
         decoder.begin(request, ids, lengths_B, self.prefill)

@@ -62,7 +62,7 @@ from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, DenseAndExperts, MoELayer
 from .placement.plan import LayerStage, described
 from .recurrent import GatedDelta, Mamba, ShortConv
-from .runner import ModelRunner, RunnerConfig, check_room
+from .runner import CHUNK, ModelRunner, RunnerConfig, check_room
 from .weight_view import HostView, WeightView
 from .weights import InputProduct, LayerInput, PackedFormat, weight_format
 
@@ -85,7 +85,6 @@ SPLIT_FROM = 8
 SPLIT_EARLY = 32 << 20  # bytes of gate and up beyond which a split chain is LATE: a layer of 1b with 64 rows 46 us, EARLY 48
 SPLIT_HEAD = 32  # rows of a split head. H200, us with its norm, split and cuBLAS: 350m 32 rows 21.8, 23.6, 1b 134, 142
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
-CHUNK = 2048  # tokens of a prompt at a time
 SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
 META = torch.device("meta")
 
