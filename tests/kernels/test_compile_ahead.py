@@ -154,7 +154,7 @@ def test_kernels_of_a_test_are_compiled_before_it_and_launched_by_it(kernel, mon
 
 def test_no_reference_computes_in_place_of_a_kernel(kernel, monkeypatch):
     """An update's would write by numbers of kernels that were not launched."""
-    monkeypatch.setattr(dispatch, "_verdicts", {("adamw", THERE, torch.bfloat16, ()): "it is wrong here"})
+    monkeypatch.setattr(dispatch, "_verdicts", {dispatch.Key("adamw", THERE, torch.bfloat16): "it is wrong here"})
     monkeypatch.setattr(dispatch, "fallback", lambda *row: pytest.fail("counted"))
     computed = []
 

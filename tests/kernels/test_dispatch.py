@@ -161,7 +161,7 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
 @pytest.mark.parametrize("why, source", [(None, "triton"), ("it was wrong", "reference")])
 def test_what_an_op_runs_is_what_its_calls_have_found(why, source, device, monkeypatch):
     """A test of its own would compile kernels in a shape that nobody uses."""
-    monkeypatch.setattr(dispatch, "_verdicts", {("rms_norm", device, torch.float32, (4096,)): why})
+    monkeypatch.setattr(dispatch, "_verdicts", {dispatch.Key("rms_norm", device, torch.float32, (4096,)): why})
     monkeypatch.setattr(selftest, "check", lambda *_: pytest.fail("it was tested again"))
     assert dispatch.runs("rms_norm", device, torch.float32) == source
 
@@ -169,15 +169,14 @@ def test_what_an_op_runs_is_what_its_calls_have_found(why, source, device, monke
 def test_a_verdict_in_another_shape_holds_inside_a_capture(monkeypatch):
     """Where none can be made: a width that is new there is no reason to raise."""
     there = torch.device("cuda", 0)
-    monkeypatch.setattr(
-        dispatch, "_verdicts", {("rms_norm", there, FP32, (64,)): None, ("swiglu", there, FP32, (8,)): "broken"}
-    )
+    found = {dispatch.Key("rms_norm", there, FP32, (64,)): None, dispatch.Key("swiglu", there, FP32, (8,)): "broken"}
+    monkeypatch.setattr(dispatch, "_verdicts", found)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert dispatch.verdict("rms_norm", there, FP32, (128,)) is None
     assert dispatch.verdict("swiglu", there, FP32, (16,)) == "broken"
     with pytest.raises(KernelError):
         dispatch.verdict("geglu", there, FP32, (16,))
-    dispatch._verdicts["rope", there, FP32, (16,), True] = None  # of forward alone
+    found[dispatch.Key("rope", there, FP32, (16,), forward=True)] = None
     with torch.no_grad():
         assert dispatch.verdict("rope", there, FP32, (8,)) is None
     with pytest.raises(KernelError):

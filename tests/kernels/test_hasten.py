@@ -144,6 +144,6 @@ def test_a_self_test_that_asks_for_a_verdict_which_waits_for_a_thread(tested, mo
     monkeypatch.setattr(selftest, "check", check)
     monkeypatch.setattr(dispatch, "threads", lambda: threads)
     dispatch.hasten([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
-    outer = dispatch._early["quantize", there, torch.bfloat16, ()]
+    outer = dispatch._early[dispatch.Key("quantize", there, torch.bfloat16)]
     begun.set()
     assert outer.result(60) is None and sorted(op for op, _ in tested) == ["add_rows", "quantize"]

@@ -25,7 +25,7 @@ from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from importlib import import_module
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,8 +104,17 @@ def _source(op: str, device: torch.device, dtype: torch.dtype, unable: str | Non
 
 
 Call = tuple[str, tuple]  # an op and the `shape` that its caller passes to `implementation`
-Key = tuple[str, torch.device, torch.dtype, tuple] | tuple[str, torch.device, torch.dtype, tuple, bool]
-"""What a self-test is of: arguments of `selftest.check`, the last one for a test without backward."""
+
+
+class Key(NamedTuple):
+    """What a self-test is of: the arguments of `selftest.check`."""
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    shape: tuple = ()
+    forward: bool = False  # without backward
+
 
 _early: dict[Key, Future] = {}
 _verdicts: dict[Key, str | None] = {}
@@ -117,7 +126,7 @@ def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> N
 
     A shape must equal the one that the op passes to `implementation`, or the call compiles other kernels again.
     """
-    _submit((op, device, dtype, shape) for op, shape in calls)
+    _submit(Key(op, device, dtype, shape) for op, shape in calls)
 
 
 def _submit(keys: Iterable[Key]) -> None:
@@ -130,7 +139,11 @@ def not_begun(keys: Iterable[Key]) -> list[Key]:
     return [
         key
         for key in dict.fromkeys(keys)
-        if key[1].type == "cuda" and has_triton() and key[2] in KERNEL_DTYPES and key not in _verdicts and key not in _early
+        if key.device.type == "cuda"
+        and has_triton()
+        and key.dtype in KERNEL_DTYPES
+        and key not in _verdicts
+        and key not in _early
     ]
 
 
@@ -195,10 +208,8 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
     Without gradients forward alone is tested, unless a whole test was begun: a first token's tests compiled six kernels of
     backward, each after the one before it.
     """
-    key: Key = (op, device, dtype, shape)
-    if not torch.is_grad_enabled() and key not in _verdicts and key not in _early:
-        key = (*key, True)
-    return _verdict(key)
+    key = Key(op, device, dtype, shape)
+    return _verdict(key if torch.is_grad_enabled() or key in _verdicts or key in _early else key._replace(forward=True))
 
 
 def _verdict(key: Key) -> str | None:
@@ -253,7 +264,7 @@ def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype, gradients: b
     for key in [key for key in [*_early] if key[:3] == (op, device, dtype)]:
         _verdict(key)
     found = [(key, why) for key, why in [*_verdicts.items()] if key[:3] == (op, device, dtype)]
-    return [why for key, why in found if not (gradients and key[4:])]
+    return [why for key, why in found if not (gradients and key.forward)]
 
 
 def _test(op: str, device: torch.device, dtype: torch.dtype, shape: tuple, forward: bool = False) -> str | None:
@@ -397,7 +408,7 @@ def begin_self_tests(calls: Iterable[Call], device: torch.device, dtype: torch.d
     A test alone comes to these when it has run forward. Placing 135m waited 0.45 s for its tests in place of 1.8. The ops must
     be such as `compile_ahead` can call: for none is a kernel's result an index of torch's.
     """
-    keys = not_begun((op, device, dtype, shape) for op, shape in calls)
+    keys = not_begun(Key(op, device, dtype, shape) for op, shape in calls)
     ready = [compile_ahead(partial(_run, key), device) for key in keys]
     for key, loaded in zip(keys, ready):  # in separate threads: a verdict takes a test out of a queue
         _early[key] = test = Future[Any]()
