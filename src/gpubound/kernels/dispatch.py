@@ -107,7 +107,7 @@ Call = tuple[str, tuple]  # an op and the `shape` that its caller passes to `imp
 
 
 class Key(NamedTuple):
-    """What a self-test is of: the arguments of `selftest.check`."""
+    """Arguments of `selftest.check`: a self-test, by what it is of."""
 
     op: str
     device: torch.device
