@@ -22,12 +22,13 @@ from .decode_first import measure_start
 from .decode_goals import GOALS
 from .decode_host import measure_host
 from .decode_peers import CONTENDERS, build_model, is_sparse
+from .decode_prefill import measure_prefill
 from .decode_speed import measure_cpu, measure_packed, measure_speed
 from .decode_stages import measure_stages
 from .decode_turns import take_turns
 from .harness import Bench, chosen, need_transformers, release
 
-PARTS = ("start", "speed", "far", "packed", "cache", "adapters", "host")
+PARTS = ("start", "speed", "far", "prefill", "packed", "cache", "adapters", "host")
 STAGES = "stages"  # a part for machines with two GPUs
 DRAFT = "draft"
 CPU = "cpu"  # a part by itself, for machines without a GPU
@@ -41,8 +42,9 @@ class Decode:
     """Measure greedy decoding beside Hugging Face, beside budgets and beside the roofline.
 
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
-    host syncs. speed: tokens a second. packed: over int4, int8 and fp8 copies of the weights. cache: over long texts, with
-    keys and values in int8 and fp8. host: the host's time a token, and the speed beside two busy Python threads.
+    host syncs. speed: tokens a second. prefill: a prompt of 32,768 tokens, and its attention beside SDPA. packed: over int4,
+    int8 and fp8 copies of the weights. cache: over long texts, with keys and values in int8 and fp8. host: the host's time a
+    token, and the speed beside two busy Python threads.
     draft: steps of 2 to 6 tokens that a draft head drafts, beside plain ones; also not by default.
     stages: 8b on two GPUs, in stages and in slices, beside one; it is not among those measured by default.
     cpu: tokens a second on the CPU beside generate, in fp32 and bf16; it needs no GPU, and is measured by itself.
@@ -60,8 +62,8 @@ class Decode:
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start), gpt-fast
     (its design, over the model's own weights; it is compiled first)."""
     parts: str = ",".join(PARTS)
-    """What to measure, by comma: start, speed, far (behind 4,096 tokens), packed, cache, adapters, host, stages, draft; or
-    cpu alone."""
+    """What to measure, by comma: start, speed, far (behind 4,096 tokens), prefill, packed, cache, adapters, host, stages,
+    draft; or cpu alone."""
     rounds: int = 3
     """How often each contender takes its turn; eager takes 3 to 5 s each time."""
     results: Path = results.FOLDER
@@ -94,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
             measure_start(bench, name)
     for name in names if STAGES in parts else ():
         measure_stages(bench, name, options.rounds, take_turns)
-    if {"speed", "far", "packed", "cache", "host", DRAFT} & set(parts):
+    if {"speed", "far", "prefill", "packed", "cache", "host", DRAFT} & set(parts):
         rate = measure.ceilings(device, quick=dry).read_bytes_per_s
         for name in names:
             model = build_model(name, device)
@@ -103,6 +105,9 @@ def main(argv: Sequence[str]) -> int:
                 release(device)
             if "far" in parts:
                 measure_far(bench, name, model, options.rounds, rate)
+            if "prefill" in parts and not is_sparse(name):
+                measure_prefill(bench, name, model, options.rounds)
+                release(device)
             if "packed" in parts and is_sparse(name):
                 print(f"{name}: experts are read as they are, so there is nothing packed to measure", flush=True)
             elif "packed" in parts:

@@ -48,6 +48,12 @@ WANTED = [
         "decode", "1b batch 1, an adapter of rank 16", "merged", "decode --parts adapters --only 1b", 0.9,
         since="2026-11-27T15:30",
     ),
+    *(
+        Wanted(
+            "decode", f"{name} attention of 32768 tokens in chunks of 2048", "SDPA", "decode --parts prefill --only 1b,8b", 0.8
+        )
+        for name in ("1b", "8b")
+    ),
     # Since then certificates compare fingerprints, which made first steps a sixth to a quarter shorter.
     *(
         Wanted("lora", f"{name} first step", "budget", "lora --parts start --only 135m,1b,1b-nf4,8b,8b-fp8", since=FINGERPRINTS)

@@ -10,6 +10,7 @@ from benchmarks import (
     decode_far,
     decode_host,
     decode_peers,
+    decode_prefill,
     decode_speed,
     decode_start,
     decode_turns,
@@ -19,7 +20,7 @@ from benchmarks.decode_goals import GOALS, Goal
 from benchmarks.decode_speed import measure_speed
 from benchmarks.harness import Bench
 from benchmarks.widened import in_fp32
-from gpubound import decoder, device as facts
+from gpubound import decoder, device as facts, measure
 from gpubound.cli import guarded
 from tests.messages import message
 
@@ -112,6 +113,23 @@ def test_adapters_beside_merged_ones_and_beside_one(bench, monkeypatch):
         ("tiny batch 1, an adapter of rank 16", "merged", 0.9),
         ("tiny batch 3, each row with its own of 3 adapters", "one adapter", 0.9),
     ]
+
+
+def test_a_long_prompt_and_its_attention(bench, model, monkeypatch):
+    bench.dry = True
+    decode_prefill.measure_prefill(bench, "tiny", model, 3)
+    assert not bench.wrong and [(line.case, line.peer_name, line.unit, line.gate) for line in bench.lines] == [
+        ("tiny attention of 40 tokens in chunks of 10", "SDPA", "TFLOP/s", 0.8),
+        ("tiny prefill of 40 tokens", "eager", "tok/s", None),
+        ("tiny prefill of 40 tokens", "products", "tok/s", None),
+    ]
+    # 73,728 weights of blocks; 2 layers of 4 heads of 16, whose tokens attend to 20.5 others on average
+    operations = 2 * 40 * 73_728 + 2 * 4 * 40 * 20.5 * 4 * 16
+    rate = measure.ceilings(CPU, quick=True).flops_per_s(torch.float32)
+    assert bench.lines[2].peer == pytest.approx(40 * rate / operations, rel=1e-3)
+    monkeypatch.setattr(decode_prefill, "attend_prompt", lambda q, *_: torch.zeros_like(q.transpose(1, 2)))
+    decode_prefill.measure_attention(bench, "tiny", 40, 10, torch.float32)
+    assert len(bench.lines) == 3 and "SDPA differ by" in bench.wrong[0]
 
 
 def test_who_computes_something_else_is_not_timed(bench, model, monkeypatch):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gpubound as gb
-from gpubound.decode import runner, transformer
+from gpubound.decode import request, transformer
 from gpubound.decode.layer import attend_lower_right, attend_prompt
 
 from . import cases
@@ -98,10 +98,10 @@ def test_a_long_prompt_in_chunks_gives_the_logits_of_one(kind, monkeypatch):
 def test_long_prompts_are_padded_to_whole_chunks(monkeypatch):
     """A prompt of 33,000 tokens was read as one of 65,536."""
     sizes = {0: 0, 1: 16, 17: 32, 4096: 4096, 4097: 6144, 20_000: 20_480, 33_000: 34_816}
-    assert {length: runner.prompt_width(length) for length in sizes} == sizes
+    assert {length: request.prompt_width(length) for length in sizes} == sizes
     fast, (ids,), read = cases.shared("Llama"), cases.prompts(42), []
-    monkeypatch.setattr(runner, "PROMPT_TOKENS", 32)
-    monkeypatch.setattr(runner, "CHUNK", 6)
+    monkeypatch.setattr(request, "PROMPT_TOKENS", 32)
+    monkeypatch.setattr(request, "CHUNK", 6)
     monkeypatch.setattr(fast.graphs, "prefill", lambda ids, lengths: read.append(ids.shape) or fast.body.prefill(ids, lengths))
     found = fast.generate(ids, max_new_tokens=4).tokens[0]
     assert read == [(1, 42)] and cases.likeliest(fast.model, ids, found) == found

@@ -337,6 +337,18 @@ def draws(prompts: list[list[int]]) -> list[int]:
     return numbers
 
 
+CHUNK = 2048  # tokens of a prompt at a time
+PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
+
+
+def prompt_width(length: int) -> int:
+    """Return the padded length of prompts: one of few sizes where a graph is captured for each, and of longer ones, whose
+    attention would take up to four times as long at the next power of two, whole chunks."""
+    if length > PROMPT_TOKENS:
+        return -(-length // CHUNK) * CHUNK
+    return max(16, 1 << (length - 1).bit_length()) if length else 0
+
+
 def pad(prompts: list[list[int]], width: int, device: torch.device) -> Tensor:
     """Return prompts as (B, width) int64, padded on the right with zeros, which no kernel reads."""
     rows = [prompt[:width] + [0] * (width - len(prompt)) for prompt in prompts]

@@ -22,9 +22,8 @@ from ..errors import GenerateError
 from ..formatting import readable
 from ..trace import notice
 from .kv_cache import PAGE, PagePool
-from .request import check_count, check_prompts, note_room, pad, to_device
+from .request import check_count, check_prompts, note_room, pad, prompt_width, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
-from .runner import prompt_width
 from .running import HEAVY, closed_at_exit, cut_at_stop, read_row, short_switch_interval
 from .text import TextStream
 

@@ -31,7 +31,7 @@ from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
 from ..kernels.sampling import SETTINGS, Into, Rows, Settings
 from .kv_cache import PLAIN, CacheLayout
-from .request import STOPS, Choice, Request, draws, to_device
+from .request import PROMPT_TOKENS, STOPS, Choice, Request, draws, to_device
 from .weights import weight_format
 
 
@@ -515,18 +515,6 @@ def choose(
         pick(body.best[:rows], body.arg[:rows], state, into, dependent=body.chained(rows))
     else:
         sample(logits, state, settings, into, logprob, body.chained(rows))
-
-
-CHUNK = 2048  # tokens of a prompt at a time
-PROMPT_TOKENS = 4096  # in a prefill, padding counted: more keep the GPU busy for longer than their launches take
-
-
-def prompt_width(length: int) -> int:
-    """Return the padded length of prompts: one of few sizes where a graph is captured for each, and of longer ones, whose
-    attention would take up to four times as long at the next power of two, whole chunks."""
-    if length > PROMPT_TOKENS:
-        return -(-length // CHUNK) * CHUNK
-    return max(16, 1 << (length - 1).bit_length()) if length else 0
 
 
 class StepGraphs:

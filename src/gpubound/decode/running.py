@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..errors import GenerateError
-from .request import Generated, Generation, Request, check_adapters, pad, to_device
-from .runner import SamplingVariant, Tokens, prompt_width
+from .request import Generated, Generation, Request, check_adapters, pad, prompt_width, to_device
+from .runner import SamplingVariant, Tokens
 from .text import TextStream
 
 if TYPE_CHECKING:

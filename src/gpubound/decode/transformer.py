@@ -62,7 +62,8 @@ from .lora import adapter_names, form_of_layers
 from .moe import ColumnMoELayer, DenseAndExperts, MoELayer
 from .placement.plan import LayerStage, described
 from .recurrent import GatedDelta, Mamba, ShortConv
-from .runner import CHUNK, ModelRunner, RunnerConfig, check_room
+from .request import CHUNK
+from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import HostView, WeightView
 from .weights import InputProduct, LayerInput, PackedFormat, weight_format
 
