@@ -79,6 +79,8 @@ def test_a_kernel_that_threads_need_at_a_time_is_compiled_once(monkeypatch):
             return super().result(60)
 
     class Kernel:
+        fn, cache_key = staticmethod(lambda: None), ""
+
         def _do_compile(self, key, signature, device, warmup):
             compiling.set()
             assert key == "wrong" or waiting.wait(60)
@@ -100,6 +102,32 @@ def test_a_kernel_that_threads_need_at_a_time_is_compiled_once(monkeypatch):
         with pytest.raises(ValueError, match="out of shared memory"):
             kernel._do_compile("wrong", {}, 0, warmup=True)
     assert compiled.count("wrong on 0") == 2
+
+
+def test_functions_are_hashed_before_the_kernels_that_call_them(monkeypatch):
+    """Triton 3.6 gives a kernel two keys, by which of its functions were hashed before it."""
+    order = list[str]()
+
+    class Function:
+        hash = None
+
+        def __init__(self, code):
+            self.fn = eval(f"lambda: {code}", functions)
+
+        @property
+        def cache_key(self):
+            self.hash = self.hash or order.append(next(name for name in functions if functions[name] is self)) or "key"
+            return self.hash
+
+        def _do_compile(self, key, signature, device):
+            order.append("compile")
+
+    functions = dict[str, Function]()
+    functions |= {"row": Function("1"), "product": Function("row() + max(1, 2)"), "kernel": Function("product() + row()")}
+    dispatch.compile_once(Function)
+    functions["kernel"]._do_compile("key", {}, 0)
+    functions["kernel"]._do_compile("other", {}, 0)
+    assert order == ["row", "product", "kernel", "compile", "compile"]
 
 
 def test_other_threads_launch_meanwhile(kernel):

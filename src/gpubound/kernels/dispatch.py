@@ -166,7 +166,7 @@ def compile_once(jit: Any) -> None:
     """
     if (compile_kernel := getattr(jit, "_do_compile", None)) is None:
         return
-    running, lock = dict[Any, Future](), Lock()
+    running, lock, hashing = dict[Any, Future](), Lock(), Lock()
 
     def compile_or_wait(kernel: Any, key: Any, signature: Any, device: Any, *rest: Any, **options: Any) -> Any:
         with lock:
@@ -175,6 +175,8 @@ def compile_once(jit: Any) -> None:
         if not first:
             return compiled.result()
         try:
+            with hashing:
+                _find_keys(kernel)
             compiled.set_result(compile_kernel(kernel, key, signature, device, *rest, **options))
         except BaseException as error:
             compiled.set_exception(error)
@@ -183,6 +185,19 @@ def compile_once(jit: Any) -> None:
         return compiled.result()
 
     jit._do_compile = compile_or_wait
+
+
+def _find_keys(function: Any) -> None:
+    """Hash the functions that a kernel calls before itself.
+
+    Triton 3.6's key of a kernel depends on which of them had been hashed before: in another order of threads it was another
+    one, and a filled cache had no such kernel.
+    """
+    for name in function.fn.__code__.co_names:
+        called = function.fn.__globals__.get(name)
+        if getattr(called, "hash", "") is None and called is not function:
+            _find_keys(called)
+    _ = function.cache_key
 
 
 def _begin(hashing: Lock, building: Lock) -> None:
