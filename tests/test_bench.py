@@ -215,7 +215,7 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
         (
             "decode",
             "--parts=x",
-            "got 'x', wanted some of start, speed, far, packed, cache, adapters, host, stages, draft, cpu.",
+            "got 'x', wanted some of start, speed, far, prefill, packed, cache, adapters, host, stages, draft, cpu.",
         ),
         ("decode", "--parts=speed,cpu", "cpu is measured by itself; leave the others out."),
         ("decode", "--batch=1,x", "got 'x', wanted batch sizes by comma, such as 1,32."),
