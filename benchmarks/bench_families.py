@@ -6,7 +6,8 @@ reading once a token allows ("roofline"): the weights, of experts the chosen one
 Training: forward and backward of a placed model, beside Liger where it has a patch for the family, and plain transformers. Each
 is a process, which holds one family after the other. Some have fewer layers than published; the case's name says so.
 
-Where FLA is installed, transformers computes a gated delta rule by it. Peers are then called "graph-fla", "liger-fla", ...
+Where FLA is installed, transformers computes a gated delta rule by it. Peers are then called "graph-fla", "liger-fla", ... It
+tunes 100 configurations of its kernels at their first launch.
 """
 
 import random
@@ -47,8 +48,8 @@ from .decode_peers import (
     ours,
 )
 from .decode_turns import take_turns, warmed
-from .families import FAMILIES, NAMED, build, layers_of, train_of
-from .harness import Bench, chosen, importable, need_transformers, release
+from .families import FAMILIES, NAMED, build, by_fla, layers_of, train_of
+from .harness import Bench, chosen, need_transformers, release
 from .serving import Job
 from .workers import Worker
 
@@ -156,7 +157,7 @@ def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, ra
     mine(ids)  # a prefill is captured when its size comes again
     makers: dict[str, Callable[[], Contender]] = {"ours": lambda: mine}
     if beside == "graph":
-        makers[peer("graph", name)] = partial(CapturedForward, model, rows)
+        makers["graph-fla" if by_fla(name) else "graph"] = partial(CapturedForward, model, rows)
     limit = SPARSE_GAP if family.sparse else GAP
     works = {who: work for who, make in makers.items() if (work := judged(bench, case, who, make, model, ids, limit))}
     if "ours" not in works:
@@ -191,10 +192,6 @@ def judged(
         )
         return None
     return work
-
-
-def peer(who: str, name: str) -> str:
-    return f"{who}-fla" if FAMILIES[name].delta and importable("fla") else who
 
 
 class Contestants:
@@ -256,11 +253,13 @@ def contest(bench: Bench, name: str, workers: Mapping[str, Worker], rounds: int)
             random.Random(turn).shuffle(order)
             for who in order:
                 seconds[who].append(workers[who].ask(steps=1 if bench.dry else STEPS))
-        named = {who: who if who == "ours" else peer(who, name) for who in seconds}
+        named = {who: f"{who}-fla" if who != "ours" and ready[who].get("fla") else who for who in seconds}
         if len(seconds) > 1:
             clock = "device events" if bench.device.type == "cuda" else "perf_counter"
             found = measure.compare_samples({named[who]: taken for who, taken in seconds.items()}, clock=clock)
-            bench.keep(case, found, unit="tok/s", amount=train.seq * train.micro, gates={peer("liger", name): LIGER})
+            bench.keep(
+                case, found, unit="tok/s", amount=train.seq * train.micro, gates=dict.fromkeys(("liger", "liger-fla"), LIGER)
+            )
         if len(seconds) > 1 and bench.device.type == "cuda":
             peaks = {named[who]: ready[who]["peak_gib"] for who in seconds}
             bench.figure(f"{case} peak memory", "GiB", peaks.pop("ours"), peaks, {})

@@ -1,5 +1,6 @@
 """Models of families other than Llama: sizes that are published, as configs of transformers, and random weights."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +148,11 @@ def build(name: str, device: torch.device, dry: bool, cut: bool = False) -> Any:
         for block in model.model.layers:
             block.self_attn.q_norm.weight.mul_(block.self_attn.head_dim**-0.5)
     return model
+
+
+def by_fla(name: str) -> bool:
+    """Return whether transformers computes a built model's gated delta rule by FLA, which it goes on without where it cannot import it."""
+    return FAMILIES[name].delta and "fla.ops.gated_delta_rule" in sys.modules
 
 
 def train_of(name: str, dry: bool) -> Train | None:

@@ -14,7 +14,7 @@ import torch
 from gpubound import measure
 from gpubound.trace import strict
 
-from .families import build, config_of, train_of
+from .families import build, by_fla, config_of, train_of
 from .harness import release
 from .serving import answer, job_given
 
@@ -88,7 +88,7 @@ def main() -> None:
         try:
             if "family" in wish:
                 model, step = contestant(job.who, wish["family"], device, dry)
-            answer(introduce(model, step, device) if step else {})
+            answer(introduce(model, step, device) | {"fla": by_fla(wish["family"])} if step else {})
         except Absent as absent:
             answer({"absent": str(absent)})
         except Exception as error:  # a kernel can raise anything; the next family's turn comes

@@ -158,6 +158,10 @@ def test_contestants_agree_and_run_in_turn(tmp_path, capsys):
     assert (line.case, line.peer_name, line.ratio, line.gate, line.unit) == (case, "liger", 1.3, 1.25, "tok/s")
     assert line.ours == pytest.approx(4096 / 0.1)
     assert bench.wrong == [f"{case}: loss is 5 in ours, 5.5 in eager (limit 1%); not timed"]
+    contest(
+        bench, "qwen3.5-4b", {"ours": Pretend(facts_of(5.0, 0.1)), "liger": Pretend({**facts_of(5.0, 0.13), "fla": True})}, 3
+    )
+    assert (bench.lines[-1].peer_name, bench.lines.pop().gate) == ("liger-fla", 1.25)
     absent, broken = Pretend({"absent": "lfm2"}), Pretend({"error": "OutOfMemoryError: no room"})
     contest(bench, "lfm2-1.2b", {"ours": Pretend(facts_of(5.0, 0.1)), "liger": absent, "eager": broken}, 3)
     case = "lfm2-1.2b, seq 2048 micro 2 forward+backward"
