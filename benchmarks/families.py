@@ -151,7 +151,7 @@ def build(name: str, device: torch.device, dry: bool, cut: bool = False) -> Any:
 
 
 def by_fla(name: str) -> bool:
-    """Return whether transformers computes a built model's gated delta rule by FLA, which it goes on without where it cannot import it."""
+    """Return whether transformers computes a built model's gated delta rule by FLA, without which it goes on in silence."""
     return FAMILIES[name].delta and "fla.ops.gated_delta_rule" in sys.modules
 
 
