@@ -72,7 +72,6 @@ def _plan_example(generator: torch.Generator, count: int = 80, *constants) -> tu
 
 
 @definition(_plan_example)
-@torch.no_grad()
 def plan_update_reference(
     gradient: Tensor, totals: Tensor, state: Tensor, rates: Tensor,
     betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
@@ -147,7 +146,6 @@ def _split_example(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @definition(_example)
-@torch.no_grad()
 def adamw_reference(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
     betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
@@ -198,7 +196,6 @@ def _coded_example(generator: torch.Generator, split: bool = False) -> tuple:
 
 
 @definition(_coded_example)
-@torch.no_grad()
 def adamw8_reference(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
     master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,

@@ -57,7 +57,7 @@ def cross_entropy(
     return fast(logits, labels, ignore_index, label_smoothing, softcap, z_loss, reduction)
 
 
-@definition(lambda g, words=300, *kind: (draw(g, 5, words), _draw_labels(g, 5, words), *_options(*kind)))
+@definition(lambda g, words=300, *kind: (draw(g, 5, words), _draw_labels(g, 5, words), *_options(*kind)), gradient=True)
 def cross_entropy_reference(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
     z_loss: float = 0.0, reduction: str = "mean",
@@ -138,7 +138,7 @@ def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped
     return x, weight, labels, bias, *options, "sum", 3, scale, doubles(2, 9, 0.5, 0, 7).float()
 
 
-@definition(_linear_example)
+@definition(_linear_example, gradient=True)
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
@@ -311,7 +311,6 @@ def _example(generator: torch.Generator, words=300, alpha=0.7, beta=0.3, tempera
 
 
 @definition(_example)
-@torch.no_grad()
 def divergence_reference(
     student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, beta: float, temperature: float, ignore_index: int,
     scale: Tensor | None, gradient: bool,

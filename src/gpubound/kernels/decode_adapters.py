@@ -165,7 +165,6 @@ def _draw_call(g: torch.Generator, rank: int = 16, fp32: bool = True) -> tuple:
 
 
 @definition(_draw_call)
-@torch.no_grad()
 def add_adapters_reference(
     x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
 ) -> tuple[Tensor, ...]:

@@ -118,8 +118,6 @@ def decode_attention(
 
 
 @definition(lambda g, *shape: _example(g, False, *shape))
-@definition(lambda g, *shape: _example(g, True, *shape), "quantized_decode_attention")
-@torch.no_grad()
 def decode_attention_reference(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, ...]:
@@ -153,7 +151,9 @@ def quantized_decode_attention(
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
-quantized_decode_attention_reference = decode_attention_reference
+quantized_decode_attention_reference = definition(lambda g, *shape: _example(g, True, *shape), "quantized_decode_attention")(
+    decode_attention_reference
+)
 
 
 def reads_shared(cache: LayerCache, heads: Heads, dtype: torch.dtype) -> bool:

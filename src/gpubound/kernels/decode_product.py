@@ -132,7 +132,6 @@ def norm_product(
         _draw_adapters(g, 48, (32, 16, 16), rank, fp32), activation, draw(g, 2, 64).detach() if by else None,
     )
 )  # fmt: skip
-@torch.no_grad()
 def norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
@@ -183,7 +182,6 @@ def norm_gate_up(
         *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, fp32)
     )
 )  # fmt: skip
-@torch.no_grad()
 def norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
     dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
@@ -209,7 +207,6 @@ def add_product(
         draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, fp32)
     )
 )  # fmt: skip
-@torch.no_grad()
 def add_product_reference(
     h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
 ) -> Tensor:
@@ -225,7 +222,6 @@ def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dep
 
 
 @definition(lambda g: (draw(g, 2, 40), draw(g, 48, 40), None, example_mail(g, 2, 2, 48)))
-@torch.no_grad()
 def send_product_reference(
     h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0
 ) -> tuple[Tensor, ...]:
@@ -371,7 +367,6 @@ def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Ten
 @definition(lambda g, offset=0.0, parts=False: (
     *draw_stream(g, 48, offset), zeros(2, 48), 0, draw(g, 3, 2, 48).detach() if parts else None
 ))  # fmt: skip
-@torch.no_grad()
 def norm_rows_reference(
     x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -396,7 +391,6 @@ def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tenso
 @definition(lambda g, offset=0.0, factor=False: (
     *draw_stream(g, 48, offset), draw(g, 2, 48).detach(), 0, draw(g, 1).detach() if factor else None
 ))  # fmt: skip
-@torch.no_grad()
 def add_norm_reference(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:
     x.add_(rms_normed(y, norm))
     y.zero_()

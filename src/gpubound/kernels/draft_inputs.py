@@ -49,7 +49,6 @@ def keep_stream(
 
 
 @definition(lambda g: (draw(g, 6, 40).detach(), zeros(6, 100), 40, ints(*range(6)).view(3, 2), ints(0, 0, 0)))
-@torch.no_grad()
 def keep_stream_reference(
     x: Tensor, to: Tensor, column: int, position: Tensor | None = None, first: Tensor | None = None, dependent: int = 0,
     index: Tensor | None = None,
@@ -105,7 +104,6 @@ def begin_draft(
     example_rows(), ints(*range(40)).view(4, 10) % 7, ints(1, 3, 5, 9), draw(g, 12, 40).detach(), _reads(g), _chunk(),
     ints(*[0] * 12).view(4, 3), ints(0, 0, 0, 0).long(), zeros(12, 80), draw(g, 7, 24).detach(), zeros(12, 24),
 ))  # fmt: skip
-@torch.no_grad()
 def begin_draft_reference(
     rows: Rows, text: Tensor, first: Tensor, x: Tensor, reads: Reads, chunk: Chunk, place: Tensor, last: Tensor, both: Tensor,
     embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
@@ -168,7 +166,6 @@ def extend_draft(
     draw(g, 4, 50).detach(), ints(*range(50)).repeat(4, 1) % 5, ints(0, 2, 3, 5, 6).long(), ints(1, 1, 1, 1),
     draw(g, 4, 40).detach(), _reads(g), _chunk(), 2, zeros(4, 80), draw(g, 7, 24).detach(), zeros(12, 24),
 ))  # fmt: skip
-@torch.no_grad()
 def extend_draft_reference(
     best: Tensor | None, arg: Tensor | None, targets: Tensor, token: Tensor, x: Tensor, reads: Reads, chunk: Chunk, at: int,
     both: Tensor | None, embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,

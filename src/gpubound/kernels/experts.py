@@ -68,7 +68,6 @@ def route(
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48), True, *_routing()))
-@torch.no_grad()
 def route_reference(
     x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
     dependent: int = 0,
@@ -109,7 +108,6 @@ def routed_gate_up(
 @definition(lambda g, activation="silu": (
     *draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], zeros(2, 3, 40), 0, INFINITE, activation
 ))  # fmt: skip
-@torch.no_grad()
 def routed_gate_up_reference(
     x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
     activation: str = "silu",
@@ -133,7 +131,6 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), draw(g, 2, 48).detach()))
-@torch.no_grad()
 def add_routed_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     products = [times(down, ids[:, slot], h[:, slot].to(x.dtype)) for slot in range(ids.shape[1])]
     return x.add_(torch.stack(products, 1).mul_(weights[..., None]).sum(1))
@@ -270,7 +267,6 @@ def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False, n
 
 
 @definition(_example)
-@torch.no_grad()
 def select_experts_reference(
     logits: Tensor, routing: ExpertRouting, spare: Tensor, ids: Tensor, shares: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -286,7 +282,6 @@ def gate_rows(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int =
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 1, 48), draw(g, 2, 40)))
-@torch.no_grad()
 def gate_rows_reference(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int = 0) -> Tensor:
     return h.mul_((rms_normed(x, norm) @ weight.to(x.dtype).t()).sigmoid())
 
@@ -323,7 +318,6 @@ def column_gate_up(
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48, 80), draw(g, 5, 80), draw_routes()[0], zeros(2, 3, 40), 1.5, 2.0))
-@torch.no_grad()
 def column_gate_up_reference(
     x: Tensor, norm: Norm, gate_up: Tensor, bias: Tensor, ids: Tensor, out: Tensor, alpha: float, limit: float,
     dependent: int = 0,
@@ -347,7 +341,6 @@ def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor,
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 40, 48), draw(g, 5, 48), draw_routes()[0], zeros(2, 3, 48)))
-@torch.no_grad()
 def column_down_reference(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     for slot in range(ids.shape[1]):
         out[:, slot] = _times_columns(down, bias, ids[:, slot], h[:, slot].to(out.dtype))
@@ -363,7 +356,6 @@ def add_slots(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0) -> Tenso
 
 
 @definition(lambda g: (draw(g, 2, 3, 48).detach(), draw_routes()[1], draw(g, 2, 48).detach()))
-@torch.no_grad()
 def add_slots_reference(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     return x.add_((y * shares[..., None]).sum(1))
 

@@ -25,7 +25,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> T
     return implementation("swiglu", gate, None, shape)(gate, up, limit)
 
 
-@definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed))
+@definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed), gradient=True)
 def swiglu_reference(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
     gate_half, up_half = _halves(gate, up)
     if limit != INFINITE:
@@ -43,7 +43,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
     return implementation("geglu", gate, None, shape)(gate, up, approximate)
 
 
-@definition(lambda g, cols=40, packed=False: (*_draw_gated(g, cols, packed), "tanh"))
+@definition(lambda g, cols=40, packed=False: (*_draw_gated(g, cols, packed), "tanh"), gradient=True)
 def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
     gate_half, up_half = _halves(gate, up)
     return (F.gelu(gate_half, approximate=approximate) * up_half).to(gate.dtype)
@@ -68,7 +68,6 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tup
 
 
 @definition(lambda g, cols=40: (draw(g, 16, cols), draw(g, 16, 2 * cols)))
-@torch.no_grad()
 def swiglu_backward_reference(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
     gate, up = _halves(gate_up, None)
     d, s = dh.to(gate.dtype), torch.sigmoid(gate)
@@ -86,7 +85,7 @@ def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
     return implementation("clamped_glu", packed)(packed, alpha, limit)
 
 
-@definition(lambda g: (draw(g, 16, 80), 1.7, 0.8))
+@definition(lambda g: (draw(g, 16, 80), 1.7, 0.8), gradient=True)
 def clamped_glu_reference(packed: Tensor, alpha: float, limit: float) -> Tensor:
     pairs = packed.to(torch.promote_types(packed.dtype, torch.float32))
     gate, up = pairs[..., ::2].clamp(max=limit), pairs[..., 1::2].clamp(-limit, limit)

@@ -42,7 +42,6 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 @definition(lambda g, rows=70, outputs=72: (frozen(draw(g, rows, 80)), frozen(draw(g, outputs, 80)), frozen(draw(g, outputs))))
-@torch.no_grad()
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     compute = torch.promote_types(x.dtype, torch.float32)
     w, b = weight.to(compute), None if bias is None else bias.to(compute)
@@ -66,7 +65,6 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
 
 
 @definition(lambda g, width=32: (*_draw(g, 150, 4, 2, width), ints(0, 70, 70, 150), width**-0.5))
-@torch.no_grad()
 def invariant_attention_reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     edges = bounds.tolist()
@@ -117,7 +115,6 @@ def _cached_example(g: torch.Generator, width: int = 32, grouped: bool = False) 
 
 
 @definition(_cached_example)
-@torch.no_grad()
 def invariant_cached_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedKeys | None = None
 ) -> Tensor:

@@ -123,7 +123,6 @@ def _queries_example(
 
 
 @definition(_queries_example)
-@torch.no_grad()
 def latent_queries_reference(
     q: Tensor, latent: Tensor, position: Tensor, norm: Norm, up: Tensor, cos: Tensor, sin: Tensor, cache: LatentCache,
     out: Tensor, interleaved: bool = False, dependent: int = 0,
@@ -198,7 +197,6 @@ def _attention_example(
 
 
 @definition(_attention_example)
-@torch.no_grad()
 def latent_attention_reference(
     q: Tensor, position: Tensor, cache: LatentCache, up: Tensor, scale: float, scratch: LatentScratch, out: Tensor,
     dependent: int = 0,
@@ -352,7 +350,7 @@ def _example(
     return q, k, v, draw(g, heads), width**-0.5, 7 if windowed else None, bounds
 
 
-@definition(_example)
+@definition(_example, gradient=True)
 def sink_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, window: int | None = None, bounds: Tensor | None = None
 ) -> Tensor:

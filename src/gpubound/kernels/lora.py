@@ -220,7 +220,6 @@ def _draw_down(
 
 
 @definition(_draw_down)
-@torch.no_grad()
 def lora_down_reference(
     x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
     rows: Owners | None = None, blocks: Sequence[int] | None = None,
@@ -247,7 +246,6 @@ def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: i
 
 
 @definition(_draw_up)
-@torch.no_grad()
 def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
     compute_dtype = torch.promote_types(y.dtype, torch.float32)
     b = b if blocks is None else _diagonal(b, blocks)
@@ -298,7 +296,6 @@ def _draw_product(
 
 
 @definition(_draw_product)
-@torch.no_grad()
 def lora_product_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
     blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
@@ -354,7 +351,6 @@ def _draw_gradients(
 
 
 @definition(_draw_gradients)
-@torch.no_grad()
 def lora_gradients_reference(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,

@@ -53,7 +53,6 @@ def propose(
 
 
 @definition(lambda g: (example_rows(), _text(), _chunk(), draw(g, 9, 40).detach(), draw(g, 12, 40).detach()))
-@torch.no_grad()
 def propose_reference(
     rows: Rows, text: Tensor, chunk: Chunk, embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
@@ -110,7 +109,6 @@ def accept(
 
 
 @definition(lambda g: (*_verified(), example_rows(), _text(), Said(ints(*[0] * 12).view(3, 4))))
-@torch.no_grad()
 def accept_reference(
     chunk: Chunk, chosen: Said, rows: Rows, text: Tensor, emitted: Said, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:

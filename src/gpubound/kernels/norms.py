@@ -35,7 +35,7 @@ def _gain(g: torch.Generator, cols: int, frozen_weight: bool) -> Tensor:
     return frozen(draw(g, cols)) if frozen_weight else draw(g, cols)
 
 
-@definition(lambda g, cols=40, frozen_weight=False: (draw(g, 3, cols), _gain(g, cols, frozen_weight), 1e-6))
+@definition(lambda g, cols=40, frozen_weight=False: (draw(g, 3, cols), _gain(g, cols, frozen_weight), 1e-6), gradient=True)
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     x_compute = x.to(compute_dtype)
@@ -68,7 +68,7 @@ def _residual(g: torch.Generator, cols: int, rounded: torch.dtype | None) -> Ten
 @definition(
     lambda g, cols=40, frozen_weight=False, rounded=None: (
         draw(g, 3, cols), _residual(g, cols, rounded), _gain(g, cols, frozen_weight), 1e-6,
-    )
+    ), gradient=True,
 )  # fmt: skip
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
@@ -84,7 +84,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return implementation("layer_norm", x, unable, x.shape[-1:])(x, weight, bias, eps)
 
 
-@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5), gradient=True)
 def layer_norm_reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     centred = x.to(compute_dtype)
@@ -111,7 +111,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tenso
     return implementation("group_norm", x)(x, groups, weight, bias, eps)
 
 
-@definition(lambda g: (draw(g, 2, 6, 5, 7), 3, draw(g, 6), draw(g, 6), 1e-5))
+@definition(lambda g: (draw(g, 2, 6, 5, 7), 3, draw(g, 6), draw(g, 6), 1e-5), gradient=True)
 def group_norm_reference(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:

@@ -113,7 +113,6 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
         draw(g, 2, some, 24).detach() if some else None,
     )
 )
-@torch.no_grad()
 def send_words_reference(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
     for one in () if more is None else more.unbind(1):
         y = y + one
@@ -137,7 +136,6 @@ def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0)
 
 
 @definition(lambda g, added=False: (draw(g, 2, 40).detach(), example_mail(g, 1, 3 if added else 1, 40, own=-1), added))
-@torch.no_grad()
 def take_words_reference(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
     if added:
         return out.add_(mail.summed(len(out)))

@@ -44,7 +44,6 @@ def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) ->
 
 
 @definition(lambda g, dtype=torch.float8_e4m3fn, both=True: (draw(g, 32, 48), _state(), dtype, both))
-@torch.no_grad()
 def quantize_reference(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
     q, q_t = _rounded(x.float(), state, dtype)
     return q, q_t if both else None
@@ -57,7 +56,6 @@ def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple
 
 
 @definition(lambda g: (draw(g, 32, 96), _state(), torch.float8_e4m3fn))
-@torch.no_grad()
 def quantize_swiglu_reference(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _rounded(swiglu_reference(gate_up.float()), state, dtype)
 
@@ -70,7 +68,6 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
 
 
 @definition(lambda g: (draw(g, 32, 48), draw(g, 32, 96), _state(), torch.float8_e5m2))
-@torch.no_grad()
 def quantize_swiglu_backward_reference(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     gradient, _ = swiglu_backward_reference(dh.float(), gate_up.float())
     return _rounded(gradient, state, dtype)
@@ -92,7 +89,6 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 @definition(lambda g, scaled=True: (draw(g, 9, 600), draw(g, 600).detach() if scaled else None))
-@torch.no_grad()
 def quantize_rows_reference(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
     values = x.float() if factor is None else x.float() * factor
     largest = values.abs().amax(1, keepdim=True)
@@ -253,7 +249,6 @@ def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
 
 
 @definition(lambda g: (to_nf4(draw(g, 9, 64 * 31).detach()), frozen(draw(g, 9, 64 * 31))))
-@torch.no_grad()
 def dequantize_nf4_reference(weight: Nf4, out: Tensor) -> Tensor:
     codes, largest = weight.codes, absmax_of(weight)
     numbers = nf4_code(out.device)[torch.stack((codes >> 4, codes & 15), 2).int()]

@@ -61,7 +61,6 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 
 @definition(lambda g, kind="int8": (draw_packed(g, 40, 192, kind), draw(g, 40, 192).detach(), 2))
-@torch.no_grad()
 def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     return out.copy_(unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1))
 
@@ -90,7 +89,6 @@ def quantized_norm_product(
 
 
 @definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 256, offset), *_draw_head(g), 0, cap))
-@torch.no_grad()
 def quantized_norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
     dependent: int = 0, cap: float = 0.0,
@@ -125,7 +123,6 @@ def quantized_norm_gate_up(
 
 
 @definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 150, offset), *_draw_gate_up(g), 0, activation))
-@torch.no_grad()
 def quantized_norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
     activation: str = "silu", alternate: bool = True,
@@ -146,7 +143,6 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
 
 
 @definition(lambda g: (draw(g, 2, 150), draw_packed(g, 40, 150, "fp8"), draw(g, 40), zeros(2, 40)))
-@torch.no_grad()
 def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     return add_product_reference(h, unpack(weight), bias, x)
 
@@ -183,7 +179,6 @@ def quantized_routed_gate_up(
 @definition(lambda g, kind="int4", activation="silu": (
     *draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], zeros(2, 3, 40), 0, INFINITE, activation
 ))  # fmt: skip
-@torch.no_grad()
 def quantized_routed_gate_up_reference(
     x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
     activation: str = "silu",
@@ -207,7 +202,6 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
 @definition(
     lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), draw(g, 2, 48).detach())
 )
-@torch.no_grad()
 def quantized_add_routed_reference(
     h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0
 ) -> Tensor:
@@ -305,7 +299,6 @@ def _qkv_example(g: torch.Generator, offset: float | None = 0.0, rows: int = 5, 
 
 
 @definition(_qkv_example)
-@torch.no_grad()
 def tiled_norm_product_reference(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
@@ -344,7 +337,6 @@ def _gate_up_example(
 
 
 @definition(_gate_up_example)
-@torch.no_grad()
 def tiled_norm_gate_up_reference(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
     dependent: int = 0, activation: str = "silu",
@@ -371,7 +363,6 @@ def _add_example(g: torch.Generator, rows: int = 5, inner: int = WIDE, hidden: i
 
 
 @definition(_add_example)
-@torch.no_grad()
 def tiled_add_product_reference(
     h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:

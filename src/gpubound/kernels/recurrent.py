@@ -73,7 +73,7 @@ def _scan_example(g: torch.Generator, reads: bool = True, D: int = 16, E: int = 
     return u, w, q, p, k, draw(g, 2, 3).detach().sigmoid().requires_grad_(), draw(g, 2, D, E), precise
 
 
-@definition(_scan_example, tf32=lambda *shape: shape[-1:] == (False,))
+@definition(_scan_example, tf32=lambda *shape: shape[-1:] == (False,), gradient=True)
 def chunk_scan_reference(
     u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, decay: Tensor, state: Tensor, precise: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,6 @@ def _conv_example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens:
 
 
 @definition(_conv_example)
-@torch.no_grad()
 def short_conv_reference(
     x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -301,7 +300,6 @@ def _delta_example(
 
 
 @definition(_delta_example)
-@torch.no_grad()
 def delta_step_reference(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
     dependent: int = 0,
@@ -451,7 +449,6 @@ def _mamba_example(
 
 
 @definition(_mamba_example)
-@torch.no_grad()
 def mamba_step_reference(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
     dependent: int = 0,
@@ -507,7 +504,6 @@ def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent
 
 
 @definition(lambda g: (draw(g, 2, 48).detach(), Norm(draw(g, 48), 1e-5), 3, zeros(2, 48)))
-@torch.no_grad()
 def grouped_norm_rows_reference(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
     return out.copy_(group_normed(x, norm, groups))
 

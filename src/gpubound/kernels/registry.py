@@ -38,13 +38,20 @@ OPS: dict[str, Op] = {}
 
 
 def definition(
-    example: Callable[..., tuple], op: str | None = None, tf32: Callable[..., bool] = lambda *_: False
+    example: Callable[..., tuple],
+    op: str | None = None,
+    gradient: bool = False,
+    tf32: Callable[..., bool] = lambda *_: False,
 ) -> Callable[[Callable], Callable]:
-    """Register `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and the reference of its self-test."""
+    """Register `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and the reference of its self-test.
+
+    gradient: autograd differentiates it; others run without
+    """
 
     def register(function: Callable) -> Callable:
         package, _, file = function.__module__.rpartition(".")
         kernels = import_module(f"{package}.triton")
+        function = function if gradient else torch.no_grad()(function)
         OPS[op or function.__name__.removesuffix("_reference")] = Op(kernels, file, function, example, tf32)
         return function
 

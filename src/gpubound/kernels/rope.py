@@ -38,7 +38,7 @@ def _example(generator: torch.Generator, heads: int = 4, kv_heads: int = 2, size
     return q, k, *draw_angles(generator, 3, pairs)
 
 
-@definition(_example)
+@definition(_example, gradient=True)
 def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
@@ -66,7 +66,7 @@ def _packed_example(generator: torch.Generator, heads: int = 4, kv_heads: int = 
     return qkv, *draw_angles(generator, 3, pairs), heads, kv_heads
 
 
-@definition(_packed_example)
+@definition(_packed_example, gradient=True)
 def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     total = heads + 2 * kv_heads
     rotated, v = qkv.unflatten(-1, (total, qkv.shape[-1] // total)).split([heads + kv_heads, kv_heads], 2)

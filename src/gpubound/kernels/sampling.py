@@ -90,7 +90,6 @@ def pick(
 
 
 @definition(lambda g: (draw(g, 4, 50).detach(), _counted(4, 50), example_rows(), _into(g)))
-@torch.no_grad()
 def pick_reference(
     best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
@@ -130,7 +129,6 @@ def sample(
 
 
 @definition(lambda g: (frozen(draw(g, 4, 300)), example_rows(), _settings(), _into(g)))
-@torch.no_grad()
 def sample_reference(
     logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:

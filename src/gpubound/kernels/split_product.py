@@ -56,7 +56,6 @@ def split_product(
 @definition(lambda g, P=2, rows=16, hidden=WIDE, heads=32: (
     draw(g, rows, hidden), *draw_qkv(g, hidden, heads), zeros(P, rows, 2 * heads)
 ))  # fmt: skip
-@torch.no_grad()
 def split_product_reference(
     x: Tensor, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None, k_bias: Tensor | None,
     v_bias: Tensor | None, parts: Tensor, dependent: int = 0,
@@ -93,7 +92,6 @@ def split_gate_up(
 @definition(lambda g, activation="silu", rows=16, hidden=WIDE, width=40: (
     draw(g, rows, hidden), *draw_gate_up(g, rows, hidden, width), 0, activation
 ))  # fmt: skip
-@torch.no_grad()
 def split_gate_up_reference(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, dependent: int = 0,
     activation: str = "silu",

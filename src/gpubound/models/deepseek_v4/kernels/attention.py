@@ -79,7 +79,6 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
 
 
 @definition(lambda g, series=2, parts=1: _compressor_example(g, series, parts))
-@torch.no_grad()
 def compress_reference(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     return tuple(written for part in parts for written in _compressed(part, position, cos, sin))
 
@@ -193,7 +192,6 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
 
 
 @definition(lambda g: (*(draw(g, *s) for s in ((4, 3, 24), (2, 70, 24))), draw(g, 4, 3).detach(), *_limits(0, 70, 1, 66)))
-@torch.no_grad()
 def index_scores_reference(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
     dtype32 = torch.promote_types(keys.dtype, torch.float32)
     products = torch.einsum("bthd,bsd->bths", q.to(dtype32).unflatten(0, (len(keys), -1)), keys.to(dtype32)).flatten(0, 1)
@@ -218,7 +216,6 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
 
 
 @definition(lambda g: (draw(g, 4, 40).detach().round(decimals=1), ints(0, 40, 5, 39), ints(*[7] * 24).view(4, 6)))
-@torch.no_grad()
 def index_topk_reference(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
     entries, slots = scores.shape[1], ids.shape[1]
     hidden = torch.arange(entries, device=scores.device) >= limit[:, None]
@@ -267,7 +264,6 @@ def sparse_attention(
 
 
 @definition(lambda g, *shape: _example(g, *shape))
-@torch.no_grad()
 def sparse_attention_reference(
     q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, scale: float, out: Tensor,
     store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
@@ -404,7 +400,6 @@ def _check_heads(part: TurnedHeads, tokens: int, turning: int, device: torch.dev
 
 
 @definition(lambda g, parts=2: _heads_example(g, parts))
-@torch.no_grad()
 def turn_heads_reference(
     parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip

@@ -77,7 +77,6 @@ def hc_pre(
 
 
 @definition(lambda g, streams=4, many=False: _example(g, streams, many, (2 + streams) * streams, 3))
-@torch.no_grad()
 def hc_pre_reference(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,7 +95,6 @@ def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 @definition(lambda g, streams=4: (draw(g, 3, streams, 40), draw(g, 3, 40), draw(g, 3, streams), draw(g, 3, streams, streams)))
-@torch.no_grad()
 def hc_post_reference(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     dtype32 = torch.promote_types(x.dtype, torch.float32)
     residual = comb.to(dtype32).transpose(-1, -2) @ x.to(dtype32)
@@ -113,7 +111,6 @@ def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float =
 
 
 @definition(lambda g, streams=4, many=False: _example(g, streams, many, streams, 1))
-@torch.no_grad()
 def hc_head_reference(
     x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6
 ) -> Tensor:
@@ -198,7 +195,6 @@ def hc_sums(x: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
 
 
 @definition(lambda g, streams=4: _step_example(g, streams)[:3])
-@torch.no_grad()
 def hc_sums_reference(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
     rows = weight.to(x.dtype).unflatten(1, x.shape[1:])
     sums.zero_()
@@ -218,7 +214,6 @@ def hc_read(
 
 
 @definition(lambda g, streams=4: _read(g, streams))
-@torch.no_grad()
 def hc_read_reference(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
     z, S = _products(x, sums, len(base), norm_eps), x.shape[1]
     pre = torch.sigmoid(z[:, :S] * scale[0] + base[:S]) + eps
@@ -256,7 +251,6 @@ def hc_write(
 
 
 @definition(lambda g, streams=4, followed=True, some=0, mailed=False: _write(g, streams, followed, some, mailed))
-@torch.no_grad()
 def hc_write_reference(
     x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
     more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,

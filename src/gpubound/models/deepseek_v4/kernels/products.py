@@ -136,7 +136,6 @@ def _draw_coded(g: torch.Generator, rows: int) -> Fp8Blocks:
 
 
 @definition(_example)
-@torch.no_grad()
 def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor) -> Tensor:
     matrices = [weight if isinstance(weight, Tensor) else numbers(weight, x.dtype) for weight in weights]
     if x.dim() == 3:
@@ -153,7 +152,6 @@ def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weig
         example_mail(g, 2, 2, 40),
     )
 )
-@torch.no_grad()
 def send_products_reference(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
     matrix = numbers(weight, x.dtype) if isinstance(weight, Fp8Blocks) else weight.to(x.dtype)
     mail.post((x @ matrix.t()).float())
@@ -220,7 +218,6 @@ def _check_gated(gated: Gated, rows: int, device: torch.device) -> None:
 
 
 @definition(lambda g, gated=False: _choice_example(g, gated))
-@torch.no_grad()
 def choose_experts_reference(
     logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
     shares: Tensor, gated: Gated | None = None,
@@ -266,7 +263,6 @@ def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tens
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), zeros(2, 3, 48)))
-@torch.no_grad()
 def routed_down_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     products = [times(down, ids[:, slot], h[:, slot].to(out.dtype)) for slot in range(ids.shape[1])]
     return out.copy_(torch.stack(products, 1).mul_(weights[..., None]))
@@ -281,7 +277,6 @@ def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor,
 
 
 @definition(lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)))
-@torch.no_grad()
 def quantized_routed_down_reference(
     h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0
 ) -> Tensor:

@@ -69,7 +69,7 @@ def _example(
     return q, k, v, draw(generator, 3), gates, degree, soft_clip, 9 if windowed else 0, causal
 
 
-@definition(_example)
+@definition(_example, gradient=True)
 def poly_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, gates: Tensor | None = None, degree: int = 3,
     soft_clip: float = 0.0, window: int = 0, causal: bool = True,
@@ -141,7 +141,6 @@ def _step_example(
 
 
 @definition(_step_example)
-@torch.no_grad()
 def poly_attention_step_reference(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor, coefficients: Tensor,
     gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,

@@ -45,7 +45,7 @@ def _example(g: torch.Generator, with_state: bool = False) -> tuple[Tensor, Tens
     return draw(g, 2, 70, 60), draw(g, 20), state
 
 
-@definition(_example)
+@definition(_example, gradient=True)
 def rg_lru_reference(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     dtype32 = torch.promote_types(packed.dtype, torch.float32)
     x, r, i = packed.to(dtype32).chunk(3, -1)

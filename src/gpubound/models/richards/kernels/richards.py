@@ -106,7 +106,7 @@ def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
     return chosen("richards", x, (curve,))(x, free, curve)
 
 
-@definition(lambda g, curve=VALUE: (draw(g, 3, 40), draw_free(g, curve), curve))
+@definition(lambda g, curve=VALUE: (draw(g, 3, 40), draw_free(g, curve), curve), gradient=True)
 def richards_reference(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
     return curve.apply(_fp32(x), free).to(x.dtype)
 
@@ -127,7 +127,7 @@ def _glu_example(g: torch.Generator, cols: int = 40, value: Curve = VALUE, gate:
     return draw(g, 16, 2 * cols), draw_free(g, value), draw_free(g, gate), value, gate
 
 
-@definition(_glu_example)
+@definition(_glu_example, gradient=True)
 def richards_glu_reference(
     packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
 ) -> Tensor:
@@ -174,7 +174,7 @@ def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None =
     return implementation("dynamic_tanh", x, unable, x.shape[-1:])(x, alpha, weight, bias)
 
 
-@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)), gradient=True)
 def dynamic_tanh_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x32 = _fp32(x)
     return _scaled(torch.tanh(alpha.to(x32.dtype).reshape(()) * x32), weight, bias).to(x.dtype)
@@ -190,7 +190,7 @@ def add_dynamic_tanh(
     return implementation("add_dynamic_tanh", x, unable, x.shape[-1:])(x, residual, alpha, weight, bias)
 
 
-@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)))
+@definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)), gradient=True)
 def add_dynamic_tanh_reference(
     x: Tensor, residual: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
