@@ -26,6 +26,7 @@ All writes come after the wait: launches that still run may read the old values.
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +114,19 @@ def bump_versions(*tensors: torch.Tensor | None) -> None:
     versions, notices it. A kernel writes through an address, of which torch knows nothing. It takes 0.7 µs for a call."""
     if not torch.compiler.is_compiling():  # there a launch is an op, whose writes torch knows
         torch.autograd.graph.increment_version([t for t in tensors if t is not None])
+
+
+def in_place(function: Callable) -> Callable:
+    """Run the function without autograd, and count a write to each tensor that it returns."""
+
+    @wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        with torch.no_grad():
+            written = function(*arguments, **options)
+            bump_versions(*(written if isinstance(written, tuple) else (written,)))
+        return written
+
+    return run
 
 
 def first_order_only(op: str) -> None:

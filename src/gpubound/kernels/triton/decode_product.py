@@ -19,7 +19,7 @@ from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
 from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
-from ._launch import _begin, _end, _gained, _row, _tile, _wait, at_once, bump_versions, launch_product, options
+from ._launch import _begin, _end, _gained, _row, _tile, _wait, at_once, bump_versions, in_place, launch_product, options
 from ._math import activated, capped
 from .decode_adapters import _adapter_arguments, _added, _asked, _down, _empty, _up
 from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
@@ -291,7 +291,7 @@ def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
     return (None, 0.0, None) if norm is None else norm
 
 
-@torch.no_grad()
+@in_place
 def norm_product(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
@@ -311,11 +311,10 @@ def norm_product(
         B=len(x), BIAS=bias is not None, BEST=best is not None, GAIN=gain, CAP=cap, by=by, ACTIVATION=activation,
         **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
-    bump_versions(out, best, arg)
     return out, best, arg
 
 
-@torch.no_grad()
+@in_place
 def norm_gate_up(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
     dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
@@ -327,25 +326,22 @@ def norm_gate_up(
         norm_weight, gate, up, gate_bias, up_bias, out, eps, rows, weights=2, B=len(x), BIAS=gate_bias is not None, GAIN=gain,
         ACTIVATION=activation, **_adapter_arguments(adapters, len(x), width),
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def add_product(
     h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
 ) -> Tensor:
     more = _adapter_arguments(adapters, len(h), weight.shape[1]) | _mail_arguments(None)
     _launch_add(_way("add", adapters), h, weight, bias, x, dependent, **more)
-    bump_versions(x)
     return x
 
 
-@torch.no_grad()
+@in_place
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
     adapters = _adapter_arguments(None, len(h), weight.shape[1])
     _launch_add("add", h, weight, bias, None, dependent, **adapters, **_mail_arguments(mail))
-    bump_versions(*mail.boxes)
     return mail.boxes
 
 
@@ -394,7 +390,7 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, factor_ptr, eps, K: tl.constexpr, C
     tl.store(y_ptr + at, tl.zeros([C], tl.float32), mask=in_range)
 
 
-@torch.no_grad()
+@in_place
 def norm_rows(
     x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -414,7 +410,6 @@ def norm_rows(
         count,
         **options(warps, at_once(dependent)),
     )
-    bump_versions(out, x if count else None)
     return (out, x) if count else out
 
 

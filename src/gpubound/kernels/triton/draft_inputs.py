@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,7 +10,7 @@ from ..draft_inputs import Reads
 from ..ngram_speculation import Chunk
 from ..plans import power_of_two
 from ..sampling import Rows
-from ._launch import bump_versions, options
+from ._launch import in_place, options
 from .sampling import _embedding, _finite, _largest, _start
 
 PARTS = 1024  # partial maxima at a time
@@ -103,7 +102,7 @@ def _plan(reads: Reads, embed: Tensor | None, dependent: int) -> tuple[tuple[int
     return shape, constants | options(max(1, min(8, block // 256)), dependent)
 
 
-@torch.no_grad()
+@in_place
 def keep_stream(
     x: Tensor, to: Tensor, column: int, position: Tensor | None = None, first: Tensor | None = None, dependent: int = 0,
     index: Tensor | None = None,
@@ -113,11 +112,10 @@ def keep_stream(
         x, to, position, first, index, column, to.shape[1], x.shape[1], rows, T=tokens, BLOCK=block, ROWS=power_of_two(rows),
         **options(max(1, min(8, block // 256)), dependent),
     )  # fmt: skip
-    bump_versions(to, first)
     return (to,) if first is None else (to, first)
 
 
-@torch.no_grad()
+@in_place
 def begin_draft(
     rows: Rows, text: Tensor, first: Tensor, x: Tensor, reads: Reads, chunk: Chunk, place: Tensor, last: Tensor, both: Tensor,
     embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
@@ -128,11 +126,10 @@ def begin_draft(
         both, embed, to, embedded.eps, feature.eps, text.shape[1], *shape, T=chunk.token.shape[1], **constants,
     )  # fmt: skip
     changed = (*chunk, place, last, both, *(() if to is None else (to,)))
-    bump_versions(*changed)
     return changed
 
 
-@torch.no_grad()
+@in_place
 def extend_draft(
     best: Tensor | None, arg: Tensor | None, targets: Tensor, token: Tensor, x: Tensor, reads: Reads, chunk: Chunk, at: int,
     both: Tensor | None, embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
@@ -145,5 +142,4 @@ def extend_draft(
         **constants,
     )  # fmt: skip
     changed = (token, chunk.token, *(t for t in (both, to) if t is not None))
-    bump_versions(*changed)
     return changed

@@ -29,7 +29,7 @@ from ..decode_product import Norm
 from ..experts import LEAST, ExpertRouting
 from ..gated import INFINITE
 from ..plans.types import job_of, power_of_two
-from ._launch import _begin, _end, _row, _tile, _wait, bump_versions, launch_product, options
+from ._launch import _begin, _end, _row, _tile, _wait, bump_versions, in_place, launch_product, options
 from .decode_product import _gated
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
@@ -178,7 +178,7 @@ def route(
     return ids, weights
 
 
-@torch.no_grad()
+@in_place
 def routed_gate_up(
     x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
     activation: str = "silu",
@@ -189,18 +189,16 @@ def routed_gate_up(
         dependent, x, norm.weight, gate_up, ids, out, norm.eps, limit, len(gate_up), rows, S=ids.shape[1],
         ACTIVATION=activation,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     experts, rows, width = down.shape
     launch_product(
         _add_routed_kernel, job_of("product", "add_routed", (rows, width, rows), down), width, len(x), dependent, h, down, ids,
         weights, x, experts, rows, S=ids.shape[1],
     )  # fmt: skip
-    bump_versions(x)
     return x
 
 
@@ -323,14 +321,13 @@ def select_experts(
     return ids, shares
 
 
-@torch.no_grad()
+@in_place
 def gate_rows(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int = 0) -> Tensor:
     hidden = x.shape[1]
     block = power_of_two(hidden)
     _gate_rows_kernel[(len(x),)](
         x, norm.weight, weight, h, norm.eps, h.shape[1], hidden, block, 1024, **options(max(1, min(8, block // 512)), dependent)
     )
-    bump_versions(h)
     return h
 
 
@@ -410,7 +407,7 @@ def _add_slots_kernel(y_ptr, shares_ptr, x_ptr, columns, S: tl.constexpr, BLOCK:
     tl.store(x_ptr + b * columns + col, x + total, mask=inside)
 
 
-@torch.no_grad()
+@in_place
 def column_gate_up(
     x: Tensor, norm: Norm, gate_up: Tensor, bias: Tensor, ids: Tensor, out: Tensor, alpha: float, limit: float,
     dependent: int = 0,
@@ -420,23 +417,20 @@ def column_gate_up(
         x, norm.weight, gate_up, bias, ids, out, norm.eps, alpha, limit, experts, ids.shape[1], hidden, columns, ROWS,
         GATE_UP_COLUMNS, **options(WARPS, dependent),
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     experts, units, columns = down.shape
     _column_down_kernel[(triton.cdiv(columns, DOWN_COLUMNS), ids.numel())](
         h, down, bias, ids, out, experts, units, columns, ROWS, DOWN_COLUMNS, **options(WARPS, dependent)
     )
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def add_slots(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     rows, slots, columns = y.shape
     _add_slots_kernel[(triton.cdiv(columns, BLOCK), rows)](y, shares, x, columns, slots, BLOCK, **options(4, dependent))
-    bump_versions(x)
     return x

@@ -30,7 +30,7 @@ from ..decode_product import EARLY, Norm
 from ..dispatch import SIXTEEN_BITS
 from ..latent_attention import LatentCache, LatentScratch, hidden
 from ..plans.types import LatentPlan, MatrixPlan, cdiv, job_of, power_of_two
-from ._launch import _begin, _wait, bump_versions, launch, options
+from ._launch import _begin, _wait, bump_versions, in_place, launch, options
 
 NOTHING = tl.constexpr(-1e30)  # below every score; -inf would make NaN of -inf - -inf
 DEEP = 64  # of a product's sum, a tile at a time
@@ -145,7 +145,7 @@ def _latent_queries_kernel(q_ptr, q_stride, latent_ptr, latent_stride, position_
             tl.store(to + R + PAIRS + i, b.to(kind), mask=pairs)
 
 
-@torch.no_grad()
+@in_place
 def latent_queries(
     q: Tensor, latent: Tensor, position: Tensor, norm: Norm, up: Tensor, cos: Tensor, sin: Tensor, cache: LatentCache,
     out: Tensor, interleaved: bool = False, dependent: int = 0,
@@ -164,7 +164,6 @@ def latent_queries(
         )  # fmt: skip
 
     launch(job_of("latent_product", "", (D, R), cache.latents), run)
-    bump_versions(out, cache.latents)
     return out, cache.latents
 
 

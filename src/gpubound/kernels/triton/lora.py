@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...device import interpreted
 from ..lora import Drop, Owners, OwnRanks, threshold
 from ..plans.types import ProductPlan, cdiv, job_of, power_of_two
-from ._launch import bump_versions, launch
+from ._launch import in_place, launch
 
 RANKS = 128  # of a tile
 
@@ -426,7 +426,7 @@ def lora_down(
     return h
 
 
-@torch.no_grad()
+@in_place
 def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
     h, (rows, columns), rank = _dense(h).to(y.dtype), y.shape, b.shape[1]
 
@@ -439,11 +439,10 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
         )  # fmt: skip
 
     launch(job_of("lora", "up", (_rows(rows), columns, _ranks(rank)), y), run)
-    bump_versions(y)
     return y
 
 
-@torch.no_grad()
+@in_place
 def lora_gradients(
     x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
     begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
@@ -470,7 +469,6 @@ def lora_gradients(
 
     if any(args):
         launch(job, run)
-    bump_versions(da, db)
     return da, db
 
 

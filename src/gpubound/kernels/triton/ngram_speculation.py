@@ -1,6 +1,5 @@
 """Drafts from a row's own text, a program a token; and which of them the model's choices bear out, a program a row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -8,7 +7,7 @@ from torch import Tensor
 from ..ngram_speculation import NGRAM, Chunk, Said
 from ..plans import power_of_two
 from ..sampling import Rows, changed
-from ._launch import bump_versions, options
+from ._launch import in_place, options
 from .sampling import ROWS, _embedding, _shape, _start
 
 TILE = 1024  # places of a text, or elements of an embedding, at a time
@@ -82,7 +81,7 @@ def _accept_kernel(chosen_ptr, going_ptr, chunk_ptr, token_ptr, position_ptr, al
         tl.store(alive_ptr + b, (goes_on != 0).to(tl.int32))
 
 
-@torch.no_grad()
+@in_place
 def propose(
     rows: Rows, text: Tensor, chunk: Chunk, embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
@@ -90,11 +89,10 @@ def propose(
         rows.position, rows.alive, text, *chunk, embed, x, text.shape[1], *_shape(embed), chunk.token.shape[1],
         min(TILE, max(16, power_of_two(text.shape[1]))), **options(4, dependent),
     )  # fmt: skip
-    bump_versions(*chunk, x)
     return chunk if x is None else (*chunk, x)
 
 
-@torch.no_grad()
+@in_place
 def accept(
     chunk: Chunk, chosen: Said, rows: Rows, text: Tensor, emitted: Said, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
@@ -106,5 +104,4 @@ def accept(
         0 if logprob is None else logprob.stride(0), tokens, power_of_two(tokens), **options(1, dependent),
     )  # fmt: skip
     written = changed(rows, to, text, seen, logprob)
-    bump_versions(*written)
     return written

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import globaltimer
 from ..decode_product import EARLY
 from ..peer_exchange import LATE, Mail, addresses_of
 from ..plans.types import cdiv, power_of_two
-from ._launch import _begin, _wait, bump_versions, options
+from ._launch import _begin, _wait, in_place, options
 
 _LATE = tl.constexpr(LATE)
 SCALARS = ["number", "sender", "room"]  # of a kernel's arguments: their values compile nothing anew
@@ -142,7 +142,7 @@ def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, 
         tl.store(out_ptr + i, tl.max(words, 0), mask=in_range)
 
 
-@torch.no_grad()
+@in_place
 def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
     rows, columns = y.shape
     block, bits = min(WORDS, power_of_two(columns)), y.view(torch.int32)
@@ -150,11 +150,10 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
         bits, bits if more is None else more, columns, mail.boxes[0].shape[2], column, **_mail_arguments(mail),
         MORE=0 if more is None else more.shape[1], BLOCK=block, **options(WARPS),
     )  # fmt: skip
-    bump_versions(*mail.boxes)
     return mail.boxes
 
 
-@torch.no_grad()
+@in_place
 def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
     block = min(WORDS, max(32, power_of_two(out.numel())))
     to, args = out if added else out.view(torch.int32), _mail_arguments(mail)
@@ -162,7 +161,6 @@ def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0)
     _take_words_kernel[(cdiv(out.numel(), block),)](
         to, out.numel(), **args, BLOCK=block, ADDED=added, **options(warps, min(dependent, EARLY))
     )
-    bump_versions(out)
     return out
 
 

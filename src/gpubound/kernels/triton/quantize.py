@@ -25,7 +25,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..plans.types import MatrixPlan, cdiv, job_of, power_of_two
 from ..quantize import BLOCK, FINE, GROUP, LARGEST, Nf4, dynamic_code, nf4_code
-from ._launch import bump_versions, launch
+from ._launch import bump_versions, in_place, launch
 from .gated import _activated, _halves, _matrix
 
 _ROUND = "{{ .reg .b16 a, b; cvt.rn.satfinite.{0}.f32 a, $2, $1; cvt.rn.satfinite.{0}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
@@ -230,11 +230,10 @@ def _dequantize_nf4_kernel(codes_ptr, absmax_ptr, scale_ptr, offset_ptr, code_pt
     tl.store(out_ptr + to, (numbers * largest[:, None]).to(out_ptr.dtype.element_ty), mask=in_range[:, None])
 
 
-@torch.no_grad()
+@in_place
 def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
     blocks = len(weight.absmax)
     _dequantize_nf4_kernel[(cdiv(blocks, BLOCKS),)](
         *weight, nf4_code(out.device), dynamic_code(out.device), out, blocks, B=BLOCKS, BLOCK=BLOCK, GROUP=GROUP, num_warps=4
     )
-    bump_versions(out)
     return out

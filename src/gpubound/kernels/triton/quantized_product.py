@@ -18,7 +18,6 @@ Legend: S ranges, R rows of the weight, C columns of a range, B rows of x, TB of
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +27,7 @@ from ..decode_product import Norm
 from ..gated import INFINITE
 from ..packed_weights import Packed
 from ..plans.types import ResidentPlan, job_of, power_of_two
-from ._launch import _begin, _end, _wait, bump_versions, launch, launch_product, options
+from ._launch import _begin, _end, _wait, in_place, launch, launch_product, options
 from ._math import capped
 from ._packed import (
     _FP4_HALFWAY,
@@ -206,7 +205,7 @@ def _at_once(x: Tensor) -> int:
     return 2 if x.shape[0] % 2 == 0 else 1
 
 
-@torch.no_grad()
+@in_place
 def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     grid = -(-weight.rows // 4), -(-weight.words.shape[1] // 256)
     _dequantize_kernel[grid](
@@ -223,11 +222,10 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
         256,
         num_warps=4,
     )
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def quantized_norm_product(
     x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
     dependent: int = 0, cap: float = 0.0,
@@ -242,11 +240,10 @@ def quantized_norm_product(
         weight.extra, bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None,
         BEST=best is not None, GAIN=gain, CAP=cap,
     )  # fmt: skip
-    bump_versions(out, best, arg)
     return out, best, arg
 
 
-@torch.no_grad()
+@in_place
 def quantized_norm_gate_up(
     x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
     activation: str = "silu", alternate: bool = True,
@@ -258,22 +255,20 @@ def quantized_norm_gate_up(
         gate_up.words, gate_up.scale, gate_up.extra, bias, out, _ONE, eps, rows, B=at_once, TURNS=1 if alternate else 2,
         BIAS=bias is not None, GAIN=gain, ACTIVATION=activation,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
         weight.extra, bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
     )  # fmt: skip
-    bump_versions(x)
     return x
 
 
-@torch.no_grad()
+@in_place
 def quantized_routed_gate_up(
     x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
     activation: str = "silu",
@@ -283,18 +278,16 @@ def quantized_routed_gate_up(
         _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
         gate_up.scale, ids, out, _ONE, norm.eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1], ACTIVATION=activation,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     rows = x.shape[1]
     _multiply(
         _add_routed_kernel, "add_routed", down, rows, len(x), dependent, h, down.words, down.scale, ids, weights, x,
         _ONE, down.rows // rows, rows, S=ids.shape[1],
     )  # fmt: skip
-    bump_versions(x)
     return x
 
 
@@ -436,7 +429,7 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
         tl.store(copy_ptr + to, y.to(copy_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.no_grad()
+@in_place
 def tiled_norm_product(
     x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
     k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
@@ -448,11 +441,10 @@ def tiled_norm_product(
         _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, eps,
         len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def tiled_norm_gate_up(
     x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
     dependent: int = 0, activation: str = "silu",
@@ -462,11 +454,10 @@ def tiled_norm_gate_up(
         _tiled_norm_gate_up_kernel, gate, x, 2 * len(gate), dependent, x, norm_weight, gate, up, gate_bias, up_bias, out, eps,
         len(gate), BIAS=gate_bias is not None, GAIN=gain, ACTIVATION=activation,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def tiled_add_product(
     h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -475,7 +466,6 @@ def tiled_add_product(
         _tiled_add_product_kernel, weight, h, rows, dependent, h, weight, bias, x, copy, rows, BIAS=bias is not None,
         COPY=copy is not None,
     )  # fmt: skip
-    bump_versions(x, copy)
     return x if copy is None else (x, copy)
 
 

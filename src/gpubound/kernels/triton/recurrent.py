@@ -22,19 +22,7 @@ from torch import Tensor
 from ..decode_product import Norm
 from ..plans.types import cdiv, power_of_two
 from ..recurrent import TINY, DeltaParameters, DeltaShape, MambaParameters, MambaShape
-from ._launch import (
-    _apart,
-    _begin,
-    _convolved,
-    _earlier,
-    _end,
-    _wait,
-    at_once,
-    bump_versions,
-    first_order_only,
-    options,
-    warps_of,
-)
+from ._launch import _apart, _begin, _convolved, _earlier, _end, _wait, at_once, first_order_only, in_place, options, warps_of
 
 COLUMNS = 32  # of the state in a program
 WARPS, STAGES = 4, 1  # two stages would ask for 262 kB of shared memory at widths of 128
@@ -218,7 +206,7 @@ def _delta_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr
     tl.store(tile, S, mask=inside & (tl.zeros([BD, BE], tl.int32) + position >= 0))
 
 
-@torch.no_grad()
+@in_place
 def delta_step(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
     dependent: int = 0,
@@ -229,7 +217,6 @@ def delta_step(
         x, position, ring, state, conv, a_log, dt, norm.weight, norm.eps, norm.offset, out, *shape, ring.shape[1],
         conv.shape[1], D, E, **options(warps_of(D, D * E), at_once(dependent)),
     )  # fmt: skip
-    bump_versions(out, ring, state)
     return out, ring, state
 
 
@@ -301,7 +288,7 @@ def _grouped_norm_rows_kernel(x_ptr, weight_ptr, out_ptr, eps, offset, width, SI
     tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.no_grad()
+@in_place
 def mamba_step(
     x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
     dependent: int = 0,
@@ -314,11 +301,10 @@ def mamba_step(
         x, position, ring, state, conv, bias, a_log, dt, skip, out, *factors, H, P, G, N, ring.shape[1], conv.shape[1], BP, BN,
         **options(warps_of(BN, BP * BN), at_once(dependent)),
     )  # fmt: skip
-    bump_versions(out, ring, state)
     return out, ring, state
 
 
-@torch.no_grad()
+@in_place
 def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
     rows, width = x.shape
     block = power_of_two(width // groups)
@@ -326,7 +312,6 @@ def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent
         x, norm.weight, out, norm.eps, norm.offset, width, width // groups, block,
         **options(max(1, min(8, block // 512)), at_once(dependent)),
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
@@ -373,7 +358,7 @@ def _short_conv_kernel(x_ptr, position_ptr, ring_ptr, weight_ptr, bias_ptr, out_
     tl.store(here, x.to(kind), mask=inside & (position >= 0))
 
 
-@torch.no_grad()
+@in_place
 def short_conv(
     x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -383,5 +368,4 @@ def short_conv(
         x, position, ring, weight, bias, out, channels, slots, weight.shape[1], count // rows, BLOCK,
         **options(4, at_once(dependent)),
     )  # fmt: skip
-    bump_versions(out, ring)
     return out, ring

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..plans.types import cdiv, power_of_two
 from ..row_ops import TOKENS, LayerNorm, as_integers
-from ._launch import _begin, _end, _wait, at_once, bump_versions, options
+from ._launch import _begin, _end, _wait, at_once, in_place, options
 from ._math import activated
 
 BLOCK = 512  # elements of a program that activates
@@ -62,22 +62,20 @@ def _activate_rows_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr, AC
     tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@torch.no_grad()
+@in_place
 def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0) -> Tensor:
     block = power_of_two(x.shape[1])
     _layer_norm_rows_kernel[(len(x),)](
         x, norm.weight, norm.bias, out, norm.eps, x.shape[1], block, norm.offset,
         **options(max(1, min(8, block // 512)), at_once(dependent)),
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
     count = x.numel()
     _activate_rows_kernel[(triton.cdiv(count, BLOCK),)](x, by, out, count, BLOCK, activation, **options(4, at_once(dependent)))
-    bump_versions(out)
     return out
 
 
@@ -121,7 +119,7 @@ def _add_rows_kernel(table_ptr, keys_ptr, order_ptr, rows_ptr, count, size, cols
         tl.store(out, tl.load(out, mask=col < cols, other=0.0) + total, mask=col < cols)
 
 
-@torch.no_grad()
+@in_place
 def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
     (size, cols), count = table.shape, ids.numel()
     keys = torch.empty(count, device=ids.device, dtype=torch.int32)
@@ -131,7 +129,6 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
     _add_rows_kernel[(count, cdiv(cols, block))](
         table, keys, order, rows.reshape(-1, cols).contiguous(), count, size, cols, ROWS, block, num_warps=WARPS
     )
-    bump_versions(table)
     return table
 
 
@@ -161,7 +158,7 @@ def _write_tokens_kernel(cache_ptr, new_ptr, blocks_ptr, start_ptr, first, token
         tl.store(cache_ptr + at[:, None] * W + word[None], x, mask=mask & exists[:, None])
 
 
-@torch.no_grad()
+@in_place
 def write_tokens(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int) -> Tensor:
     stored, values = as_integers(cache), as_integers(new)
     if new.dim() == 3:
@@ -180,5 +177,4 @@ def write_tokens(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int
         blocks.shape[2], len(stored), *values.stride()[:3], stored.shape[2], width, power_of_two(width), tile,
         num_warps=MOST_WARPS,
     )  # fmt: skip
-    bump_versions(cache)
     return cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..plans import cdiv, power_of_two
 from ..sampling import CHUNK, Into, Rows, Settings, changed
-from ._launch import bump_versions, options
+from ._launch import in_place, options
 
 FLOOR = tl.constexpr(-27.0)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -467,7 +467,7 @@ def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tup
     return (len(stops), power_of_two(max(1, len(stops))), block), options(max(1, block // 128), dependent)
 
 
-@torch.no_grad()
+@in_place
 def pick(
     best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
@@ -477,11 +477,10 @@ def pick(
         *_shape(into.embed), *shape, **launch,
     )  # fmt: skip
     written = changed(rows, into.emitted, seen, into.x)
-    bump_versions(*written)
     return written
 
 
-@torch.no_grad()
+@in_place
 def sample(
     logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
 ) -> tuple[Tensor, ...]:
@@ -505,7 +504,6 @@ def sample(
             **(launch if filtered else options(DRAW_WARPS, dependent)),
         )  # fmt: skip
     written = changed(rows, emitted, seen, logprob, x)
-    bump_versions(*written)
     return written
 
 

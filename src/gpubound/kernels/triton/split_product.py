@@ -8,7 +8,6 @@ Legend: R rows of the weights, C columns of a slice, KS of a range, B rows of x,
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..plans import cdiv, job_of, power_of_two
 from ..plans.types import SplitPlan
-from ._launch import _begin, _end, _wait, bump_versions, launch, options
+from ._launch import _begin, _end, _wait, in_place, launch, options
 from .decode_product import _gated, _stacked
 
 
@@ -112,7 +111,7 @@ def _split_gate_up_kernel(x_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, 
     tl.store(out_ptr + b.to(tl.int64)[:, None] * rows + row[None], y, mask=(b < B)[:, None] & (row < rows)[None])
 
 
-@torch.no_grad()
+@in_place
 def split_product(
     x: Tensor, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None, k_bias: Tensor | None,
     v_bias: Tensor | None, parts: Tensor, dependent: int = 0,
@@ -124,11 +123,10 @@ def split_product(
         _split_product_kernel, "", weight, x, rows, dependent, number, weight, k, v, *biases, parts, len(weight), len(k), rows,
         KS=x.shape[1] // number, BIAS=bias is not None,
     )  # fmt: skip
-    bump_versions(parts)
     return parts
 
 
-@torch.no_grad()
+@in_place
 def split_gate_up(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, dependent: int = 0,
     activation: str = "silu",
@@ -138,7 +136,6 @@ def split_gate_up(
         _split_gate_up_kernel, "gated", gate, x, 2 * len(gate), dependent, 1, gate, up, *biases, out, len(gate),
         BIAS=gate_bias is not None, ACTIVATION=activation,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 

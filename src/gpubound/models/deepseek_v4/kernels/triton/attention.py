@@ -42,7 +42,7 @@ from torch import Tensor
 
 from .....device import interpreted
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import _begin, _wait, bump_versions, launch, options
+from .....kernels.triton._launch import _begin, _wait, bump_versions, in_place, launch, options
 from ..attention import MOST, MOST_HEADS, TurnedHeads, Windows
 
 
@@ -134,7 +134,7 @@ def _compress_kernel(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0
                   places1, R1, D1, DP1, W1, OFFSET1, SLOTS1, M, PAIRS, POOL, KEEP)  # fmt: skip
 
 
-@torch.no_grad()
+@in_place
 def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     (rows, tokens), m, first = parts[0].kv.shape[:2], len(parts[0].bias), parts[0]
     slots = [part.kv.shape[2] // part.store.shape[2] * m for part in parts]
@@ -159,7 +159,6 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
 
     launch(job_of("compress", "", (max(part.store.shape[2] for part in parts),), first.store), run)
     written = tuple(t for part in parts for t in (part.store, *part.pending))
-    bump_versions(*written)
     return written
 
 
@@ -270,7 +269,7 @@ def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EA
     tl.store(to + slot, tl.full([KP], -1, tl.int32), mask=(slot < K) & (slot >= count))
 
 
-@torch.no_grad()
+@in_place
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
     tokens, heads, width = q.shape
     places = keys.shape[1]
@@ -283,7 +282,6 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
         )  # fmt: skip
 
     launch(job_of("index_scores", "", (heads, width), keys), run)
-    bump_versions(out)
     return out
 
 
@@ -420,7 +418,7 @@ def _sparse_combine_kernel(sum_ptr, weight_ptr, position_ptr, sink_ptr, cos_ptr,
     tl.store(out_ptr + (n * H + h) * D + d, y.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@torch.no_grad()
+@in_place
 def sparse_attention(
     q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, scale: float, out: Tensor,
     store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
@@ -451,7 +449,6 @@ def sparse_attention(
         )  # fmt: skip
 
     launch(job, run)
-    bump_versions(out)
     return out
 
 
@@ -515,7 +512,7 @@ def _turn_heads_kernel(position_ptr, cos_ptr, sin_ptr, positions, tokens, x0, ou
             _turn_head(head, position_ptr, cos_ptr, sin_ptr, positions, x2, out2, w2, slot2, eps2, p2, H2, D2, C2, N2, P, BACK)
 
 
-@torch.no_grad()
+@in_place
 def turn_heads(
     parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -534,5 +531,4 @@ def turn_heads(
 
     launch(job_of("turn_heads", "", (max(part.x.shape[2] for part in parts),), parts[0].x), run)
     written = tuple(part.out for part in parts)
-    bump_versions(*written)
     return written

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .....kernels.peer_exchange import Mail
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
-from .....kernels.triton._launch import _begin, _wait, bump_versions, launch, options
+from .....kernels.triton._launch import _begin, _wait, in_place, launch, options
 from .....kernels.triton.peer_exchange import _mail_arguments, _stamp, _summed, _take, _warps_taking
 from ..hyper_connections import FEW, stretch
 
@@ -292,14 +292,13 @@ def _launch_step(
     )  # fmt: skip
 
 
-@torch.no_grad()
+@in_place
 def hc_sums(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
     _launch_step(x, x, sums, x, x, 0.0, 0.0, 0, None, weight, x, sums)
-    bump_versions(sums)
     return sums
 
 
-@torch.no_grad()
+@in_place
 def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
     tokens, streams, width = x.shape
 
@@ -311,15 +310,13 @@ def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, no
         )  # fmt: skip
 
     launch(job_of("hc_mix", "read", (width,), x), run)
-    bump_versions(u)
     return u
 
 
-@torch.no_grad()
+@in_place
 def hc_write(
     x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
     more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     _launch_step(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
-    bump_versions(out, following)
     return out, following

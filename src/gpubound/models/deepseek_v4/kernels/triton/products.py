@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,7 +31,7 @@ from .....kernels.triton._launch import (
     _row,
     _tile,
     _wait,
-    bump_versions,
+    in_place,
     launch_product,
     options,
 )
@@ -164,17 +163,15 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q
                     WHOLE, GAIN, BOXES, DEPENDENT)  # fmt: skip
 
 
-@torch.no_grad()
+@in_place
 def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Blocks], out: Tensor) -> Tensor:
     _launch(x, norm, weights, out, None)
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def send_products(x: Tensor, weight: Tensor | Fp8Blocks, mail: Mail) -> tuple[Tensor, ...]:
     _launch(x, None, [weight], None, mail)
-    bump_versions(*mail.boxes)
     return mail.boxes
 
 
@@ -295,7 +292,7 @@ def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, sca
         tl.store(shares_ptr + b * S + slot, score / whole * scale, mask=slot < S)
 
 
-@torch.no_grad()
+@in_place
 def choose_experts(
     logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
     shares: Tensor, gated: Gated | None = None,
@@ -310,7 +307,6 @@ def choose_experts(
         logits, correction, table, token, scale, ids, shares, rows, experts, *beside, slots, power_of_two(slots), block, LEAST,
         width, WIDE, **options(max(1, block // WARP)),
     )  # fmt: skip
-    bump_versions(ids, shares, *made)
     return ids, shares, *made
 
 
@@ -352,23 +348,21 @@ def _quantized_routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr,
     tl.store(out_ptr + pair * rows + row, sums[0] * weight, mask=row < rows)
 
 
-@torch.no_grad()
+@in_place
 def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     experts, rows, width = down.shape
     launch_product(
         _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
         down, ids, weights, out, experts, rows,
     )  # fmt: skip
-    bump_versions(out)
     return out
 
 
-@torch.no_grad()
+@in_place
 def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     rows = out.shape[2]
     _multiply(
         _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids,
         weights, out, _ONE, down.rows // rows, rows,
     )  # fmt: skip
-    bump_versions(out)
     return out
