@@ -29,7 +29,7 @@ class Recorder(TorchDispatchMode):
         self.steps.append(lambda: redo(func, args, kwargs, out, fresh))
         return out
 
-    def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
+    def launch(self, kernel: Any, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
         def alone():
             with _disable_current_modes():  # the interpreter works with operations of its own
                 return launch()

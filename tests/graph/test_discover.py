@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import nn
 
 from gpubound.graph import capture, discover as discovery
-from gpubound.graph.memory import Generators, Snapshot
+from gpubound.graph.memory import Generators, Snapshot, StorageCopy
 from tests.messages import message
 
 from .cases import drawn, said
@@ -68,6 +68,30 @@ class TestTriton:
         assert captured.held == ["weight", "input 0"]
         x = drawn(10, seed=3)
         assert torch.equal(captured(x), x + weight)
+
+    def test_a_weight_that_one_of_our_kernels_reads_is_compared_in_one_watched_call(self, runner, monkeypatch):
+        """Its op would bump the version of what it writes; of another kernel nobody knows what a further launch writes."""
+        from gpubound.kernels import rms_norm
+
+        compared = list[str]()
+        monkeypatch.setattr(
+            discovery, "StorageCopy", lambda tensor, *rest: compared.append(tensor.shape[0]) or StorageCopy(tensor, *rest)
+        )
+        ours, theirs = nn.Parameter(torch.ones(8), requires_grad=False), nn.Parameter(drawn(2, 4), requires_grad=False)
+        capture(lambda x: launch_add(rms_norm(x, ours), theirs, torch.empty(8)), drawn(1, 8))
+        assert compared.count(8) == 1 and compared.count(2) == 3
+
+    def test_a_weight_that_one_of_our_kernels_writes_from_the_second_call_on(self, runner, monkeypatch):
+        from gpubound.kernels import add_rows
+
+        weight, ids, factor = nn.Parameter(torch.ones(2, 8), requires_grad=False), torch.tensor([1]), torch.zeros(())
+
+        def fn(x):
+            add_rows(weight.detach(), ids, x * factor)
+            factor.fill_(1.0)
+
+        captured = capture(fn, drawn(1, 8))
+        assert torch.equal(weight, torch.ones(2, 8)) and "weight" in captured.certificate.mutated
 
     def test_our_kernels_train(self, runner):
         from gpubound.kernels import rms_norm

@@ -265,14 +265,14 @@ def broken_capture(name: str, error: BaseException) -> GraphError | None:
 
 
 @contextlib.contextmanager
-def launches_passed_to(callback: Callable[[list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
-    """Replace every launch of this thread and of autograd's threads by `callback(tensors, launch)`, which must launch."""
+def launches_passed_to(callback: Callable[[Any, list[Tensor], Callable[[], Any]], Any]) -> Iterator[None]:
+    """Replace launches of this thread and of autograd's threads by `callback(kernel, tensors, launch)`, which must launch."""
     caller = threading.get_ident()
 
     def launch(original: Callable, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != caller and torch._C._current_autograd_node() is None:
             return original(*args, **kwargs)
-        return callback(tensors_in((args[1:], kwargs)), lambda: original(*args, **kwargs))
+        return callback(args[0], tensors_in((args[1:], kwargs)), lambda: original(*args, **kwargs))
 
     with contextlib.ExitStack() as patches:
         for owner, name in _launchers():
@@ -293,6 +293,7 @@ def _launchers() -> list[tuple[type, str]]:
 
 # A kernel may write all its tensor arguments. Weights and larger tensors count as written only if their bytes change.
 LARGE = 256 << 20
+OURS = __name__.partition(".")[0] + "."  # modules of kernels whose callers bump the versions of what they write
 
 
 @dataclass
@@ -331,6 +332,10 @@ class Discovery:
     ) -> None:
         self.device, self.snapshot, self.generators, self.frozen = device, snapshot, generators, frozen
         self.passing = CopyBudget(device, passing=True)
+        # Each of our kernels with a weight that it left as it was, and the weight's version before: of a watched call, and of
+        # those before it. These are not compared again: at 8B that took 0.3 s a call.
+        self._left: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self._only_read: set[tuple[int, int]] = set()
         self.inputs = {storage_key(tensor): index for index, tensor in enumerate(inputs)}
         self.external: dict[int, ExternalTensor] = {}
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # each tensor that requires a gradient, with its first one
@@ -357,6 +362,8 @@ class Discovery:
         finally:
             for key in [*self.external]:
                 self._is_external(key)
+            self._only_read |= {pair for pair, (tensor, version) in self._left.items() if tensor._version == version}
+            self._left = {}
 
     def survivors(self) -> dict[int, FirstValue]:
         """Return tensors that an earlier call created and a later call used, with their first values."""
@@ -425,9 +432,9 @@ class Discovery:
     def _hazard(self, cause: Cause) -> None:
         self.hazards.append(Hazard(here(self.origins), cause))
 
-    def launch(self, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
+    def launch(self, kernel: Any, tensors: list[Tensor], launch: Callable[[], Any]) -> Any:
         """Record a kernel launch that bypasses the dispatcher. It may write any of its tensor arguments."""
-        place, doubtful = here(), {}
+        place, doubtful, ours = here(), {}, getattr(getattr(kernel, "fn", None), "__module__", "").startswith(OURS)
         with self._thread_flag("internal"):
             for tensor in tensors:
                 key = storage_key(tensor)
@@ -436,14 +443,20 @@ class Discovery:
                 self.see(tensor, place)
                 if not key or key in self._created or key in doubtful:
                     continue
-                weight = isinstance(tensor, nn.Parameter) or key in self.frozen or tensor.untyped_storage().nbytes() > LARGE
-                if key in self.inputs or (weight and not self.external[key].is_written):
+                weight = isinstance(tensor, nn.Parameter) or key in self.frozen
+                large = tensor.untyped_storage().nbytes() > LARGE
+                if key in self.inputs or ((weight or large) and not self.external[key].is_written):
+                    if (id(kernel), key) in self._only_read:
+                        continue
+                    if ours and weight and not tensor.is_inference():
+                        self._left.setdefault((id(kernel), key), (tensor, tensor._version))
                     doubtful[key] = (tensor, StorageCopy(tensor, "", self.passing))
                 else:
                     self.before_write(tensor, place)
             result = launch()
             for key, (tensor, copy) in doubtful.items():
                 if copy.changed():
+                    self._left.pop((id(kernel), key), None)
                     if key not in self.inputs and key not in self.created_before:
                         self.snapshot.copies.setdefault(key, copy)
                     self.before_write(tensor, place)

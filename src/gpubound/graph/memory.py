@@ -138,7 +138,7 @@ class StorageCopy:
             return _any(self.live)
         if self.fingerprint is not None:
             return fingerprint(self.live) != self.fingerprint
-        return any(not torch.equal(live, copy) for live, copy in self._pairs(CHUNK))
+        return any(not torch.equal(_long(live), _long(copy)) for live, copy in self._pairs(CHUNK))
 
     def difference(self) -> "Difference":
         """Return the difference of the storage from its copy, as elements of the tensor's dtype."""
@@ -187,7 +187,12 @@ class StorageFingerprint:
 
 def _any(raw: Tensor) -> bool:
     """Return whether a byte is not zero. Weights show one in their first chunk."""
-    return any(bool(part.any()) for part in raw.split(CHUNK))
+    return any(bool(_long(part).any()) for part in raw.split(CHUNK))
+
+
+def _long(raw: Tensor) -> Tensor:
+    """Return bytes as words of eight, where they are as many: a GPU compares one element a thread, whatever its size."""
+    return raw.view(torch.int64) if raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0 else raw
 
 
 class Snapshot:
