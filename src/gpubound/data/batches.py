@@ -130,7 +130,12 @@ def batches(
         identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
     if packing.batches_a_step > 1:  # a separate order
         identity |= {"accumulate": accumulate}
-    _check_row_values(row_values or {}, packing.rows)
+    for name, values in (row_values or {}).items():
+        if name in FIELDS or values.shape[:1] != (packing.rows,):
+            raise ValueError(
+                f"batches: row_values: got {name!r} of shape {tuple(values.shape)}, wanted a name other than "
+                f"{', '.join(FIELDS)} and shape ({packing.rows}, ...), a value for each row of an epoch."
+            )
     more: dict[str, Any] = {"row_values": row_values} if row_values else {}
     kind = BatchCutter if buckets is None else BucketCutter
     cutter = partial(kind, packing, order, fields=fields, pad_id=pad_id, own_labels=labels == "own", **more)
@@ -149,15 +154,6 @@ def batches(
         cutter(device=device, read=stored.take, read_mask=mask.take if mask is not None else None), device
     )
     return CorpusFeed(resident, device, identity, world)
-
-
-def _check_row_values(row_values: Mapping[str, Tensor], rows: int) -> None:
-    for name, values in row_values.items():
-        if name in FIELDS or values.shape[:1] != (rows,):
-            raise ValueError(
-                f"batches: row_values: got {name!r} of shape {tuple(values.shape)}, wanted a name other than "
-                f"{', '.join(FIELDS)} and shape ({rows}, ...), a value for each row of an epoch."
-            )
 
 
 def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:

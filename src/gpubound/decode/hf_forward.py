@@ -522,18 +522,15 @@ class StaticCacheRunner(ModelRunner):
         except torch.OutOfMemoryError:
             raise
         except Exception as failure:
-            self._try_own_cache(ids_T)
+            # With the cache that it makes itself, too?
+            with torch.no_grad(), without_autocast(self.device), own_forward(self.of, " with its own cache"):
+                output = self.model(input_ids=ids_T[None, :-1], use_cache=True, return_dict=True)
+                cached = {cache_word(self.model.forward): cache_in(output)}
+                self.model(input_ids=ids_T[None, -1:], use_cache=True, return_dict=True, **cached)
             raise ValueError(
                 f"decoder: model: got {name}, whose forward fails with a static cache ({summary(failure)}), wanted one that "
                 f"takes a mask and a position for every row."
             ) from failure
-
-    def _try_own_cache(self, ids_T: Tensor) -> None:
-        """Raise a ValueError where the model's forward fails with the cache that it makes itself, too."""
-        with torch.no_grad(), without_autocast(self.device), own_forward(self.of, " with its own cache"):
-            output = self.model(input_ids=ids_T[None, :-1], use_cache=True, return_dict=True)
-            cached = {cache_word(self.model.forward): cache_in(output)}
-            self.model(input_ids=ids_T[None, -1:], use_cache=True, return_dict=True, **cached)
 
     def report(self) -> list[tuple[str, str, str]]:
         buffers = self.buffers()

@@ -424,7 +424,10 @@ def _equal(new: Tensor, old: Tensor) -> bool:
 @contextmanager
 def other_seeds(round_: int) -> Iterator[None]:
     """Seed the random generators that Python and NumPy share, another seed for each round, and restore their states."""
-    states = _random_states()
+    states: list[tuple[Any, Callable[[Any], None], Callable[[int], None]]] = [(random.getstate(), random.setstate, random.seed)]
+    shared = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    if shared is not None and shared.get_state(legacy=False)["bit_generator"] == "MT19937":  # other generators have no seed()
+        states.append((shared.get_state(), shared.set_state, shared.seed))
     try:
         for _, _, seed in states:
             seed(0x5EED + round_)
@@ -432,12 +435,3 @@ def other_seeds(round_: int) -> Iterator[None]:
     finally:
         for state, restore, _ in states:
             restore(state)
-
-
-def _random_states() -> list[tuple[Any, Callable[[Any], None], Callable[[int], None]]]:
-    """Return (state, setter, seeding function) of each generator that a process shares."""
-    states: list[tuple[Any, Callable[[Any], None], Callable[[int], None]]] = [(random.getstate(), random.setstate, random.seed)]
-    shared = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    if shared is not None and shared.get_state(legacy=False)["bit_generator"] == "MT19937":  # other generators have no seed()
-        states.append((shared.get_state(), shared.set_state, shared.seed))
-    return states

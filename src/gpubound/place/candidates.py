@@ -366,11 +366,6 @@ def release(module: nn.Module) -> None:
 MARK = "_placed"
 
 
-def is_placed(model: nn.Module) -> bool:
-    """Return whether a placement of `model`, or of a part of it, has not been undone."""
-    return any(isinstance(module, Fused) or MARK in vars(module) for module in model.modules())
-
-
 def leaves(model: nn.Module) -> Iterator[Candidate]:
     """Yield every norm, attention and MLP that has a part, nested ones included."""
     for name, module in model.named_modules():
@@ -433,7 +428,7 @@ def check_placeable(model: nn.Module) -> None:
     """Raise ValueError when the model as a whole cannot be placed."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"place: model must be a torch.nn.Module, got {type(model).__name__}; pass the model itself.")
-    if is_placed(model):
+    if any(isinstance(module, Fused) or MARK in vars(module) for module in model.modules()):
         raise ValueError(
             "place: this model is placed already; call undo() on its placement first. (model.to(device) moves a placed model: "
             "its fused weights follow.)"

@@ -272,7 +272,9 @@ def seconds(step: StepConfig, gpu: GpuRates) -> dict[str, float]:
     parts["launches"] = n * kernels * (gpu.node_us + RAMP_US) * 1e-6
     if not step.captured or step.sharded:  # what fully_shard does between blocks is not captured
         parts["launches"] = max(parts["launches"], n * host - working)
-    parts["host link"] = _exposed_link(step, working)
+    # Offloaded state passes both ways at once: within backward, where that updates the weights, else after it.
+    passing = in_host_memory(step) / LINK
+    parts["host link"] = max(passing - BACKWARD * working, 0.0) if step.in_backward else passing
     parts["communication"] = _exposed(step, (sum(parts.values()) - parts["update"] - parts["host link"]) / n)
     return {name: value for name, value in parts.items() if value}
 
@@ -365,13 +367,6 @@ def _muon_seconds(step: StepConfig, gpu: GpuRates) -> float:
     sides = [(min(shape), max(shape)) for shape in layer_shapes(step.config).values()]
     operations = sum(4 * rows * rows * columns + 2 * rows**3 for rows, columns in sides)
     return step.config.layers * step.optimizer.iterations * operations / gpu.product_rate("bf16")
-
-
-def _exposed_link(step: StepConfig, working: float) -> float:
-    """Return the seconds of a step in which the GPU waits for offloaded state. It passes both ways at once; within backward,
-    where that updates the weights, else after it."""
-    passing = in_host_memory(step) / LINK
-    return max(passing - BACKWARD * working, 0.0) if step.in_backward else passing
 
 
 def _exposed(step: StepConfig, micro_batch: float) -> float:

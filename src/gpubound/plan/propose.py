@@ -183,13 +183,6 @@ def summed_once(step: StepConfig, limit: int) -> StepConfig:
     return once if step.sharded and step.accumulate > 1 and total(once) <= limit else step
 
 
-def fewest_recomputed(step: StepConfig, limit: int) -> StepConfig:
-    """Return the step with the fewest recomputed blocks that fit into `limit` bytes; with all blocks if none fits."""
-    layers = step.config.layers
-    fits = bisect_left(range(layers + 1), True, key=lambda count: total(replace(step, recompute=str(count))) <= limit)
-    return replace(step, recompute=str(min(fits, layers)))
-
-
 def _variants(base: StepConfig, limit: int) -> Iterator[StepConfig]:
     """Yield every micro-batch that divides a rank's rows, with every sharding and recomputation."""
     rows = base.rows * base.accumulate
@@ -202,7 +195,10 @@ def _variants(base: StepConfig, limit: int) -> Iterator[StepConfig]:
         for sharded in shardings:
             step = replace(base, rows=micro, accumulate=rows // micro, sharded=sharded)
             yield from (replace(step, recompute=recompute) for recompute in ("none", "cheap", "blocks"))
-            some = fewest_recomputed(step, limit)
+            # The fewest recomputed blocks that fit, or all of them.
+            layers = step.config.layers
+            fits = bisect_left(range(layers + 1), True, key=lambda count: total(replace(step, recompute=str(count))) <= limit)
+            some = replace(step, recompute=str(min(fits, layers)))
             if 0 < some.recomputed < some.config.layers:
                 yield some
 

@@ -133,16 +133,6 @@ class BackwardUpdate(Accumulators):
     def _update(self, unit: UpdateUnit) -> None:
         self.settle([slot.parameter for slot in unit.slots])
         self._left[id(unit)] = 0
-        self._check_turns(unit)
-        gradients = [self.gradient[r.at : r.at + r.stop - r.start] for r in unit.ranges]
-        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        self._square += square
-        plan = torch.where(square.isfinite(), self._plan, 0.0)
-        for gradient, r in zip(gradients, unit.ranges):
-            self._optimizer.advance(r.group, r.start, r.stop, gradient, plan)
-
-    def _check_turns(self, unit: UpdateUnit) -> None:
-        """Raise ValueError if a unit with the same memory, which is not complete, has a gradient in it already."""
         for other in self.units:
             if unit.area is None or other.area != unit.area or not self._left[id(other)]:
                 continue
@@ -151,6 +141,12 @@ class BackwardUpdate(Accumulators):
                     f"TrainStep: {WHERE}: backward gave {early} a gradient before that of {unit.slots[-1].name} was complete, "
                     f"and both are to have the same memory; leave {WHERE} out for this model."
                 )
+        gradients = [self.gradient[r.at : r.at + r.stop - r.start] for r in unit.ranges]
+        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        self._square += square
+        plan = torch.where(square.isfinite(), self._plan, 0.0)
+        for gradient, r in zip(gradients, unit.ranges):
+            self._optimizer.advance(r.group, r.start, r.stop, gradient, plan)
 
     @torch.no_grad()
     def _complete_report(self) -> None:

@@ -248,7 +248,12 @@ class GraphCache:
                 "of it; leave update_in_backward or offload_optimizer out, or take graph='off'."
             )
         if step.early is not None and step.device.type == "cuda":
-            _check_host_memory(2 * sum(tensor.nbytes for tensor in step.state()))
+            need, free = 2 * sum(tensor.nbytes for tensor in step.state()), host_bytes()
+            if free is not None and need > HOST_SHARE * free:
+                raise GraphError(
+                    f"train step: its certificate would copy {readable(need)} to host memory, of which {readable(free)} are "
+                    f"free; leave update_in_backward out, or take AdamW8bit."
+                )
         if batch is not None and sum(kind in (STEP, PART) for kind, _ in self._known) >= MOST:
             self._full = self._full or GraphError(
                 f"{MOST} shapes of micro-batch are captured already, each mode of the model and each set of hooks and adapters "
@@ -295,16 +300,6 @@ class GraphCache:
         largest = max(abs(extreme.item()) for extreme in bounds)
         noise = NOISE_FP8 if self.step.precision.fp8 else NOISE
         return min(noise + 4 * optimizer.rates.abs().max().item() / max(largest, 1e-12), MOST_NOISE)
-
-
-def _check_host_memory(need: int) -> None:
-    """Raise GraphError if the certificate's copies of a whole step's state do not fit into host memory."""
-    free = host_bytes()
-    if free is not None and need > HOST_SHARE * free:
-        raise GraphError(
-            f"train step: its certificate would copy {readable(need)} to host memory, of which {readable(free)} are free; "
-            f"leave update_in_backward out, or take AdamW8bit."
-        )
 
 
 def without_frames(error: Exception) -> Exception:

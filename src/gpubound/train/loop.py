@@ -279,7 +279,11 @@ class Run:
             if self.average:
                 self.average.update()
             if any((recipe.save_every, recipe.saves_per_epoch, recipe.eval_every, recipe.evals_per_epoch)):
-                self._make_room_for_snapshots(self.done - first)
+                steps = self.done - first
+                if steps == SETTLED and self.device.type == "cuda":
+                    torch.cuda.empty_cache()  # of what placing and capturing have left: snapshots need room
+                elif steps == 2 * SETTLED:
+                    self.checkpoints.expect(self._state())
             improved = False
             if self.eval_feeds and (self.done == last or self._is_due(recipe.eval_every, recipe.evals_per_epoch)):
                 improved = self._evaluate(recorder)
@@ -292,13 +296,6 @@ class Run:
             return self.done % every == 0
         done, part = self.done - self.began, per_epoch / self.stage.steps_per_epoch
         return math.floor(done * part + 1e-9) > math.floor((done - 1) * part + 1e-9)
-
-    def _make_room_for_snapshots(self, steps: int) -> None:
-        """Free what placing and capturing have left in the cache after the first steps; later see what is free beside steps."""
-        if steps == SETTLED and self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        elif steps == 2 * SETTLED:
-            self.checkpoints.expect(self._state())
 
     def _evaluate(self, recorder: StepRecorder) -> bool:
         """Record the held-out loss and return True if it is this phase's best. When patience ends, restore the best weights."""

@@ -179,11 +179,6 @@ class Recipe:
     def __post_init__(self) -> None:
         from .recipe_checks import check
 
-        self._fill_defaults()
-        check(self)
-
-    def _fill_defaults(self) -> None:
-        """Set missing values to the defaults of this kind of run."""
         _, lr, weight_decay = self.kind
         filled: dict[str, Any] = {"lr": lr if self.lr is None else self.lr}
         filled["weight_decay"] = weight_decay if self.weight_decay is None else self.weight_decay
@@ -193,6 +188,7 @@ class Recipe:
             object.__setattr__(self, name, value)
         if not self.data and not self.trains_further:
             object.__setattr__(self, "data", (STDLIB,))
+        check(self)
 
     @property
     def trains_further(self) -> bool:
