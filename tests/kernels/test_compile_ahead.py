@@ -169,7 +169,7 @@ def test_kernels_of_a_test_are_compiled_before_it_and_launched_by_it(kernel, mon
 
     monkeypatch.setattr(dispatch.selftest, "run", run)
     monkeypatch.setattr(dispatch.selftest, "check", check)
-    ahead.begin_self_tests([("swiglu", (8,)), ("rope", ()), ("swiglu", (8,))], THERE, torch.bfloat16)
+    ahead.start_self_tests([("swiglu", (8,)), ("rope", ()), ("swiglu", (8,))], THERE, torch.bfloat16, compile_first=True)
     tests = list(dispatch._early.values())
     assert not any(test.cancel() for test in tests)  # by who asks for its verdict
     asked = [dispatch.verdict(op, THERE, torch.bfloat16, shape) for op, shape in (("swiglu", (8,)), ("rope", ()))]
@@ -222,7 +222,7 @@ def test_a_self_test_compiles_no_kernel_that_was_not_named(device, monkeypatch):
     monkeypatch.setattr(jit, "_do_compile", note)
     calls = [("rms_norm", (328,)), ("add_rms_norm", (328,)), ("swiglu", (344, True)), ("rope_qkv", (7, 1, 56, 28))]
     there = torch.empty(0, device=device).device
-    ahead.begin_self_tests(calls, there, torch.bfloat16)
+    ahead.start_self_tests(calls, there, torch.bfloat16, compile_first=True)
     assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in calls] == [None] * len(calls)
     assert len(compiled) >= 6 and {name.partition("_")[0] for name in compiled} == {"gpubound-selftest"}
     assert "gpubound-selftest" not in compiled  # the name of a test's own thread, which those of the pool number

@@ -65,10 +65,10 @@ def test_adding_adapters_to_train_begins_what_a_step_will_ask_for(options, train
     """Before PEFT makes its layers, and the same after that."""
     model, begun = placed(**SIZES).bfloat16().train(training), []
 
-    def hasten(calls, device, dtype):
+    def start_self_tests(calls, device, dtype):
         begun.append(({*calls}, dtype, any(early.has_reader(module) for module in model.modules())))
 
-    monkeypatch.setattr("gpubound.lora.model.hasten", hasten)
+    monkeypatch.setattr("gpubound.lora.model.start_self_tests", start_self_tests)
     gb.lora.add(model, 4, **options)
     asked = {*early.calls_of_any_batch(model)}
     assert asked and begun == ([(asked, torch.bfloat16, False), (asked, torch.bfloat16, True)] if training else [])
@@ -79,7 +79,7 @@ def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):
     gb.lora.add(model, 4)
     step = gb.TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
     model.register_forward_pre_hook(lambda *_: order.append("model"))
-    monkeypatch.setattr("gpubound.train.device_step.hasten", lambda calls, *_: order.extend({op for op, _ in calls}))
+    monkeypatch.setattr("gpubound.train.device_step.start_self_tests", lambda calls, *_: order.extend({op for op, _ in calls}))
     ids = torch.randint(64, (2, 16))
     step([{"input_ids": ids, "labels": ids}])
     assert order[:2] == ["lora_product", "model"]

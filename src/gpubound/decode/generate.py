@@ -19,7 +19,7 @@ from ..errors import GenerateError
 from ..formatting import unexpected
 from ..graph.guards import NotCopyable, ReentryGuard
 from ..graph.runner import LentMemory
-from ..kernels.dispatch import hasten
+from ..kernels.dispatch import start_self_tests
 from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of
 from ..models import Decoder
@@ -472,7 +472,7 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.devi
     if not isinstance(view, str):
         view = view if device in (None, view.device) else HostView(view, device)
         tiled, split = tiled_gemm_rows(view, config) > 0, config.max_batch > SPLIT_FROM and split_gemm_rows(view, config) > 0
-        hasten(kernel_calls(view, config.weights, tiled, many, split), view.device, view.dtype)
+        start_self_tests(kernel_calls(view, config.weights, tiled, many, split), view.device, view.dtype)
         return FusedRunner(view, config)
     runner: ModelRunner
     if isinstance(model, LanguageModel) and model.runner:

@@ -121,30 +121,31 @@ _verdicts: dict[Key, str | None] = {}
 _untested: ContextVar[bool] = ContextVar("gpubound_untested", default=False)
 
 
-def hasten(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
+def start_self_tests(
+    calls: Iterable[Call], device: torch.device, dtype: torch.dtype, compile_first: bool = False, forward: bool = False
+) -> None:
     """Start the self-tests of these calls in parallel, in the background: compiling takes seconds.
 
     A shape must equal the one that the op passes to `implementation`, or the call compiles other kernels again.
+
+    compile_first  compile the kernels of all tests in parallel before, those of backward, too, to which a test alone comes when
+                   it has run forward: placing 135m waited 0.45 s for its tests in place of 1.8. For ops that `compile_ahead`
+                   can call: for none is a kernel's result an index of torch's
+    forward        test without backward
     """
-    _submit(Key(op, device, dtype, shape) for op, shape in calls)
-
-
-def _submit(keys: Iterable[Key]) -> None:
-    for key in not_begun(keys):
-        _early[key] = threads().submit(selftest.check, *key)
-
-
-def not_begun(keys: Iterable[Key]) -> list[Key]:
-    """Return the self-tests of these that were not begun, where there are kernels to test."""
-    return [
-        key
-        for key in dict.fromkeys(keys)
-        if key.device.type == "cuda"
-        and has_triton()
-        and key.dtype in KERNEL_DTYPES
-        and key not in _verdicts
-        and key not in _early
-    ]
+    if device.type != "cuda" or not has_triton() or dtype not in KERNEL_DTYPES:
+        return
+    keys = dict.fromkeys(Key(op, device, dtype, shape, forward) for op, shape in calls)
+    new = [key for key in keys if key not in _verdicts and key not in _early]
+    if not compile_first:
+        for key in new:
+            _early[key] = threads().submit(selftest.check, *key)
+        return
+    ready = [compile_ahead(partial(_run, key), device) for key in new]
+    for key, loaded in zip(new, ready):  # in separate threads: a verdict takes a test out of a queue
+        _early[key] = test = Future[Any]()
+        test.set_running_or_notify_cancel()
+        threading.Thread(target=_check, args=(key, loaded, test), name="gpubound-selftest").start()
 
 
 @cache
@@ -230,7 +231,7 @@ def verdict(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = ()
 def _verdict(key: Key) -> str | None:
     if key not in _verdicts:
         if _untested.get():
-            _submit([key])
+            start_self_tests([(key.op, key.shape)], key.device, key.dtype, forward=key.forward)
             return None
         early = _early.pop(key, None)
         # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.
@@ -271,7 +272,7 @@ def runs(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def _verdicts_of(op: str, device: torch.device, dtype: torch.dtype, gradients: bool = False) -> list[str | None]:
-    """Return the results of the self-tests of `op` in any shape, those that `hasten` started included.
+    """Return the results of the self-tests of `op` in any shape, those that `start_self_tests` started included.
 
     gradients: of those that compared gradients, too
     """
@@ -415,20 +416,6 @@ def compile_ahead(call: Callable[[], Any], device: torch.device) -> Callable[[],
     with hooked(import_module("triton.runtime.jit").JITFunction, "run", note), untested():
         call()
     return partial(wait, [*loads.values()])
-
-
-def begin_self_tests(calls: Iterable[Call], device: torch.device, dtype: torch.dtype) -> None:
-    """Begin self-tests as `hasten` does, and compile their kernels in parallel first, those of backward, too.
-
-    A test alone comes to these when it has run forward. Placing 135m waited 0.45 s for its tests in place of 1.8. The ops must
-    be such as `compile_ahead` can call: for none is a kernel's result an index of torch's.
-    """
-    keys = not_begun(Key(op, device, dtype, shape) for op, shape in calls)
-    ready = [compile_ahead(partial(_run, key), device) for key in keys]
-    for key, loaded in zip(keys, ready):  # in separate threads: a verdict takes a test out of a queue
-        _early[key] = test = Future[Any]()
-        test.set_running_or_notify_cancel()
-        threading.Thread(target=_check, args=(key, loaded, test), name="gpubound-selftest").start()
 
 
 def _run(key: Key) -> None:

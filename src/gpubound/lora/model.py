@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import collecting_new_objects, without_autocast
-from ..kernels.dispatch import SIXTEEN_BITS, Call, hasten
+from ..kernels.dispatch import SIXTEEN_BITS, Call, start_self_tests
 from ..kernels.lora import blocks_of, product_size
 from ..kernels.norms import norm_shape
 from ..layers.block import RMSNorm
@@ -155,7 +155,7 @@ def add(
     weight = next((p for p in model.parameters() if p.dtype in SIXTEEN_BITS), None) if model.training else None
     if weight is not None and not dora:  # before PEFT makes its layers, 1.2 s of 8b's 224
         planned = _planned(layers.values(), rank, alpha / rank, dropout)
-        hasten(calls_of_any_batch(model, planned, base is not None), weight.device, weight.dtype)
+        start_self_tests(calls_of_any_batch(model, planned, base is not None), weight.device, weight.dtype)
     options = {"lora_dropout": dropout, "use_rslora": rslora, "use_dora": dora, "init_lora_weights": init}
     device = next(model.parameters()).device
     with collecting_new_objects(device), without_autocast(device):  # it would round the lengths of rows
@@ -163,7 +163,7 @@ def add(
     if base is not None:
         quantize_base(model, base)
     if weight is not None:
-        hasten(calls_of_any_batch(model), weight.device, weight.dtype)
+        start_self_tests(calls_of_any_batch(model), weight.device, weight.dtype)
     return list(layers)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import device as facts
 from ..errors import PlaceError
-from ..kernels.dispatch import begin_self_tests, runs
+from ..kernels.dispatch import runs, start_self_tests
 from ..layers.fused_weights import Projecting
 from ..lora import layers as lora_layers  # noqa: F401  registers the reader of projections that PEFT has adapted
 from ..trace import fallback
@@ -199,7 +199,7 @@ def place(
         leaves = list(candidates.leaves(model)) if fuse else []
         if fuse:
             calls = (call for c in chain(leaves, candidates.wholes(model)) for call in c.swap.calls)
-            begin_self_tests(calls, target, coarsest(model))
+            start_self_tests(calls, target, coarsest(model), compile_first=True)
         complete = Exercise(model, example)
         result = Agreement(why=complete.trouble)
         try:

@@ -31,7 +31,7 @@ from ..distributed import Ranks
 from ..kernels import adamw, plan_update
 from ..kernels.accumulate import made_record
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, join_fp32, number, plan_shape, split_fp32
-from ..kernels.dispatch import hasten
+from ..kernels.dispatch import start_self_tests
 from ..layers.embedding_and_head import head_of
 from ..layers.linear_product import full_tensor
 from .accumulate import ADAMW, MUON, FlatLayout, FlatSlot, Group, lay_out, matrices
@@ -217,15 +217,15 @@ class FlatAdamW:
         self.m = self.memory.zeros(layout.size, torch.float32)
         self.v = self.memory.zeros(layout.adamw_size, torch.float32)
 
-    def hasten(self) -> None:
+    def start_self_tests(self) -> None:
         """Start the self-tests of the kernels that an update calls."""
         layout = self.weights.layout
         constants = self.config.betas, self.config.weight_decay, self.clip, self.growth_interval
-        hasten([("plan_update", plan_shape(layout.size, *constants))], layout.device, torch.float32)
+        start_self_tests([("plan_update", plan_shape(layout.size, *constants))], layout.device, torch.float32)
         for weight, master in zip(self.weights.flat, self.weights.masters):
             split = master is not None and self.weights.split
             kind = self.config.betas, self.config.eps, master is not None, self._seed is not None, split
-            hasten([("adamw", kind)], layout.device, weight.dtype)
+            start_self_tests([("adamw", kind)], layout.device, weight.dtype)
 
     def agree(self, ranks: Ranks) -> None:
         """Use the first rank's choices where ranks may differ: AdamW has none."""
@@ -361,7 +361,7 @@ class FlatAdamW8bit(FlatAdamW):
     loads = "scale.", PLACES
     kernel = staticmethod(adamw8)
 
-    def hasten(self) -> None:
+    def start_self_tests(self) -> None:
         """Do nothing: `DeviceStep.compile_update` begins the self-tests of what an update calls."""
 
     def _begin_moments(self, layout: FlatLayout) -> None:

@@ -35,7 +35,7 @@ from ..distributed import ALONE
 from ..distributed.failures import FOR_GPU
 from ..kernels.accumulate import close_sums, deliver_all, made_record
 from ..kernels.adamw import BLOCK
-from ..kernels.dispatch import compile_ahead, hasten
+from ..kernels.dispatch import compile_ahead, start_self_tests
 from ..layers.invariant import BatchInvariant
 from ..lora.model import calls_of_batch
 from ..models.registry import put_back
@@ -351,9 +351,9 @@ class DeviceStep:
         if optimizer.fused_update and optimizer.host is None and self.early is None and self.sharded is None:
             compile_ahead(lambda: optimizer.update(gradient, self.totals, gradient), self.device)
 
-    def hasten(self, batch: Any) -> None:
+    def start_self_tests(self, batch: Any) -> None:
         """Start the self-tests of the products with adapters, which depend on the number of tokens."""
-        hasten(calls_of_batch(self.model, batch), self.device, self.precision.dtype)
+        start_self_tests(calls_of_batch(self.model, batch), self.device, self.precision.dtype)
 
     def prepare(self, batch: Any) -> None:
         """Prepare the first step with one batch; the state of a step is unchanged afterwards.

@@ -30,7 +30,7 @@ from ..graph import Captured
 from ..graph.guards import NotCopyable
 from ..graph.recording import attention_of
 from ..graph.runner import LentMemory
-from ..kernels.dispatch import Call, hasten
+from ..kernels.dispatch import Call, start_self_tests
 from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
 from ..lora.adapter import pack_adapters
@@ -160,7 +160,7 @@ class TrainStep(NotCopyable):
         self._first = True  # all ranks take their first step
         self._added: list[Any] = []  # micro-batches since the last update, by `add`
         self._checked: set[Any] = set()  # signatures of micro-batches that the objective has checked
-        hasten(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
+        start_self_tests(_calls(model, dtypes, loss_fn), layout.device, dtypes.dtype)
         with ExitStack() as undo:  # an error, such as out of memory, must leave the model as it was
             undo.callback(sharding.release)
             if thaw is not None:
@@ -191,7 +191,7 @@ class TrainStep(NotCopyable):
             if host is not None:
                 self.memory["buffers of offloaded state"] = host.buffer_bytes
             self._optimizer.agree(sharding.ranks)
-            self._optimizer.hasten()
+            self._optimizer.start_self_tests()
             self._undo = undo.pop_all()
             finalize(self, self._undo.close).atexit = False  # a step that is dropped releases the model
         device_step = DeviceStep(
@@ -323,7 +323,7 @@ class TrainStep(NotCopyable):
         """Check micro-batches whose signature is new, and prepare the first step. Return whether this is the first."""
         step, first = self._graphs.step, self._first
         if first:
-            step.hasten(batches[0].whole())  # before the checks, which run the model
+            step.start_self_tests(batches[0].whole())  # before the checks, which run the model
         if isinstance(step.loss, Objective):
             for number, batch in enumerate(batches):
                 if batch.signature not in self._checked:

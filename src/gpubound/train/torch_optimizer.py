@@ -112,7 +112,7 @@ class FlatTorchOptimizer(FlatAdamW):
     def _begin_moments(self, layout: FlatLayout) -> None:
         """Do nothing: the optimizer creates its state at its first step."""
 
-    def hasten(self) -> None:
+    def start_self_tests(self) -> None:
         """Do nothing: it calls none of our kernels."""
 
     @property

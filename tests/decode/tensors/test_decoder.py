@@ -115,7 +115,7 @@ def test_devices_at_once_wait_for_each_other(devices, way, monkeypatch):
 def test_what_compiles_beforehand_is_what_is_called(monkeypatch):
     """In the same forms: another would be compiled and tested in vain, and this one at the first request."""
     named, called, own = [], set(), peer_exchange.implementation
-    monkeypatch.setattr(sliced_runner, "hasten", lambda calls, *where: named.extend(calls))
+    monkeypatch.setattr(sliced_runner, "start_self_tests", lambda calls, *where: named.extend(calls))
 
     def asked(op, like, unable=None, shape=()):
         called.add((op, shape))

@@ -18,7 +18,7 @@ import torch
 
 from ...device import label
 from ...formatting import readable
-from ...kernels.dispatch import hasten
+from ...kernels.dispatch import start_self_tests
 from ...kernels.sampling import Into
 from ...models.reader import Reader, weight_of
 from ...models.registry import runner_of
@@ -88,7 +88,7 @@ def _fused_runner(reader: Reader, config: RunnerConfig, stages: Sequence[LayerSt
     live = bind(reader.model, config.max_length, config.max_batch > gemv_rows(config), spread=True)
     assert isinstance(live, WeightView)  # moving changes nothing that was checked
     for stage in stages:
-        hasten(kernel_calls(live, None, tiled_gemm_rows(live, config) > 0), stage.device, live.dtype)
+        start_self_tests(kernel_calls(live, None, tiled_gemm_rows(live, config) > 0), stage.device, live.dtype)
     return FusedRunner(live, config, stages)
 
 

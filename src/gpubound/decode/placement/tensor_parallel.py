@@ -36,7 +36,7 @@ from ...errors import GenerateError
 from ...formatting import readable
 from ...kernels import send_words, take_words
 from ...kernels.decode_product import Norm, capped_
-from ...kernels.dispatch import hasten
+from ...kernels.dispatch import start_self_tests
 from ...kernels.peer_exchange import POLLS, Mail, addresses_of, new_state
 from ...models.decoding import LayerWeights, Linear
 from ...models.registry import runner_of
@@ -257,7 +257,7 @@ def sliced_runner(model: Any, config: RunnerConfig, fused: bool, devices: Sequen
         fit_slice(plan, needed, free, "weights, keys, values and logits", text)
     exchanges = [("send_product", ()), ("send_words", (0,)), ("take_words", (False,)), ("take_words", (True,))]
     for plan in plans:
-        hasten([*kernel_calls(live, None), *exchanges], plan.device, live.dtype)
+        start_self_tests([*kernel_calls(live, None), *exchanges], plan.device, live.dtype)
     return SlicedRunner(live, config, plans)
 
 

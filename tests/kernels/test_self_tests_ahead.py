@@ -33,7 +33,7 @@ def tested(monkeypatch):
 
 def test_a_verdict_waits_for_the_test_that_was_begun(tested):
     there = torch.device("cuda", 0)
-    dispatch.hasten([("quantize", ()), ("add_rows", ()), ("quantize", ())], there, torch.bfloat16)
+    dispatch.start_self_tests([("quantize", ()), ("add_rows", ()), ("quantize", ())], there, torch.bfloat16)
     assert dispatch.verdict("quantize", there, torch.bfloat16) is None
     assert dispatch.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
     assert dispatch.verdict("add_rows", there, torch.bfloat16) == "add_rows is wrong"
@@ -56,7 +56,7 @@ def test_one_thread_hashes_triton_while_another_builds_its_driver(tested, monkey
     threads = cache(dispatch.threads.__wrapped__)
     monkeypatch.setattr(dispatch, "threads", threads)
     monkeypatch.setattr(selftest, "check", lambda *key: order.append("test"))
-    dispatch.hasten([(op, ()) for op in ("quantize", "add_rows", "rope")], torch.device("cuda", 0), torch.bfloat16)
+    dispatch.start_self_tests([(op, ()) for op in ("quantize", "add_rows", "rope")], torch.device("cuda", 0), torch.bfloat16)
     threads().shutdown()
     assert "".join(step[0] for step in order if step != "test") == "be" * (order.count("begin"))  # one after the other
     assert order.index("end") < order.index("test") and order.count("test") == 3
@@ -64,7 +64,7 @@ def test_one_thread_hashes_triton_while_another_builds_its_driver(tested, monkey
 
 def test_what_was_not_begun_is_tested_when_asked_for(tested):
     there = torch.device("cuda", 0)
-    dispatch.hasten([("quantize", ())], there, torch.bfloat16)
+    dispatch.start_self_tests([("quantize", ())], there, torch.bfloat16)
     assert dispatch.verdict("quantize", there, torch.float32) is None  # another dtype is another kernel
     dispatch.verdict("quantize", there, torch.bfloat16)
     assert len(tested) == 2
@@ -83,21 +83,21 @@ def test_without_gradients_forward_alone_is_tested(monkeypatch, tested):
     with torch.no_grad():
         assert dispatch.verdict("rms_norm", there, torch.bfloat16, (64,)) == "it is wrong"
     assert asked == [((64,), True), ((64,), False)]
-    dispatch.hasten([("rope", ())], there, torch.bfloat16)
+    dispatch.start_self_tests([("rope", ())], there, torch.bfloat16)
     with torch.no_grad():
         dispatch.verdict("rope", there, torch.bfloat16)
     assert len(asked) == 3  # the test that was begun
 
 
 def test_nothing_begins_where_no_kernel_could_run(tested):
-    dispatch.hasten([("quantize", ())], torch.device("cpu"), torch.bfloat16)
-    dispatch.hasten([("quantize", ())], torch.device("cuda", 0), torch.float64)
+    dispatch.start_self_tests([("quantize", ())], torch.device("cpu"), torch.bfloat16)
+    dispatch.start_self_tests([("quantize", ())], torch.device("cuda", 0), torch.float64)
     assert not tested and not dispatch._early
 
 
 def test_a_test_in_one_shape_speaks_for_no_other(tested):
     there = torch.device("cuda", 0)
-    dispatch.hasten([("rms_norm", (64,))], there, torch.bfloat16)
+    dispatch.start_self_tests([("rms_norm", (64,))], there, torch.bfloat16)
     assert dispatch.verdict("rms_norm", there, torch.bfloat16, torch.Size([64])) is None
     assert len(tested) == 1
     assert dispatch.verdict("rms_norm", there, torch.bfloat16, torch.Size([128])) is None
@@ -143,7 +143,7 @@ def test_a_self_test_that_asks_for_a_verdict_which_waits_for_a_thread(tested, mo
     begun, threads = threading.Event(), ThreadPoolExecutor(1, thread_name_prefix="gpubound-selftest")
     monkeypatch.setattr(selftest, "check", check)
     monkeypatch.setattr(dispatch, "threads", lambda: threads)
-    dispatch.hasten([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
+    dispatch.start_self_tests([("quantize", ()), ("add_rows", ())], there, torch.bfloat16)
     outer = dispatch._early[dispatch.Key("quantize", there, torch.bfloat16)]
     begun.set()
     assert outer.result(60) is None and sorted(op for op, _ in tested) == ["add_rows", "quantize"]
