@@ -7,13 +7,37 @@ import torch
 
 import gpubound as gb
 from gpubound.decode import transformer
-from gpubound.decode.kv_cache import PAGE, Cache, CachedLayer, WindowRing
+from gpubound.decode.kv_cache import PAGE, Cache, CachedLayer, WindowRing, cached_layers
 from gpubound.decode.runner import RunnerConfig
 from gpubound.kernels import dispatch
+from gpubound.models.registry import reader_of
 from gpubound.watch import watch
 
 from . import cases
 
+
+def full_every(n: int, layers: int) -> list[str]:
+    return ["full_attention" if number % n == n - 1 else "sliding_attention" for number in range(layers)]
+
+
+# Published shapes: heads of queries; (window, heads of keys, their width): layers, that of layer 0 first; what else differs.
+PUBLISHED: dict[str, tuple[int, dict, dict]] = {
+    "Cohere2": (32, {(4096, 8, 128): 24, (0, 8, 128): 8}, {"layer_types": full_every(4, 32)}),  # Command R7B
+    "Exaone4": (40, {(4096, 8, 128): 48, (0, 8, 128): 16}, {"layer_types": full_every(4, 64)}),  # 32B
+    "Gemma2": (16, {(4096, 8, 256): 21, (0, 8, 256): 21}, {"layer_types": full_every(2, 42)}),  # 9B
+    "Gemma3": (32, {(1024, 16, 128): 52, (0, 16, 128): 10}, {"layer_types": full_every(6, 62)}),  # 27B
+    "Gemma4": (8, {(512, 2, 256): 20, (0, 2, 512): 4}, {  # E4B, whose last layers have the keys of others
+        "layer_types": full_every(6, 42), "global_head_dim": 512, "num_kv_shared_layers": 18}),
+    "Gemma4Unified": (32, {(1024, 16, 256): 50, (0, 4, 512): 10}, {
+        "layer_types": full_every(6, 60), "global_head_dim": 512, "num_global_key_value_heads": 4}),
+    "GptOss": (64, {(128, 8, 64): 12, (0, 8, 64): 12}, {"layer_types": full_every(2, 24)}),  # 20b
+    "Ministral": (32, {(32768, 8, 128): 27, (0, 8, 128): 9}, {"layer_types": full_every(4, 36)}),  # 8B
+    "Mistral": (32, {(4096, 8, 128): 32}, {}),  # 7B
+    "Olmo3": (32, {(4096, 32, 128): 24, (0, 32, 128): 8}, {"layer_types": full_every(4, 32)}),  # 7B
+    "Phi3": (32, {(2047, 32, 96): 32}, {"hidden_size": 3072}),  # mini
+    "Starcoder2": (24, {(4096, 2, 128): 30}, {"hidden_size": 3072}),  # 3b
+    "VaultGemma": (4, {(512, 4, 256): 13, (0, 4, 256): 13}, {"layer_types": full_every(2, 26)}),  # 1B
+}  # fmt: skip
 LENGTH = 150  # more than two rounds of a ring of one page
 ON_CPU = {"speculate": 3}  # several tokens a step: not the CPU's own step, which keeps all positions
 
@@ -112,17 +136,28 @@ def test_kernels_read_a_ring_by_its_table(monkeypatch):
 
 
 class TestMemory:
-    def test_rings_of_a_27b_model_at_128k_tokens(self):
-        """Gemma 3 27B: 62 layers, every sixth without a window; 16 heads of keys, 128 wide."""
-        length, window = 128 * 1024, 1024
-        layers = {number: CachedLayer(16, 128, 0 if number % 6 == 5 else window) for number in range(62)}
-        sizes = [
-            Cache(RunnerConfig(1, length), layers, torch.bfloat16, torch.device("meta"), rings).nbytes
-            for rings in (True, False)
-        ]
-        token = 2 * 2 * 16 * 128
-        assert sizes == [(10 * length + 52 * window) * token, 62 * length * token]
-        assert [round(size / 1e9, 1) for size in sizes] == [11.2, 66.6]
+    @pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k == "GptOss" else [pytest.mark.slow]) for k in PUBLISHED])
+    def test_a_cache_has_the_bytes_of_published_windows_heads_and_layers(self, kind):
+        queries, layers, more = PUBLISHED[kind]
+        (window, heads, width), *_ = layers
+        sizes = {"num_attention_heads": queries, "num_key_value_heads": heads, "head_dim": width, "sliding_window": window}
+        length = 128 * 1024
+        with torch.device("meta"):
+            model = cases.build(
+                kind, device="meta", num_hidden_layers=len(more.get("layer_types", range(sum(layers.values())))),
+                max_position_embeddings=length, **sizes, **more,
+            )  # fmt: skip
+        reader = reader_of(model)
+        assert reader is not None
+        for rows, tokens in ((1, 1), (3, 4)):
+            cache = Cache(
+                RunnerConfig(rows, length, tokens), cached_layers(reader.layers()), torch.bfloat16, torch.device("meta")
+            )
+            kept = sum(
+                count * heads * width * (-(-(window + tokens - 1) // 64) * 64 if window else length)
+                for (window, heads, width), count in layers.items()
+            )
+            assert cache.nbytes == 2 * 2 * rows * kept  # keys and values, 2 bytes a number
 
     def test_a_ring_has_room_for_the_tokens_of_a_step(self):
         for window, tokens, pages in ((PAGE, 1, 1), (PAGE, 2, 2), (PAGE - 4, 5, 1), (PAGE - 3, 5, 2)):
