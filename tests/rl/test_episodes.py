@@ -73,6 +73,20 @@ def test_what_the_environment_says_is_read_and_not_learnt():
     )
 
 
+def test_an_environment_that_writes_into_the_tokens_it_gets_changes_no_conversation(device):
+    def played(environment):
+        decoder, asked = gb.decoder(policy().to(device).eval(), max_batch=2, max_length=24), [RLPrompt(None, [1, 2, 3])]
+        rollout = decoder.rollout([[1, 2, 3]], n=2, max_new_tokens=4, seed=1, stop=())
+        with (episodes := Episodes(None, environment, turns=2, new=4, seq=24)):
+            return {one.sample: one.tokens for one in episodes.play(rollout, asked, lambda: None)}
+
+    def writing(episode):
+        episode.ids.append(3)
+        return [9]
+
+    assert played(writing) == played(lambda episode: [9])
+
+
 def test_answers_that_end_together_are_decoded_together(monkeypatch):
     tokenizer, decoded = train_tokenizer(["one two three"], 280), []
     decode = Tokenizer.decode_batch

@@ -364,6 +364,12 @@ def test_rewards_of_a_file_in_processes(tmp_path):
     assert seen != os.getpid() and run.tape.steps()[0]["reward"] == seen / 2
 
 
+def test_a_reward_that_no_process_can_be_sent_is_found_before_a_run(tmp_path):
+    with pytest.raises(ValueError, match=r"^rl: processes: <lambda> cannot be sent to a process \(.*\); define it in a file"):
+        train(tmp_path / "run", rewards=lambda completion_ids: [1.0] * len(completion_ids), processes=True)
+    assert not (tmp_path / "run" / "steps.jsonl").exists()
+
+
 def test_steps_without_a_signal_move_nothing_and_are_counted(tmp_path):
     model = policy()
     before = [p.detach().clone() for p in model.parameters()]

@@ -59,8 +59,9 @@ class Episode:
 
     def add_turn(self, sequence: Any, text: str | None) -> None:
         """Add a turn of the policy: a sequence of a rollout."""
-        self.ids, self.text, self.finish, self.policy_turns = sequence.tokens, text, sequence.finish, self.policy_turns + 1
-        self.turns.append({"role": "assistant", "content": sequence.tokens if text is None else text})
+        # A copy: the rollout goes on from the sequence's own tokens, whatever an environment does to those that it gets.
+        self.ids, self.text, self.finish, self.policy_turns = [*sequence.tokens], text, sequence.finish, self.policy_turns + 1
+        self.turns.append({"role": "assistant", "content": self.ids if text is None else text})
         self._add(sequence.tokens, sequence.logprobs, True)
 
     def add_reply(self, messages: list[dict[str, Any]], ids: list[int]) -> None:

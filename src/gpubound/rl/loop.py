@@ -37,7 +37,7 @@ from ..train.step import TrainStep
 from .batches import RowShape, Sampled, advantages, micro_batches
 from .episodes import Episodes, read_environment
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, RLPrompt, Scoring, check_columns, fitting, read_prompts, read_rewards
+from .rewards import AnswerGroup, RLPrompt, Scoring, check_columns, check_sendable, fitting, read_prompts, read_rewards
 from .run import RLRun, figures_of
 
 
@@ -53,6 +53,8 @@ def prepare(
 ) -> RLRun:
     """Return the run of a recipe: everything is checked and built, and its checkpoint restored."""
     functions = read_rewards(recipe.rewards if rewards is None else rewards)
+    if recipe.processes:
+        check_sendable(functions)
     replies = read_environment(recipe.environment if environment is None else environment)
     if replies is not None and (recipe.seq is None or recipe.turns < 2):
         key, value, wanted = ("turns", recipe.turns, "2 or more") if recipe.turns < 2 else ("seq", None, "the most tokens")

@@ -18,6 +18,7 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -336,6 +337,18 @@ def check_columns(functions: Sequence[RewardFunction], prompts: Sequence[RLPromp
                 raise ValueError(
                     f"rewards: {name} needs {key!r}, and {what}[{row}] has {has} besides its prompt; add it to each row."
                 )
+
+
+def check_sendable(functions: Sequence[RewardFunction]) -> None:
+    """Raise ValueError for a function that no process can be sent: the first reward may be minutes away."""
+    for name, call, _ in functions:
+        try:
+            pickle.dumps(call)
+        except Exception as error:
+            raise ValueError(
+                f"rl: processes: {name} cannot be sent to a process ({one_line(error)}); define it in a file, not inside a "
+                f"function, or leave processes out."
+            ) from error
 
 
 def _parameters(call: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
