@@ -21,7 +21,7 @@ from ..kernels.decode_adapters import (
     StepAdapters,
     add_adapters,
     emptied,
-    form_of_parts,
+    shape_of_ranks,
     table_of,
 )
 from ..kernels.lora import lora_down, lora_up
@@ -42,10 +42,10 @@ def adapter_names(model: nn.Module) -> dict[int, str]:
     return names
 
 
-def form_of_layers(*layers: Linear) -> tuple:
+def shape_of_adapters(*layers: Linear) -> tuple:
     """Return the shape of the adapters in a product of these layers, for its kernel's example; () without adapters."""
     lows = [low for layer in layers for low in layer.adapters]
-    return form_of_parts([sum(len(low.a) for low in layer.adapters) for layer in layers], lows[0].a.dtype) if lows else ()
+    return shape_of_ranks([sum(len(low.a) for low in layer.adapters) for layer in layers], lows[0].a.dtype) if lows else ()
 
 
 class AdapterRouter:

@@ -24,9 +24,9 @@ from torch import Tensor
 from ..device import entered
 from ..errors import GenerateError
 from ..kernels import add_rms_norm, layer_norm_rows
-from ..kernels.decode_product import EARLY, LATE, Norm, can_chain, capped_, form
+from ..kernels.decode_product import EARLY, LATE, Norm, call_shape, can_chain, capped_
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
-from ..kernels.experts import form_of_routing
+from ..kernels.experts import routing_shape
 from ..kernels.row_ops import LayerNorm
 from ..kernels.split_product import MOST_PARTS, parts_of
 from ..models.decoding import (
@@ -58,7 +58,7 @@ from .layer import (
     normed,
     normed_rows,
 )
-from .lora import adapter_names, form_of_layers
+from .lora import adapter_names, shape_of_adapters
 from .moe import ColumnMoELayer, DenseAndExperts, MoELayer
 from .placement.plan import LayerStage, described
 from .recurrent import GatedDelta, Mamba, ShortConv
@@ -163,46 +163,48 @@ def kernel_calls(
     product, add, gate_up = (f"{prefix}{op}" for op in ("norm_product", "add_product", "norm_gate_up"))
     activation = live.reader.activation()
     calls: list[Call] = [
-        (product, form(norm, 0.0)),
+        (product, call_shape(norm, 0.0)),
         (add, ()),
-        (f"{rounded}norm_product", form(in_product(live.norm), live.shape.logit_cap)),
+        (f"{rounded}norm_product", call_shape(in_product(live.norm), live.shape.logit_cap)),
     ]
     parts = [layer.mlp.experts if isinstance(layer.mlp, DenseAndExpertWeights) else layer.mlp for layer in live.layers]
     sparse = [part for part in parts if isinstance(part, ExpertWeights)]
     if sparse:
         routing = sparse[0].routing
-        calls += [("route", ())] if routing is None else [("select_experts", form_of_routing(routing))]
+        calls += [("route", ())] if routing is None else [("select_experts", routing_shape(routing))]
         calls += [("gate_rows", ())] if sparse[0].shared_gate is not None else []
         unit: tuple = () if sparse[0].activation == "silu" else (sparse[0].activation,)
         calls += [(f"{rounded}routed_gate_up", unit if not rounded else ()), (f"{rounded}add_routed", ())]
     if isinstance(live.layers[0].mlp, ColumnExpertWeights):
         routing = live.layers[0].mlp.routing
         calls += [
-            ("select_experts", form_of_routing(routing)),
+            ("select_experts", routing_shape(routing)),
             *((op, ()) for op in ("column_gate_up", "column_down", "add_slots")),
         ]
     if isinstance(mlp, UngatedWeights):
-        calls.append((product, form(in_product(mlp.norm), 0.0, unit=() if prefix else (mlp.activation, False))))
+        calls.append((product, call_shape(in_product(mlp.norm), 0.0, unit=() if prefix else (mlp.activation, False))))
     else:
-        calls.append((gate_up, form(norm, activation)))
+        calls.append((gate_up, call_shape(norm, activation)))
     if extra is not None:
         unit = extra.activation, True
-        calls += [(product, form(None, 0.0)), ("activate_rows", unit) if prefix else (product, form(None, 0.0, unit=unit))]
+        calls.append((product, call_shape(None, 0.0)))
+        calls.append(("activate_rows", unit) if prefix else (product, call_shape(None, 0.0, unit=unit)))
     if tiled and not live.adapted:
-        calls += [("tiled_norm_product", form(norm)), ("tiled_norm_gate_up", form(norm, activation)), ("tiled_add_product", ())]
+        calls += [("tiled_norm_product", call_shape(norm)), ("tiled_norm_gate_up", call_shape(norm, activation))]
+        calls.append(("tiled_add_product", ()))
     if split and norm is not None:
         calls += [("split_product", ()), ("split_gate_up", (activation,) if activation != "silu" else ())]
-        calls += [("norm_rows", form(norm)), ("norm_rows", (norm.offset, True))]
+        calls += [("norm_rows", call_shape(norm)), ("norm_rows", (norm.offset, True))]
     if live.coded:  # whose adapters are added after the product, which need the norm's result
         groups = [group for layer in live.layers for part in layer.parts for group in part.groups()]
-        added = dict.fromkeys(filter(None, (form_of_layers(*group) for group in groups)))
-        return calls + ([("norm_rows", form(norm))] if added else []) + [("add_adapters", one) for one in added]
+        added = dict.fromkeys(filter(None, (shape_of_adapters(*group) for group in groups)))
+        return calls + ([("norm_rows", call_shape(norm))] if added else []) + [("add_adapters", one) for one in added]
     for part in (part for layer in live.layers for part in layer.parts if live.adapted and part.groups()):
         *inputs, output = part.groups()
         first = (gate_up, activation) if isinstance(part, DenseWeights) else (product, 0.0)
         own = (part.activation, False) if isinstance(part, UngatedWeights) else ()
-        calls += [(first[0], form(norm, first[1], added=form_of_layers(*group), unit=own)) for group in inputs]
-        calls.append((add, form_of_layers(*output)))
+        calls += [(first[0], call_shape(norm, first[1], added=shape_of_adapters(*group), unit=own)) for group in inputs]
+        calls.append((add, shape_of_adapters(*output)))
     return calls + [("add_adapters", added) for op, added in calls if many and op == add and added]
 
 
@@ -311,13 +313,13 @@ class LayerGroup:
         return x, pending
 
 
-def form_of(weights: Any) -> Any:
+def structure_of(weights: Any) -> Any:
     """Return the shapes and dtypes of a layer's weights, with its constants."""
     if isinstance(weights, Tensor):
         return tuple(weights.shape), weights.dtype
     if is_dataclass(weights):
         weights = tuple(getattr(weights, field.name) for field in fields(weights))
-    return tuple(map(form_of, weights)) if isinstance(weights, tuple | list) else weights
+    return tuple(map(structure_of, weights)) if isinstance(weights, tuple | list) else weights
 
 
 def table_bytes(reader: Reader, config: RunnerConfig) -> int:
@@ -616,7 +618,7 @@ class FusedRunner(ViewRunner):
         if (
             usual
             and not (others or shared or self.hidden_states)
-            and all(form_of(layer) == form_of(layers[0]) for layer in layers)
+            and all(structure_of(layer) == structure_of(layers[0]) for layer in layers)
         ):
             group.numbers, group.layers = ([*all_[:2], *all_[2:][-1:]] for all_ in (numbers, parts))
         try:

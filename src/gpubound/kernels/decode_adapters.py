@@ -63,12 +63,12 @@ class StepAdapters(NamedTuple):
         return total
 
 
-def form_of(adapters: StepAdapters | None) -> tuple:
+def adapters_shape(adapters: StepAdapters | None) -> tuple:
     """Return the example arguments for a product's adapters."""
-    return () if adapters is None else form_of_parts(adapters.columns, adapters.dtype)
+    return () if adapters is None else shape_of_ranks(adapters.columns, adapters.dtype)
 
 
-def form_of_parts(ranks: Sequence[int], dtype: torch.dtype) -> tuple[int, bool]:
+def shape_of_ranks(ranks: Sequence[int], dtype: torch.dtype) -> tuple[int, bool]:
     """The ranks of a weight in all, and whether the adapters are fp32 under 16 bits, as most are."""
     return power_of_two(max(ranks)), dtype == torch.float32
 
@@ -155,7 +155,7 @@ def add_adapters(
                 f"add_adapters: a product of x must be {y.dtype} {wanted} with dense rows on {x.device}, got {one.dtype} "
                 f"{tuple(one.shape)} on {one.device}; it is changed in place."
             )
-    return implementation("add_adapters", x, None, form_of(adapters))(x, adapters, y, k, v)
+    return implementation("add_adapters", x, None, adapters_shape(adapters))(x, adapters, y, k, v)
 
 
 def _draw_call(g: torch.Generator, rank: int = 16, fp32: bool = True) -> tuple:

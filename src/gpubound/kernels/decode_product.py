@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import constant
-from .decode_adapters import StepAdapters, check_adapters, draw_adapters, form_of
+from .decode_adapters import StepAdapters, adapters_shape, check_adapters, draw_adapters
 from .dispatch import implementation, require
 from .peer_exchange import Mail, check_mail, example_mail
 from .registry import definition, draw, zeros
@@ -120,7 +120,7 @@ def norm_product(
     if (best is not None) if activation else by is not None:
         raise ValueError("norm_product: best is of outputs without an activation, and by of those with one; leave one out.")
     check_adapters("norm_product", adapters, x, [len(w) for w in weights])
-    shape = form(norm, cap, added=form_of(adapters), unit=(activation, by is not None) if activation else ())
+    shape = call_shape(norm, cap, added=adapters_shape(adapters), unit=(activation, by is not None) if activation else ())
     kernel, last = implementation("norm_product", weight, None, shape), (dependent, cap, adapters, activation, by)
     kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, *last)
     return out
@@ -173,7 +173,7 @@ def norm_gate_up(
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
     check_adapters("norm_gate_up", adapters, x, [len(gate), len(up)])
-    kernel = implementation("norm_gate_up", gate, None, form(norm, activation, added=form_of(adapters)))
+    kernel = implementation("norm_gate_up", gate, None, call_shape(norm, activation, added=adapters_shape(adapters)))
     return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters)
 
 
@@ -198,7 +198,7 @@ def add_product(
     check_add("add_product", h, weight, bias, x.device)
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
     check_adapters("add_product", adapters, h, [len(weight)])
-    kernel = implementation("add_product", weight, None, form_of(adapters))
+    kernel = implementation("add_product", weight, None, adapters_shape(adapters))
     return kernel(h, weight, bias, x, dependent, adapters)
 
 
@@ -303,10 +303,10 @@ def check_activation(op: str, activation: str, known: Collection[str] = ACTIVATI
         raise ValueError(f"{op}: activation must be one of {', '.join(known)}, got {activation!r}.")
 
 
-def form(norm: Norm | None, *rest: Any, added: tuple = (), unit: tuple = ()) -> tuple:
-    """Return the example arguments for a call; none for the default.
+def call_shape(norm: Norm | None, *rest: Any, added: tuple = (), unit: tuple = ()) -> tuple:
+    """Return the shape of a call: the arguments of the op's example, none for the default ones.
 
-    added: `form_of` its adapters; unit: an activation, and whether its result is multiplied by another
+    added: `adapters_shape` of its adapters; unit: an activation, and whether its result is multiplied by another
     """
     if unit:
         return None if norm is None else norm.offset, *rest, *(added or (0, True)), *unit
@@ -359,7 +359,7 @@ def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Ten
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
     if parts is not None:
         require("norm_rows", "parts", parts, torch.float32, ("parts", *x.shape), x.device, "each is a part of a sum for x")
-    shape = form(norm) if parts is None else (norm.offset, True)
+    shape = call_shape(norm) if parts is None else (norm.offset, True)
     implementation("norm_rows", norm.weight, None, shape)(x, norm, out, dependent, parts)
     return out
 
@@ -384,7 +384,7 @@ def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tenso
     require("add_norm", "y", y, torch.float32, tuple(x.shape), x.device, WRITTEN)
     if factor is not None:
         require("add_norm", "factor", factor, None, (1,), x.device, "it is one number for the stream")
-    shape = form(norm) if factor is None else (norm.offset, True)
+    shape = call_shape(norm) if factor is None else (norm.offset, True)
     return implementation("add_norm", norm.weight, None, shape)(y, norm, x, dependent, factor)
 
 

@@ -248,16 +248,16 @@ def select_experts(
     require("select_experts", "spare", spare, torch.float32, (rows, 2, experts), logits.device, WRITTEN)
     require("select_experts", "ids", ids, torch.int32, (rows, slots), logits.device, WRITTEN)
     require("select_experts", "shares", shares, torch.float32, (rows, slots), logits.device, WRITTEN)
-    form = form_of_routing(routing)
-    return implementation("select_experts", logits, None, form)(logits, routing, spare, ids, shares, dependent)
+    shape = routing_shape(routing)
+    return implementation("select_experts", logits, None, shape)(logits, routing, spare, ids, shares, dependent)
 
 
-def form_of_routing(routing: ExpertRouting) -> tuple:
+def routing_shape(routing: ExpertRouting) -> tuple:
     """Return the example arguments for a routing; none for the default."""
-    form = routing.groups > 1, routing.correction is None
+    shape = routing.groups > 1, routing.correction is None
     if routing.best != 2 or (routing.correction is None and not routing.normalise):
-        return *form, routing.normalise, routing.best
-    return form if any(form) else ()
+        return *shape, routing.normalise, routing.best
+    return shape if any(shape) else ()
 
 
 def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False, normalise: bool = True, best: int = 2) -> tuple:

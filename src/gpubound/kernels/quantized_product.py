@@ -22,6 +22,7 @@ from .decode_product import (
     WRITTEN,
     Norm,
     add_product_reference,
+    call_shape,
     check_activation,
     check_add,
     check_best,
@@ -30,7 +31,6 @@ from .decode_product import (
     draw_gate_up,
     draw_qkv,
     draw_stream,
-    form,
     norm_gate_up_reference,
     norm_product_reference,
     side_by_side,
@@ -83,7 +83,7 @@ def quantized_norm_product(
     check_biases("quantized_norm_product", (bias,), [weight.words])
     require("quantized_norm_product", "out", out, torch.float32, (x.shape[0], weight.rows), x.device, WRITTEN)
     check_best("quantized_norm_product", best, arg, weight.rows, x)
-    kernel = implementation("quantized_norm_product", x if norm is None else norm.weight, None, form(norm, cap))
+    kernel = implementation("quantized_norm_product", x if norm is None else norm.weight, None, call_shape(norm, cap))
     kernel(x, norm, weight, bias, out, best, arg, dependent, cap)
     return out
 
@@ -118,7 +118,7 @@ def quantized_norm_gate_up(
     check_biases("quantized_norm_gate_up", (bias,), [gate_up.words])
     require("quantized_norm_gate_up", "out", out, None, (x.shape[0], gate_up.rows // 2), x.device, WRITTEN)
     check_activation("quantized_norm_gate_up", activation)
-    kernel = implementation("quantized_norm_gate_up", out, None, form(norm, activation))
+    kernel = implementation("quantized_norm_gate_up", out, None, call_shape(norm, activation))
     return kernel(x, norm, gate_up, bias, out, dependent, activation, alternate)
 
 
@@ -290,7 +290,7 @@ def tiled_norm_product(
     _check_rows("tiled_norm_product", x)
     check_biases("tiled_norm_product", (bias, k_bias, v_bias), weights)
     require("tiled_norm_product", "out", out, torch.float32, (x.shape[0], rows), x.device, WRITTEN)
-    kernel = implementation("tiled_norm_product", weight, None, form(norm))
+    kernel = implementation("tiled_norm_product", weight, None, call_shape(norm))
     return kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, dependent)
 
 
@@ -326,7 +326,7 @@ def tiled_norm_gate_up(
     check_biases("tiled_norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("tiled_norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("tiled_norm_gate_up", activation)
-    kernel = implementation("tiled_norm_gate_up", gate, None, form(norm, activation))
+    kernel = implementation("tiled_norm_gate_up", gate, None, call_shape(norm, activation))
     return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.decode_product import WRITTEN, Norm, check_stream, draw_stream, form, rms_normed
+from ....kernels.decode_product import WRITTEN, Norm, call_shape, check_stream, draw_stream, rms_normed
 from ....kernels.dispatch import implementation, require
 from ....kernels.experts import STACKED, check_read, draw_routes, times
 from ....kernels.gated import check_limit, swiglu_reference
@@ -96,7 +96,7 @@ def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: 
         out = torch.empty(len(x), rows, device=x.device, dtype=torch.float32)
     require("norm_products", "out", out, torch.float32, (len(x), rows), x.device, WRITTEN)
     unable = _unread(weights, x)
-    key = form(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
+    key = call_shape(norm) if not coded and x.dim() == 2 else (None if norm is None else norm.offset, bool(coded), bool(plain))
     return implementation("norm_products", plain[0] if plain else x, unable, key)(x, norm, weights, out)
 
 
