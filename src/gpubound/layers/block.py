@@ -4,31 +4,22 @@ A pre-norm block is x += attention(norm(x)); x += mlp(norm(x)). Written so, each
 sub-layer's result stays *pending* until the next norm, which adds and norms in one pass; the final norm adds the last one.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..device import constant
-from ..kernels import add_rms_norm, rms_norm
-from ..trace import fallback
-from .fused_weights import Kernels, Projecting, hooked
-from .packed_attention import Segments
-
-if TYPE_CHECKING:
-    from .attention import Mask, Rope
-from collections.abc import Sequence
-
-import torch.nn.functional as F
-
-from ..kernels import swiglu, swiglu_backward
+from ..kernels import add_rms_norm, rms_norm, swiglu, swiglu_backward
 from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.dispatch import Call, transformed
 from ..kernels.gated import gated
-from .fused_weights import Stacked, bare, run_linear
+from ..trace import fallback
+from .fused_weights import Kernels, Projecting, Stacked, bare, hooked, run_linear
 from .linear_product import (
     DENSE,
     LEAST_BYTES,
@@ -40,6 +31,10 @@ from .linear_product import (
     format_of,
     multiply,
 )
+from .packed_attention import Segments
+
+if TYPE_CHECKING:
+    from .attention import Mask, Rope
 
 
 class RMSNorm(nn.Module):
