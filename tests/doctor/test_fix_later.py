@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from gpubound.doctor.fix.step import HELPER, NAME
+from gpubound.doctor.rules.remedies import AT_ONCE
 
+from .proofs import patched
 from .test_fix import mended
 
 SAVED = """\
@@ -105,3 +107,107 @@ def test_few_copies_are_kept_at_a_time():
     fifth.join()
     space["end"]()
     assert wrote == list("abcde")
+
+
+TRAINED = """\
+import torch
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+table = torch.rand(8)
+mask = torch.tensor([True, False, True, True], device="cuda")
+model = torch.nn.Linear(3, 4).cuda()
+log_alpha = torch.zeros(1, requires_grad=True, device="cuda")
+optimizer = torch.optim.SGD([*model.parameters(), log_alpha], lr=0.1)
+alpha = log_alpha.exp().item()
+
+
+def take(table, t):
+    out = table.gather(-1, t.cpu())
+    return out.reshape(-1, 1).to(t.device)
+
+
+class Bar:
+    def set_postfix(self, **values):
+        print(values)
+
+
+class Tracker:
+    def log(self, values, step):
+        print(step, values)
+
+
+bar, tracker, kept, logs = Bar(), Tracker(), [], {"a": [], "b": []}
+train, held = DataLoader(torch.rand(32, 3), batch_size=4), DataLoader(torch.rand(8, 3), batch_size=4)
+for epoch in range(2):
+    rows = []
+    for step, x in enumerate(train):
+        x = x.to("cuda")
+        weights = torch.ones(4).to(x.device)
+        t = (x[:, 0] * 8).long()
+        out = model(x) * take(table, t)
+        loss = (out[mask] * weights[mask][:, None]).square().mean() + 0.01 * (log_alpha - alpha * out.detach()).mean().square()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        alpha = log_alpha.exp().item()
+        best = out.argmax(1)
+        for i in range(4):
+            if best[i].item() == 9:
+                print("never")
+        logs["a"].append(loss.item())
+        logs["b"].append(round(float(out.detach().mean()), 3))
+        kept.append(out.detach().cpu())
+        rows.extend(best.cpu().numpy())
+        shown = {"loss": loss.detach().item(), "step": step}
+        bar.set_postfix(**shown)
+        tracker.log(shown, step=step)
+        print(f"{epoch} {step + 1}: {loss.item():.5f}", "%.4f" % out.max().item(), weights.shape[0])
+    print(epoch, len(rows), sum(logs["a"]), logs["b"][-1], torch.cat(kept).sum().item(), sum(rows))
+"""
+
+
+def test_a_loop_of_public_scripts_waits_no_more_and_shows_the_same(tmp_path, sim, capsys):
+    result = patched(tmp_path, TRAINED)
+    assert result.names == sorted([
+        "copies", "elements", "gathered", "made_there", "positions", "staged", "tensor", *["read_later"] * 6
+    ]), str(result.repair)  # fmt: skip
+    assert not result.repair.refused and result.proof.holds and result.proof.losses == 16
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * (16 * 3 + 2) and lines[:50] == lines[50:], "the same text in the same order"
+    assert result.before.totals["syncs"] > 16 * 9 and result.after.totals["syncs"] == 16, "one wait for `best`"
+    assert "torch.ones(4, device=x.device)" in result.text and "best_read = best.flatten().tolist()" in result.text
+    assert (
+        "resident(table, t.device).gather(-1, t)" in result.text
+        and "(out[positions(mask)] * weights[positions(mask)]" in result.text
+    )
+    assert result.text.count("pin_memory=True") == 2 and result.text.count("    read_later()\n") == 1
+
+
+@pytest.mark.parametrize(
+    "before, after, mark, why",
+    [
+        ("rows.extend", "rows.extend([1]); rows.extend", "rows.extend", "holds several statements"),
+        ("        bar.set", "        print(rows)\n        bar.set", "rows.extend", "rows is used inside the loop, in line 51"),
+        ("        bar.set", "        print(shown)\n        shown = bar\n        bar.set", "shown = {", "is used for more than"),
+        (
+            "        bar.set",
+            "        while rows:\n            break\n        bar.set",
+            "rows.extend",
+            "rows is used inside the loop",
+        ),
+        ("print(f", "if step: print(logs, f", "print(logs", "logs is changed in line 46"),
+        ("print(f", "if step: print(f", "print(f", "reads a value inside sorted"),
+        ("reshape(-1, 1).to(t.device)", "numpy()", "gather(", "may be needed on the host"),
+        ("- alpha * out", "- 2 * alpha * out", "        alpha = ", "alpha is used in every step"),
+        ("            if best[i]", "            best[0] = 1\n            if best[i]", "if best[i]", "best changes in the loop"),
+    ],
+)
+def test_what_would_be_shown_or_computed_otherwise_is_left(tmp_path, before, after, mark, why):
+    assert TRAINED.count(before) == 1
+    text = TRAINED.replace(before, after)
+    if "sorted" in why:
+        text = text.replace("out.max().item()", "sorted([out.max().item()])")
+    kind = "h2d" if mark == "weights = " else "d2h" if mark in ("gather(", "rows.extend") else "sync"
+    _, made = mended(tmp_path, text, (kind, mark), remedy=AT_ONCE if mark == "if best[i]" else "")
+    assert why in str(made) and not made.changes, made

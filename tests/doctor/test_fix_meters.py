@@ -38,6 +38,7 @@ for step in range(12):
     losses.update(loss.item(), 3)  # here
     if step % 4 == 3:
         print(f"{losses.val:.6f}", losses.avg, "%.3f" % losses.sum)
+    seen = x[:step].sum()  # no attribute of a meter
 kept = [losses.avg, losses.half, losses.count]
 """
 
@@ -66,7 +67,7 @@ def test_a_meter_keeps_the_value_on_the_device_until_it_is_shown(tmp_path, sim, 
         ("losses, kept = Meter(), []", "losses, kept = make(), []", "is not made here of a class of this file"),
         ("    @property\n    def half", "    def half", "uses what is stored"),
         ("losses.update(loss.item(), 3)", "losses.add(loss.item(), 3)", "not patched"),
-        ("losses.update(loss.item(), 3)", "losses.update(loss.item() / 2, 3)", "wanted meter.update(value.item(), ...)"),
+        ("losses.update(loss.item(), 3)", "losses.update(loss.item() / 2, 3)", "not patched"),
     ],
 )
 def test_another_meter_is_refused(tmp_path, old, new, why):

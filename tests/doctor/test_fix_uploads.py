@@ -77,12 +77,12 @@ def test_a_rollout_waits_no_more_and_computes_the_same(tmp_path, sim, monkeypatc
         ("a[order] + b[order]", "a[order] + b[step]", "h2d", "# first", "by several"),
         ("a[order] + b[order]", "a.exp()[order]", "h2d", "# first", "has no name"),
         ("a[order] + b[order]", "order_on_device = a[order]", "h2d", "# first", "order_on_device is taken"),
-        ("import torch\n", "import torch as t\n", "h2d", "# first", "indexes by no name"),
+        ("import torch\n", "import torch\n", "h2d", "# first", "makes no tensor of host data"),
     ],
 )
 def test_what_is_refused(tmp_path, old, new, kind, word, why):
     text = ROLLOUT.replace(old, new)
-    if why == "indexes by no name":
+    if why == "makes no tensor of host data":
         text = text.replace("a[order] + b[order]", "a[step:]")
     _, made = mended(tmp_path, text, (kind, word))
     assert why in str(made), made

@@ -60,7 +60,10 @@ DOWNLOAD = Cause("copies the device to the host", "copy into pinned memory with 
 HOST_DATA = Cause(
     "builds a tensor from host data", "make it once before the step, or from sizes alone (torch.full, torch.arange)"
 )
-NUMBER = Cause("copies a Python number from the host into one place", "write x[i : i + 1] = number, or use index_fill_")
+NUMBER = Cause(
+    "copies a Python number from the host into one place",
+    "write x[i : i + 1] = number; at an index that is a tensor index_fill_, at a mask masked_fill_",
+)
 FILL_VALUE = Cause("reads the value to fill with from the device", "pass a Python number, or use torch.where(mask, value, x)")
 DEVIATION = Cause(
     "checks from the host that no standard deviation is negative",

@@ -21,6 +21,7 @@ from ..rules.remedies import ANEW
 from .source import (
     LOOPS,
     Edit,
+    NotHere,
     Patch,
     Refused,
     SourceText,
@@ -32,7 +33,6 @@ from .source import (
     imported_lines,
     keywords_of,
     last_name,
-    makers,
     name_of,
     stored,
     with_keywords,
@@ -46,7 +46,7 @@ def propose_waits(source: SourceText, line: int) -> list[Edit]:
     statement = source.statement_at(line, *WAITING)
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or last_name(call) not in WAITING:
-        raise Refused(f"the line is no plain {' or '.join(f'{name}()' for name in WAITING)}")
+        raise NotHere(f"the line is no plain {' or '.join(f'{name}()' for name in WAITING)}")
     if not source.text(call.func).startswith(("torch.", "cuda.")):
         raise Refused("the line waits for one stream or event, which may order a read after a copy")
     if last_name(call) == "synchronize" and (other := _needs_order(source)):
@@ -85,16 +85,20 @@ WAITS = Patch("waits", frozenset({"sync", "free"}), "the host goes on at once", 
 WORKERS = 4  # decode four batches ahead: enough if decoding made a step up to four times longer, and little memory
 
 
-def loader_at(source: SourceText, line: int) -> ast.Call:
-    """Return the DataLoader that is created in this line, or that this line's loop iterates, or the only one in the file."""
+def loaders_at(source: SourceText, line: int) -> list[ast.Call]:
+    """Return the DataLoader that is created in this line, or that this line's loop iterates; else all in the file."""
     loaders = [call for call in source.calls() if last_name(call) == "DataLoader"]
     here = [call for call in source.calls(line) if call in loaders]
     over = {name_of(node) for loop in _loops(source, line) for node in ast.walk(loop.iter) if name_of(node)}
     named = [call for call in loaders if over & _targets(source, call)]
-    candidates = here or named or loaders
-    if not candidates:
+    if not loaders:
         raise Refused("there is no DataLoader in this file; gb.feed prepares the batches of any iterable ahead")
-    if len(candidates) > 1:
+    return here or named or loaders
+
+
+def loader_at(source: SourceText, line: int) -> ast.Call:
+    """Return the one of `loaders_at`."""
+    if len(candidates := loaders_at(source, line)) > 1:
         raise Refused(f"there are {len(candidates)} DataLoaders in this file, and the line does not say which one is meant")
     return candidates[0]
 
@@ -172,7 +176,7 @@ def _copies(source: SourceText, line: int) -> list[ast.Call]:
         if last_name(call) in COPYING or (last_name(call) == "type" and _cuda_type(source, *call.args))
     ]
     if not copies:
-        raise Refused("no .to() or .cuda() is written in this line")
+        raise NotHere("no .to() or .cuda() is written in this line")
     for call in copies:
         check_moves_tensors(source, call)
     if any(constant(node) == "cpu" for call in copies for node in ast.walk(call)):
@@ -190,18 +194,41 @@ def _cuda_type(source: SourceText, node: ast.AST | None = None, *more: ast.AST) 
 
 
 def propose_copies(source: SourceText, line: int) -> list[Edit]:
-    """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loader, without which it has no
+    """Propose `non_blocking=True` for every copy in this line, with pinned memory from the loaders, without which it has no
     effect."""
     copies = _copies(source, line)
-    if host_data := {maker for call in copies for maker in makers(call)} & {"tensor", "as_tensor", "Tensor", "from_numpy"}:
-        raise Refused(f"the line makes what it copies by {min(host_data)}(), so that no loader pins it")
+    for call in copies:
+        if maker := _maker(source, call.func.value, frozenset()):  # type: ignore[attr-defined]
+            raise NotHere(f"the line copies what {maker}() makes, which no loader pins")
     try:
-        loader = loader_at(source, line)
+        loaders = loaders_at(source, line)
     except Refused as why:
         raise Refused(f"the batches must be pinned where they are made, and {why}") from None
-    pinned = constant(keywords_of(source, loader).get("pin_memory")) is True
-    edits = [] if pinned else with_keywords(source, loader, pin_memory="True")
+    unpinned = [loader for loader in loaders if constant(keywords_of(source, loader).get("pin_memory")) is not True]
+    edits = [edit for loader in unpinned for edit in with_keywords(source, loader, pin_memory="True")]
     return [*edits, *_without_waiting(source, copies)]
+
+
+TURNING = frozenset((
+    "to", "cuda", "type", "float", "long", "int", "half", "double", "bool", "view", "reshape", "permute", "transpose",
+    "contiguous", "squeeze", "unsqueeze", "flatten", "detach", "t", "next", "Variable", "pin_memory",
+))  # fmt: skip  # these give a batch in another form
+
+
+def _maker(source: SourceText, node: ast.expr, met: frozenset[str]) -> str:
+    """Return what makes the value that is copied, if it cannot be a loader's batch: "arange"; empty if it may be."""
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Call):
+            if (name := last_name(node)) not in TURNING:
+                return name
+            node = node.func.value if isinstance(node.func, ast.Attribute) else (node.args or [node.func])[0]
+        else:
+            node = node.value
+    if not isinstance(node, ast.Name) or node.id in met:
+        return ""
+    values = source.assigned(source.statement(node), node.id)
+    made = [_maker(source, value, met | {node.id}) for value in values if isinstance(value, (ast.Call, ast.Subscript))]
+    return made[0] if made and all(made) and len(made) == len(values) else ""
 
 
 def _without_waiting(source: SourceText, copies: list[ast.Call]) -> list[Edit]:
@@ -226,7 +253,7 @@ def propose_zero_grad(source: SourceText, line: int) -> list[Edit]:
         if len(values) == 1 and constant(values[0]) is False:
             assert isinstance(call.func, ast.Attribute)
             return [Edit(source.end(call.func), source.end(call), "()")]
-    raise Refused("no zero_grad(set_to_none=False) is written in this line")
+    raise NotHere("no zero_grad(set_to_none=False) is written in this line")
 
 
 ZERO_GRAD = Patch("zero_grad", frozenset({"optimizer", "zero_grad"}), "gradients are made anew", propose_zero_grad)
@@ -319,6 +346,33 @@ BF16 = Patch(
 )
 
 
+MADE_ALIKE = ("arange", "zeros", "ones", "full", "eye", "empty")  # with the same bits on any device
+
+
+def propose_made_there(source: SourceText, line: int) -> list[Edit]:
+    """Propose `torch.ones(n, device=device)` for `torch.ones(n).to(device)`."""
+    edits = []
+    for call in source.calls(line):
+        inner: ast.expr = call.func.value if isinstance(call.func, ast.Attribute) else call
+        while isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and last_name(inner) in TURNING:
+            inner = inner.func.value
+        if last_name(call) not in COPYING or not isinstance(inner, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        package, _, name = name_of(inner.func).rpartition(".")
+        if package != _torch(source) or name not in MADE_ALIKE or "device" in keywords_of(source, inner):
+            continue
+        if name == "arange" and any(isinstance(n, ast.Div) or isinstance(constant(n), float) for n in ast.walk(inner)):
+            raise Refused("arange of fractions is rounded elsewhere on the device")
+        values = [*call.args, *(word.value for word in call.keywords if word.arg == "device")]
+        where = source.text(values[0]) if values else '"cuda"'
+        if len(call.args) + len(call.keywords) > 1 or (values and not re.search(r"device$|rank$|gpu$|^[\"']cuda", where)):
+            raise Refused(f"{where} is not known to be a device alone")
+        edits += [*with_keywords(source, inner, device=where), Edit(source.end(call.func.value), source.end(call), "")]
+    if not edits:
+        raise NotHere("the line makes no tensor by torch.zeros() and the like on the host")
+    return edits
+
+
 PINNED_BATCHES = "pinned"
 MAKING = ("tensor", "as_tensor", "Tensor")
 
@@ -330,11 +384,12 @@ def propose_staged(source: SourceText, line: int) -> list[Edit]:
         source,
         PINNED_BATCHES,
         f"def {PINNED_BATCHES}(tensor):",
-        f'    return tensor.pin_memory() if tensor.device.type == "cpu" and {torch}.cuda.is_available() else tensor',
+        f"    host = isinstance(tensor, {torch}.Tensor) and tensor.is_cpu",
+        f"    return tensor.pin_memory() if host and {torch}.cuda.is_available() else tensor",
     )
     edits = [edit for call in source.calls(line) for edit in _staged(source, call, torch)]
     if not edits:
-        raise Refused("the line makes no tensor of host data on the device, and copies none by .to() or .cuda()")
+        raise NotHere("the line makes no tensor of host data on the device, and copies none by .to() or .cuda()")
     return [*edits, *added]
 
 
@@ -353,21 +408,76 @@ def propose_resident(source: SourceText, line: int) -> list[Edit]:
             start, inner = source.start(call), source.end(call.func.value)
             edits += [Edit(start, start, f"{RESIDENT}("), Edit(inner, source.start(passed[0]), ", ")]
     if not edits:
-        raise Refused("the line copies no tensor that has a name by .to(device)")
+        raise NotHere("the line copies no tensor that has a name by .to(device)")
+    return [*edits, *_resident(source, torch)]
+
+
+def _resident(source: SourceText, torch: str) -> list[Edit]:
+    return helper(
+        source,
+        RESIDENT,
+        f"def {RESIDENT}(tensor, *to, **options):",
+        f"    if tensor.requires_grad or {torch}.is_inference_mode_enabled() or tensor.device.type != 'cpu':",
+        "        return tensor.to(*to, **options)",
+        "    kept, key = tensor.__dict__.setdefault('resident', {}), (*to, *options.items())",
+        "    version, copy, copied = kept.get(key, (None, None, None))",
+        "    if version != tensor._version or copy._version != copied:",
+        "        copy = tensor.to(*to, **options)",
+        "        kept[key] = tensor._version, copy, copy._version",
+        "    return copy",
+    )
+
+
+def propose_gathered(source: SourceText, line: int) -> list[Edit]:
+    """Propose to select on the device, `resident(a, t.device).gather(-1, t)`, for `a.gather(-1, t.cpu())`, whose result goes
+    there afterwards."""
+    for call in source.calls(line):
+        picked = source.parents[call]
+        owner = picked.value if isinstance(picked, ast.Subscript) and picked.slice is call else None
+        if isinstance(picked, ast.Call) and last_name(picked) in ("gather", "index_select") and call in picked.args:
+            owner = picked.func.value if isinstance(picked.func, ast.Attribute) else None
+        index = name_of(call.func.value) if isinstance(call.func, ast.Attribute) and last_name(call) == "cpu" else ""
+        if owner is None or not index or not name_of(owner):
+            continue
+        back = [each for each in source.calls() if last_name(each) == "to" and source.scope(each) is source.scope(call)]
+        if not any(f"{index}.device" in source.text(each) for each in back):
+            raise Refused(f"what is selected by {index} may be needed on the host")
+        where = f"{RESIDENT}({source.text(owner)}, {index}.device)"
+        taken = source.end(call.func.value)  # type: ignore[attr-defined]
+        edits = [Edit(source.start(owner), source.end(owner), where), Edit(taken, source.end(call), "")]
+        return [*edits, *_resident(source, _torch(source))]
+    raise NotHere("the line selects nothing by an index that it reads from the device")
+
+
+POSITIONS = "positions"
+
+
+def propose_positions(source: SourceText, line: int) -> list[Edit]:
+    """Propose to keep the positions of a mask until it changes: `x[mask]` looks for them, and waits, each time."""
+    torch, edits = _torch(source), []
+    for node in (n for statement in source.statements_at(line) for n in ast.walk(statement)):
+        if isinstance(node, ast.Subscript) and name_of(node.slice) and not isinstance(node.ctx, ast.Del):
+            mask = name_of(node.slice)
+            loop = source.loop(node)
+            around = loop if loop is not None and source.scope(node) is source.tree else source.scope(node)
+            around = source.tree if isinstance(around, ast.Module) and loop is None else around
+            if mask.split(".")[0] in stored(around) and around is not source.tree:
+                raise Refused(f"{mask} is another mask each time")
+            edits.append(Edit(source.start(node.slice), source.end(node.slice), f"{POSITIONS}({mask})"))
+    if not edits:
+        raise NotHere("the line indexes by no mask that has a name")
     return [
         *edits,
         *helper(
             source,
-            RESIDENT,
-            f"def {RESIDENT}(tensor, *to, **options):",
-            f"    if tensor.requires_grad or {torch}.is_inference_mode_enabled() or tensor.device.type != 'cpu':",
-            "        return tensor.to(*to, **options)",
-            "    kept, key = tensor.__dict__.setdefault('resident', {}), (*to, *options.items())",
-            "    version, copy, copied = kept.get(key, (None, None, None))",
-            "    if version != tensor._version or copy._version != copied:",
-            "        copy = tensor.to(*to, **options)",
-            "        kept[key] = tensor._version, copy, copy._version",
-            "    return copy",
+            POSITIONS,
+            f"def {POSITIONS}(mask):",
+            f"    if not isinstance(mask, {torch}.Tensor) or mask.dtype != {torch}.bool or mask.is_inference():",
+            "        return mask",
+            f"    kept = mask.__dict__.get({POSITIONS!r})",
+            "    if kept is None or kept[0] != mask._version:",
+            f"        kept = mask.__dict__[{POSITIONS!r}] = mask._version, mask.nonzero(as_tuple=True)",
+            "    return kept[1]",
         ),
     ]
 
@@ -378,7 +488,7 @@ def _torch(source: SourceText) -> str:
         for alias in node.names if isinstance(node, ast.Import) else ():
             if alias.name == "torch":
                 return alias.asname or "torch"
-    raise Refused("the file does not import torch")
+    raise NotHere("the file does not import torch")
 
 
 def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
@@ -427,7 +537,7 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     ]
     names = {each.id for _, each in uses}
     if len(names) != 1:
-        raise Refused("the line indexes by no name, or by several")
+        raise (Refused if names else NotHere)("the line indexes by no name, or by several")
     (name,), first = names, min(statements, key=lambda statement: statement.lineno)
     block = source.block(first)
     if not all(any(outer in block for outer in (statement, *source.above(statement))) for statement in statements):
@@ -466,7 +576,7 @@ def propose_slice(source: SourceText, line: int) -> list[Edit]:
         end = "" if text == "-1" else str(int(text) + 1)
         edits.append(Edit(source.start(lists[0]), source.end(lists[0]), f"{text}:{end}"))
     if not edits:
-        raise Refused("the line has no list of one number as an index")
+        raise NotHere("the line has no list of one number as an index")
     return edits
 
 
@@ -492,7 +602,7 @@ def propose_windows(source: SourceText, line: int) -> list[Edit]:
     source.check_imports_torch()
     calls = [call for call in source.calls(line) if name_of(call.func) == "torch.stack"]
     if not calls:
-        raise Refused("the line stacks no slices of one array")
+        raise NotHere("the line stacks no slices of one array")
     return [edit for call in calls for edit in _by_index(source, call)]
 
 
@@ -563,6 +673,12 @@ def _are_random(source: SourceText, starts: ast.Name) -> bool:
     return False
 
 
+MADE_THERE = Patch("made_there", frozenset({"h2d"}), "the tensor is made on the device", propose_made_there)
+GATHERED = Patch("gathered", frozenset({"d2h"}), "what an index selects is selected on the device", propose_gathered)
+KEPT_MASK = Patch(
+    "positions", frozenset({"sync"}), "the positions of a mask are kept until it changes", propose_positions,
+    remedy=remedies.STAYING,
+)  # fmt: skip
 STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
 SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice, remedy=remedies.SLICE)
 KEPT = Patch("resident", frozenset({"repeat"}), "the copy is kept until the tensor changes", propose_resident)

@@ -39,7 +39,8 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ...distributed.rendezvous import rank_and_world, wait_for_ranks
 from ...errors import MeasureError
@@ -84,10 +85,10 @@ class SeededJob:
 
 
 class Recorder:
-    """Records the ends of the steps and the losses of a run."""
+    """Records the ends of the steps and the losses of a run; where nothing is trained, sums of the model's outputs."""
 
     def __init__(self, steps: int, enough: Callable[[], Any]):
-        self.steps, self.enough = steps, enough
+        self.steps, self.enough, self.inside, self.trains = steps, enough, 0, False
         self.ends: list[Any] = []
         self.losses: list[torch.Tensor] = []
         self.train_steps = TrainSteps(lambda _, result: self.lost(result.loss))
@@ -103,6 +104,8 @@ class Recorder:
             self.enough()
 
     def backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.trains:
+            self.trains, self.losses[:] = True, []
         for loss in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
             if not self.train_steps.inside:
                 self.lost(loss)
@@ -112,16 +115,30 @@ class Recorder:
         if loss.numel() == 1 and len(self.losses) < LOSSES and len(self.ends) < COMPARED:
             self.losses.append(loss.detach().clone())
 
+    def entered(self, *_: Any) -> None:
+        self.inside += 1
+
+    def left(self, module: Any, inputs: Any, output: Any) -> None:
+        self.inside = max(self.inside - 1, 0)
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if not (self.inside or self.trains or torch.is_grad_enabled()) and tensors and any(True for _ in module.parameters()):
+            self.lost(tensors[0].sum(dtype=torch.float64))
+
     @contextmanager
     def listening(self, marker: str = "") -> Iterator[None]:
         """Listen to losses, then to steps: a loss is recorded before its step's end, which may end the run."""
         losses = hooked(torch.autograd, "backward", self.backward)
-        with self.train_steps.listening(), losses, Steps(self.stepped, marker):
-            yield
+        hooks = register_module_forward_pre_hook(self.entered), register_module_forward_hook(self.left, always_call=True)
+        try:
+            with self.train_steps.listening(), losses, Steps(self.stepped, marker):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def as_dict(self) -> dict[str, Any]:
         """Return milliseconds between the ends of steps, and the losses as exact numbers (for `float.fromhex`)."""
-        if self.ends and isinstance(self.ends[0], torch.cuda.Event):
+        if self.ends and not isinstance(self.ends[0], float):
             torch.cuda.synchronize()
             between = [a.elapsed_time(b) for a, b in zip(self.ends, self.ends[1:])]
         else:

@@ -13,12 +13,31 @@ A second patch gives a meter the loss itself instead of a number that is read fr
 
 A meter is a class of this file whose method only computes sums, products and quotients with the value. What it keeps is then a
 number on the device, in float64 as Python's, and is read where it is used outside.
+
+A third lets a line that only shows or collects what it reads run when the values have arrived, a few steps later and in order:
+
+    print(f"{step} {loss.item()}")     read_later(lambda loss, step=step: print(f"{step} {loss.item()}"), loss)
 """
 
 import ast
+import builtins
+import copy
 
 from ..rules.remedies import AT_ONCE, STACKED
-from .source import Edit, Patch, Refused, SourceText, constant, helper, iterated, last_name, name_of
+from .source import (
+    Edit,
+    NotHere,
+    Patch,
+    Refused,
+    SourceText,
+    constant,
+    helper,
+    iterated,
+    last_name,
+    name_of,
+    stored,
+    with_call,
+)  # fmt: skip
 
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
@@ -32,10 +51,10 @@ FLOATING = ("float", "bfloat", "double", "half")  # how names of dtypes begin
 def propose(source: SourceText, line: int) -> list[Edit]:
     statement = source.statement_at(line, "item")
     loop = source.loop(statement)
+    read = _item_call(statement)
     if loop is None:
         raise Refused("the loop around this line is in another function; keep the tensor, and read it there")
     source.check_imports_torch()
-    read = _item_call(statement)
     extended = isinstance(statement, ast.AugAssign) and isinstance(statement.value, ast.List)
     if isinstance(statement, ast.Expr) or extended:
         number = _number(source, read)
@@ -107,18 +126,18 @@ def _item_call(statement: ast.stmt) -> ast.Call:
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append"), args=[value], keywords=[])):
             pass
         case _:
-            raise Refused("the line does not add the value up, append it or give it a name; keep it on the device by hand")
+            raise NotHere("the line does not add the value up, append it or give it a name; keep it on the device by hand")
     reads = [node for node in _arithmetic(value) if isinstance(node, ast.Call) and last_name(node) == "item" and not node.args]
     if len(reads) != 1 or not isinstance(reads[0].func, ast.Attribute):
-        raise Refused("wanted one .item() in sums and products alone")
+        raise NotHere("wanted one .item() in sums and products alone")
     if isinstance(statement, ast.Assign) and reads[0] is not value:
         raise Refused("the line computes with the value right away")
     return reads[0]
 
 
 def _arithmetic(node: ast.expr) -> list[ast.expr]:
-    """Return the leaves of an expression of +, -, * and /."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
+    """Return the leaves of an expression of +, -, *, / and powers."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow)):
         return _arithmetic(node.left) + _arithmetic(node.right)
     return [node]
 
@@ -138,10 +157,25 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
             continue
         if statement in source.above(node) or _is_of_comprehension(source, node):
             continue
-        if source.scope(node) is not scope:
+        if (inner := _scope(source, node)) is not scope:
+            if name in _own_names(inner):
+                continue
             raise Refused(f"{name} is read in another function, in line {node.lineno}")
         uses.append(node)
     return uses
+
+
+def _scope(source: SourceText, node: ast.AST) -> ast.AST:
+    """Return the function that a node is in; of what read_later calls, that around it."""
+    scope = source.scope(node)
+    call = source.parents.get(scope)
+    waits = isinstance(scope, ast.Lambda) and isinstance(call, ast.Call) and last_name(call) == AWAITED
+    return source.scope(scope) if waits else scope
+
+
+def _own_names(scope: ast.AST) -> set[str]:
+    """Return the names that a function assigns, and its parameters."""
+    return stored(scope) | {each.arg for each in ast.walk(getattr(scope, "args", scope)) if isinstance(each, ast.arg)}
 
 
 def _is_of_comprehension(source: SourceText, node: ast.expr) -> bool:
@@ -223,7 +257,7 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
         assert isinstance(statement.value.func, ast.Attribute)
         name = name_of(statement.value.func.value)
     if not name:
-        raise Refused("the list has no name")
+        raise NotHere("the list has no name")
     if any(
         isinstance(outer, (ast.Try, ast.TryStar)) for outer in source.above(loop) if source.scope(outer) is source.scope(loop)
     ):
@@ -242,10 +276,75 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
     return [source.inserted_line((loop.end_lineno or 0) + 1, line)]
 
 
+def propose_tensor(source: SourceText, line: int) -> list[Edit]:
+    """Propose to compute with a tensor instead of a number that is read in every step: `alpha = log_alpha.exp().item()`."""
+    statement = source.statement_at(line, "item")
+    name = name_of(statement.targets[0]) if isinstance(statement, ast.Assign) else ""
+    read = statement.value if isinstance(statement, ast.Assign) else None
+    if not name or not isinstance(read, ast.Call) or last_name(read) != "item" or not isinstance(read.func, ast.Attribute):
+        raise NotHere("the line does not give what it reads a name")
+    if source.loop(statement) is None:
+        raise NotHere("the line is in no loop of this function")
+    edits, loop, computes = (
+        [Edit(source.end(read.func) - len("item"), source.end(read), TO_TENSOR)],
+        source.loop(statement),
+        False,
+    )
+    for use in _uses(source, statement, name):
+        parent = source.parents[use]
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
+            other = parent.right if use is parent.left else parent.left
+            if isinstance(other, (ast.Name, ast.Attribute, ast.Call, ast.BinOp)):
+                computes = True
+                continue
+        if loop is None or in_every_step(source, use, loop) or isinstance(parent, (ast.Subscript, ast.Compare)):
+            raise Refused(f"{name} is used in line {use.lineno} for more than sums and products")
+        if not _formatted(source, use, "float"):
+            edits += [Edit(source.start(use), source.start(use), "float("), Edit(source.end(use), source.end(use), ")")]
+    if not computes:
+        raise NotHere(f"nothing is computed with {name}")
+    return edits
+
+
+TO_TENSOR = "detach().clone().reshape(())"
+TENSOR = Patch("tensor", frozenset({"sync"}), "a tensor is computed with instead of a number", propose_tensor, equal=False)
+
+
+def _in_loop(source: SourceText, line: int) -> list[Edit]:
+    """Return edits of a loop whose counter selects the elements that this line reads: `token = tokens[i].item()`."""
+    edits: list[Edit] = []
+    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+        whole = source.parents[source.parents[node]] if isinstance(node, ast.Subscript) else node
+        loop = source.loop(node)
+        if not isinstance(node, ast.Subscript) or not isinstance(loop, ast.For) or not name_of(node.value):
+            continue
+        over, _ = iterated(loop)
+        first = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target
+        item = isinstance(whole, ast.Call) and last_name(whole) == "item" and not whole.args
+        counts = over in ("range", "enumerate") and isinstance(first, ast.Name) and name_of(node.slice) == first.id
+        if not item or not counts:
+            continue
+        name = name_of(node.value)
+        writes = (n for n in ast.walk(loop) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Store))
+        if name in stored(loop) or any(name_of(n.value) == name for n in writes):
+            raise Refused(f"{name} changes in the loop")
+        new = f"{name.replace('.', '_')}_read"
+        if new.encode() in source.data:
+            raise Refused(f"the name {new} is taken in this file")
+        text = f"{source.indent(loop)}{new} = {name}.flatten().tolist()"
+        edits += [
+            source.inserted_line(loop.lineno, text),
+            Edit(source.start(node.value), source.end(node.value), new),
+            Edit(source.end(node), source.end(whole), ""),  # type: ignore[arg-type]
+        ]
+    return edits
+
+
 def propose_elements(source: SourceText, line: int) -> list[Edit]:
-    """Propose to read a tensor once, where a comprehension reads its elements individually: `[words[int(i)] for i in ids]`."""
+    """Propose to read a tensor once, where a comprehension or a loop reads its elements individually:
+    `[words[int(i)] for i in ids]`."""
     source.check_imports_torch()
-    edits = []
+    edits = _in_loop(source, line)
     for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
         if not isinstance(node, (ast.ListComp, ast.GeneratorExp)) or len(node.generators) != 1:
             continue
@@ -264,7 +363,7 @@ def propose_elements(source: SourceText, line: int) -> list[Edit]:
                 Edit(source.end(use), source.end(use) + len(".item()"), "") for use in uses if _is_item(source.parents[use])
             ]
     if not edits:
-        raise Refused("no comprehension of the line reads the elements of one tensor by int(), float() or .item() alone")
+        raise NotHere("no comprehension of the line reads the elements of one tensor by int(), float() or .item() alone")
     return edits
 
 
@@ -290,7 +389,7 @@ def propose_stacked(source: SourceText, line: int) -> list[Edit]:
             text = f"dict(zip([{source.text(node.key)}{loops}], {text}))"
         edits.append(Edit(source.start(node), source.end(node), text))
     if not edits:
-        raise Refused("no list or dictionary of the line is made of .item() alone")
+        raise NotHere("no list or dictionary of the line is made of .item() alone")
     return [
         *edits,
         *helper(
@@ -317,7 +416,9 @@ STACKED_READS = Patch("stacked", frozenset({"sync"}), "all values are read at on
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
 
 EVERY = 50  # steps from one print to the next
-SHOWING = ("print", "write", "info", "debug", "log", "add_scalar", "set_postfix")
+SHOWING = (
+    "print", "write", "info", "debug", "log", "add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description",
+)  # fmt: skip
 
 
 def propose_rarely(source: SourceText, line: int) -> list[Edit]:
@@ -325,10 +426,10 @@ def propose_rarely(source: SourceText, line: int) -> list[Edit]:
     statement = source.statement_at(line, *SHOWING)
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or last_name(call) not in SHOWING:
-        raise Refused("the line does not print or log by itself")
+        raise NotHere("the line does not print or log by itself")
     loop = source.loop(statement)
     if not isinstance(loop, ast.For) or not in_every_step(source, statement, loop):
-        raise Refused("the line is in no for loop, or not in every step of it")
+        raise NotHere("the line is in no for loop, or not in every step of it")
     over, _ = iterated(loop)
     target = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target
     if over not in ("range", "trange", "enumerate") or not isinstance(target, ast.Name):
@@ -348,6 +449,198 @@ def propose_rarely(source: SourceText, line: int) -> list[Edit]:
 RARELY = Patch("rarely", frozenset({"sync", "d2h"}), f"it is shown every {EVERY} steps", propose_rarely, asked=True)
 
 
+AWAITED = "read_later"
+HELPER = f"""\
+def {AWAITED}(use=None, *values):  # calls use(*values) when they have arrived; without arguments: with all that are left
+    queue = {AWAITED}.queue
+    if use is not None:
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        sent = [v.detach().to("cpu", copy=True, non_blocking=v.is_cuda) for v in tensors]
+        copies = [sent.pop(0) if isinstance(v, torch.Tensor) else v for v in values]
+        queue.append((use, copies, [torch.cuda.current_stream(v.device).record_event() for v in tensors if v.is_cuda]))
+    while queue and (use is None or len(queue) > 8 or all(event.query() for event in queue[0][2])):
+        then, copies, events = queue.pop(0)
+        for event in events:
+            event.synchronize()
+        then(*(v.clone() if isinstance(v, torch.Tensor) else v for v in copies))  # their pinned memory is used again
+
+
+{AWAITED}.queue = []
+__import__("atexit").register({AWAITED})
+"""
+COLLECTING = ("append", "extend")
+PURE = frozenset(("round", "abs", "min", "max", "str", "len", "float", "int", "bool", "list", "sum"))
+INNER = frozenset(("items", "values", "parameters", "named_parameters", "zip"))  # loops over these are parts of a step
+
+
+def propose_read_later(source: SourceText, line: int) -> list[Edit]:
+    """Propose to show or collect what a line reads when it has arrived: the same text and values, at most 8 steps later."""
+    statement = source.statement_at(line, *SHOWING, *COLLECTING)
+    shows, value = [statement], {}
+    if isinstance(statement, ast.Assign) and name_of(statement.targets[0]) and len(statement.targets) == 1:
+        value = {name_of(statement.targets[0]): statement.value}
+        shows = _shows_of(source, statement, *value)
+    calls = [each.value for each in shows if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
+    names = {last_name(call) for call in calls}
+    if not calls or len(calls) != len(shows) or not names <= {*SHOWING, *COLLECTING}:
+        raise NotHere("the line does more than show or collect what it reads")
+    if any(name_of(call.func) == "self.log" for call in calls):
+        raise Refused("Lightning and Trainer take what is logged at once")
+    source.check_imports_torch()
+    loop = source.loop(statement)
+    if loop is None:
+        raise Refused("the loop around this line is in another function, in which it would be shown too late")
+    over = iterated(loop)[0] if isinstance(loop, ast.For) else ""
+    if over in INNER and source.loop(loop) is not None:
+        raise Refused("the loop around this line is a part of a step; read all of its values at once")
+    owners = {next(n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)) for call in calls}
+    if changed := owners & stored(loop):
+        raise Refused(f"{min(changed)} is another object in each step")
+    for call in calls if names & {*COLLECTING} else ():
+        _check_collected(source, statement, call, loop)
+    edits = [] if not value else [Edit(*source.line_range(statement, statement), "")]
+    for call in calls:
+        edits += with_call(source, call, _awaited(source, call, value, loop))
+    after = f"{source.indent(loop)}{AWAITED}()"
+    end = (loop.end_lineno or 0) + 1
+    if source.line(end) != after.strip():
+        edits.append(source.inserted_line(end, after))
+    return [*edits, *helper(source, AWAITED, *HELPER.splitlines())]
+
+
+def _shows_of(source: SourceText, statement: ast.Assign, name: str) -> list[ast.stmt]:
+    """Return the statements right after one that make all use of the name that it assigns."""
+    block, uses = source.block(statement), {id(source.statement(use)) for use in _uses(source, statement, name)}
+    shows = block[block.index(statement) + 1 :][: len(uses)]
+    if not uses or {id(each) for each in shows} != uses:
+        raise Refused(f"{name} is used for more than to be shown right after")
+    return shows
+
+
+def _check_collected(source: SourceText, statement: ast.stmt, call: ast.Call, loop: ast.stmt) -> None:
+    """Raise Refused unless what is collected is first used after the loop."""
+    assert isinstance(call.func, ast.Attribute)
+    values, scope = call.func.value, source.scope(statement)
+    root = values.value if isinstance(values, ast.Subscript) and constant(values.slice) is not None else values
+    if not isinstance(root, ast.Name):
+        raise Refused(f"{source.text(values)} is no name of a list or of a dictionary of lists")
+    for outer in source.above(loop):
+        if isinstance(outer, (ast.Try, ast.TryStar)) and source.scope(outer) is scope:
+            raise Refused(f"the loop is inside a try: after an exception {root.id} would lack the last values")
+    for node in ast.walk(loop):
+        if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)) and source.scope(node) is scope:
+            raise Refused(f"line {node.lineno} leaves the loop, in which {root.id} would lack the last values")
+    for node in ast.walk(source.tree) if root.id not in _own_names(scope) else ():
+        other = _scope(source, node) if isinstance(node, ast.Name) and node.id == root.id else scope
+        if other not in (scope, source.tree) and root.id not in _own_names(other):
+            raise Refused(f"{root.id} is used in another function, in line {node.lineno}")  # type: ignore[attr-defined]
+    for use in _uses(source, statement, root.id):
+        holder = source.parents[use] if root is not values else use
+        within, appended = loop in source.above(use), source.parents[holder]
+        beside = isinstance(appended, ast.Attribute) and appended.attr in COLLECTING and root is not values
+        if within and (not beside or source.text(holder) == source.text(values)):  # type: ignore[arg-type]
+            raise Refused(f"{root.id} is used inside the loop, in line {use.lineno}")
+
+
+def _awaited(source: SourceText, call: ast.Call, value: dict[str, ast.expr], loop: ast.stmt) -> str:
+    """Return the call of read_later for one that shows or collects: what it reads are arguments, all else is known now."""
+    reads, known = dict[str, str](), dict[str, str]()
+
+    def named(node: ast.expr, kind: dict[str, str]) -> ast.expr:
+        text = ast.unparse(node)
+        first = next((n.id for n in ast.walk(node) if isinstance(n, ast.Name)), "value")
+        name = first if isinstance(node, ast.Name) or (kind is reads and not hasattr(builtins, first)) else "value"
+        while text != {**reads, **known}.get(name, text) or name in (known if kind is reads else reads):
+            name = f"{name.rstrip('0123456789')}{len(reads) + len(known)}"
+        kind[name] = text
+        return ast.Name(name, ast.Load())
+
+    def split(node: ast.expr, formatted: bool = False) -> ast.expr:
+        if isinstance(node, ast.Name) and node.id in value:
+            return split(copy.deepcopy(value[node.id]))
+        if isinstance(node, ast.Constant):
+            return node
+        if isinstance(node, ast.Call) and last_name(node) in READERS and not node.keywords:
+            if isinstance(node.func, ast.Attribute) and not node.args and not _reads(node.func.value, value):
+                node.func.value = named(node.func.value, reads)
+                return node
+            if isinstance(node.func, ast.Name) and len(node.args) == 1 and not _reads(node.args[0], value):
+                node.args = [named(node.args[0], reads)]
+                return node
+        if not _reads(node, value) and not isinstance(node, (ast.JoinedStr, ast.Tuple, ast.BinOp)):
+            _check_same(source, node, loop)
+            return named(node, reads if formatted and isinstance(node, ast.Name) else known)
+        match node:
+            case ast.JoinedStr(values=parts):
+                for part in parts:
+                    if isinstance(part, ast.FormattedValue):
+                        part.value = split(part.value, True)
+            case ast.BinOp(left=left, right=right):
+                text = isinstance(node.op, ast.Mod) and isinstance(constant(left), str)
+                node.left, node.right = split(left, formatted), split(right, formatted or text)
+            case ast.UnaryOp(operand=operand):
+                node.operand = split(operand)
+            case ast.Tuple(elts=elts) | ast.List(elts=elts):
+                node.elts = [split(each, formatted) for each in elts]
+            case ast.Dict(values=values):
+                node.values = [split(each) for each in values]
+            case ast.Subscript(value=inner):
+                node.value = split(inner)
+            case ast.Call(func=ast.Attribute(value=inner)) if _reads(inner, value) or isinstance(constant(inner), str):
+                node.func.value = split(inner)  # type: ignore[attr-defined]
+                arguments(node, isinstance(constant(inner), str))
+            case ast.Call(func=called) if name_of(called) in PURE or name_of(called).split(".")[0] in ("math", "np", "numpy"):
+                arguments(node)
+            case _:
+                raise Refused(f"line {call.lineno} reads a value inside {ast.unparse(node)}")
+        return node
+
+    def arguments(node: ast.Call, formatted: bool = False) -> None:
+        node.args = [split(each, formatted) for each in node.args]
+        for keyword in node.keywords:
+            keyword.value = split(keyword.value, formatted)
+
+    shown = copy.deepcopy(call)
+    arguments(shown)
+    if not reads:
+        raise NotHere("no .item() or .cpu() is written in this line")
+    text = ast.unparse(shown)
+    text = source.text(call) if text == ast.unparse(call) else text
+    parameters = ", ".join([*reads, *(f"{name}={known[name]}" for name in known)])
+    return f"{AWAITED}(lambda {parameters}: {text}, {', '.join(reads.values())})"
+
+
+READERS = frozenset(("item", "cpu", "tolist", "float", "int"))
+
+
+def _reads(node: ast.AST, value: dict[str, ast.expr]) -> bool:
+    """Return whether an expression reads a value of the device, or holds a name whose value does."""
+    return any(
+        (isinstance(each, ast.Call) and last_name(each) in READERS) or (isinstance(each, ast.Name) and each.id in value)
+        for each in ast.walk(node)
+    )
+
+
+CHANGING = ("append", "extend", "update", "add_", "mul_", "copy_", "pop", "clear", "step")
+
+
+def _check_same(source: SourceText, node: ast.expr, loop: ast.stmt) -> None:
+    """Raise Refused if an object that is shown is changed in the loop, so that it would be shown with later values."""
+    if not isinstance(node, ast.Name):
+        return  # an expression has its value now
+    for each in ast.walk(loop):
+        method = isinstance(each, ast.Attribute) and each.attr in CHANGING
+        written = isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store)
+        if (method or written) and node.id == next((n.id for n in ast.walk(each) if isinstance(n, ast.Name)), ""):
+            raise Refused(f"{node.id} is changed in line {each.lineno} before it would be shown")  # type: ignore[attr-defined]
+
+
+READ_LATER = Patch(
+    "read_later", frozenset({"sync", "d2h"}), "it is shown or collected when it has arrived, a few steps later",
+    propose_read_later,
+)  # fmt: skip
+
+
 ARITHMETIC = (ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.operator, ast.expr_context)
 
 
@@ -356,11 +649,11 @@ def propose_meter(source: SourceText, line: int) -> list[Edit]:
     statement = source.statement_at(line, "update", "item")
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
-        raise Refused("the line does not give a value to a meter")
+        raise NotHere("the line does not give a value to a meter")
     loop, read = source.loop(statement), call.args[0]
     plain = isinstance(read, ast.Call) and last_name(read) == "item" and not read.args and isinstance(read.func, ast.Attribute)
     if loop is None or not plain:
-        raise Refused("wanted meter.update(value.item(), ...) in a loop")
+        raise NotHere("wanted meter.update(value.item(), ...) in a loop")
     assert isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute)
     meter = _class_of(source, name_of(call.func.value), statement)
     stored = _stored(meter, call.func.attr)
@@ -368,7 +661,8 @@ def propose_meter(source: SourceText, line: int) -> list[Edit]:
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Attribute) or node.attr not in stored or not isinstance(node.ctx, ast.Load):
             continue
-        if meter in source.above(node):
+        called = source.parents[node]
+        if meter in source.above(node) or (isinstance(called, ast.Call) and called.func is node):  # x.sum()
             continue
         if in_every_step(source, node, loop):
             raise Refused(f"{node.attr} is used in every step, in line {node.lineno}")

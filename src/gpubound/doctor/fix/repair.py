@@ -28,9 +28,12 @@ from ..finding import Finding, Verdict
 from .calls import (
     BF16,
     COPIES,
+    GATHERED,
     INDEX,
     KEPT,
+    KEPT_MASK,
     LOADER,
+    MADE_THERE,
     OPTIMIZER,
     PERSISTENT,
     PINNED,
@@ -43,8 +46,8 @@ from .calls import (
     WORKERS,
     ZERO_GRAD,
 )
-from .reads import ELEMENTS, METERS, RARELY, READS, STACKED_READS
-from .source import Edit, Patch, Refused, SourceText, imported, keywords_of, last_name, name_of, with_keywords
+from .reads import ELEMENTS, METERS, RARELY, READ_LATER, READS, STACKED_READS, TENSOR
+from .source import Edit, NotHere, Patch, Refused, SourceText, imported, keywords_of, last_name, name_of, with_keywords
 from .step import LATER, TRAIN_STEP
 
 CONFIGURATION = "from accelerate.utils import DataLoaderConfiguration"
@@ -116,8 +119,9 @@ SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a findi
 
 # In the order in which they are tried: what changes least comes first.
 _ORDER = (
-    READS, ELEMENTS, STACKED_READS, METERS, UNVALIDATED, UNFILTERED, WAITS, LOADER, PERSISTENT, ACCELERATE, PIN_LOADERS, PINNED,
-    COPIES, STAGED, KEPT, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP, LATER, RARELY, TF32, BF16,
+    READS, TENSOR, ELEMENTS, STACKED_READS, METERS, KEPT_MASK, UNVALIDATED, UNFILTERED, WAITS, LOADER, PERSISTENT, ACCELERATE,
+    PIN_LOADERS, PINNED, MADE_THERE, COPIES, STAGED, GATHERED, KEPT, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP,
+    LATER, RARELY, READ_LATER, TF32, BF16,
 )  # fmt: skip
 PATCHES: dict[str, Patch] = {patch.name: patch for patch in _ORDER}
 
@@ -219,15 +223,16 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
     for target in [target for target in targets if target.code and source.line(target.line) != target.code]:
         result.refused[target] = "the line was changed since the script ran; look for the findings again"
     targets = [target for target in targets if target not in result.refused]
-    for target in targets:
+    for target, last in [(target, False) for target in targets] + [(target, True) for target in targets]:
         if target in result.patches:
             continue  # its line was changed together with an earlier target's
         try:
-            patch, edits = _first_that_fits(source, target, lines[target], asked)
+            patch, edits = _first_that_fits(source, target, lines[target], asked, last)
             after = SourceText(path, source.edited(edits))
         except Refused as why:
             result.refused[target] = str(why)
             continue
+        result.refused.pop(target, None)
         result.patches[target] = patch
         for other in targets:
             if any(edit.removes(source, lines[other]) for edit in edits):
@@ -238,11 +243,18 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
         result.changes[path] = (before, source.data)
 
 
-def _first_that_fits(source: SourceText, target: Target, line: int, asked: Collection[str]) -> tuple[Patch, list[Edit]]:
-    """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change."""
-    reasons, on_request = dict[str, str](), list[str]()
+def _first_that_fits(
+    source: SourceText, target: Target, line: int, asked: Collection[str], last: bool
+) -> tuple[Patch, list[Edit]]:
+    """Return the first patch for this kind that is possible here, and its edits. There may be nothing left to change.
+
+    read_later is the `last`: it takes what other patches have left on the device as well.
+    """
+    reasons, on_request = dict[str, Refused](), list[str]()
     for patch in PATCHES.values():
         if target.kind not in patch.kinds or (patch.pinned and not target.pinned):
+            continue
+        if patch is READ_LATER and not last:
             continue
         if patch.via not in target.via or patch.remedy not in target.remedy or patch.unless == target.remedy != "":
             continue
@@ -251,13 +263,17 @@ def _first_that_fits(source: SourceText, target: Target, line: int, asked: Colle
             edits = sorted(set(patch.propose(source, line, *every)))
             source.edited(edits)
         except Refused as why:
-            reasons[patch.name] = f"{patch.name}: {why}"
+            reasons[patch.name] = why
             continue
         if not patch.asked or patch.name in asked:
             return patch, edits
         what = "output" if patch.equal else "numbers"
         on_request.append(f"{patch.name}: {patch.does}, which changes the {what}: ask for it by name")
-    refused = [reasons[name] for name in reasons if name in asked or not on_request]
+    special = {name for name in reasons if PATCHES[name].remedy or PATCHES[name].via}
+    usual = (READS.name, STAGED.name, READ_LATER.name)
+    order = lambda name: (name not in special, isinstance(reasons[name], NotHere), name not in usual)  # noqa: E731
+    nearest = min(reasons, key=order, default="")
+    refused = [f"{name}: {reasons[name]}" for name in reasons if name in asked or (name == nearest and not on_request)]
     raise Refused("; ".join(refused + on_request) or f"no patch is written for {target.kind}")
 
 

@@ -20,6 +20,10 @@ class Refused(Exception):
     """Raised with the reason why a patch is impossible here, as the end of a sentence."""
 
 
+class NotHere(Refused):
+    """Raised where a line is not of the form that a patch changes."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Edit:
     """Replacement of the bytes from `start` to `end` by `text`."""
@@ -106,7 +110,7 @@ class SourceText:
         """Raise Refused if the file does not import torch by that name."""
         names = (alias for node in self.tree.body if isinstance(node, ast.Import) for alias in node.names)
         if not any(alias.name.split(".")[0] == "torch" and alias.asname is None for alias in names):
-            raise Refused("the file does not import torch by that name")
+            raise NotHere("the file does not import torch by that name")
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Return the nodes around this one, the nearest first."""
@@ -274,11 +278,19 @@ def with_keywords(source: SourceText, call: ast.Call, needed: str = "", **wanted
     if new and shared:
         if not hasattr(shared[-1], "lineno"):  # options["num_workers"] = 1
             raise Refused(f"{needed} is set outside of a dictionary's brackets, perhaps on a condition")
-        end = source.end(shared[-1].values[-1])
-        edits.append(Edit(end, end, "".join(f', "{name}": {text}' for name, text in new.items())))
+        end, called = source.end(shared[-1].values[-1]), hasattr(shared[-1], "called")
+        edits.append(Edit(end, end, "".join(f", {n}={t}" if called else f', "{n}": {t}' for n, t in new.items())))
     elif new:
         edits.append(_appended(source, call, ", ".join(f"{name}={text}" for name, text in new.items())))
     return edits
+
+
+def with_call(source: SourceText, call: ast.Call, text: str) -> list[Edit]:
+    """Return edits that write `text` in place of a call; around it, if the text holds the call unchanged."""
+    before, found, after = text.partition(source.text(call))
+    if not found:
+        return [Edit(source.start(call), source.end(call), text)]
+    return [Edit(source.start(call), source.start(call), before), Edit(source.end(call), source.end(call), after)]
 
 
 def _dictionaries(source: SourceText, call: ast.Call) -> list[ast.Dict]:
@@ -299,6 +311,12 @@ def _literals(source: SourceText, name: str, met: frozenset[str]) -> list[ast.Di
         return None
     literals: list[ast.Dict] = []
     for value in _values(source, name):
+        if isinstance(value, ast.Call) and name_of(value.func) == "dict" and not value.args and value.keywords:
+            words = [ast.Constant(keyword.arg) for keyword in value.keywords]
+            value, call = ast.Dict(list(words), [keyword.value for keyword in value.keywords]), value
+            value.called, value.lineno = True, call.lineno  # type: ignore[attr-defined]
+            if None in (word.value for word in words):
+                return None  # dict(a=1, **others)
         if isinstance(value, ast.Dict) and all(isinstance(key, ast.Constant) for key in value.keys):
             literals.append(value)
             continue

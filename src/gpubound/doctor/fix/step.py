@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from .source import (
     LOOPS,
     Edit,
+    NotHere,
     Patch,
     Refused,
     SourceText,
@@ -70,7 +71,7 @@ def propose_later(source: SourceText, line: int) -> list[Edit]:
         return []  # together with another finding of the line
     loops = [outer for outer in source.above(statement) if isinstance(outer, LOOPS)]
     if not _writes(statement) or not loops or source.scope(statement) is not source.scope(loops[-1]):
-        raise Refused("wanted torch.save(value, path) or save_image(value, path) in a loop")
+        raise NotHere("wanted torch.save(value, path) or save_image(value, path) in a loop")
     source.check_imports_torch()
     if any(word in source.data for word in STREAMS):
         raise Refused("the file uses streams or graphs, which work of another thread may disturb")

@@ -57,6 +57,7 @@ ACCUMULATED = "keep what it indexes on the device as well, and add all at once: 
 BEST = "keep the best on the device (best = torch.minimum(best, loss.detach())), and read it when it is shown"
 LEAVES = "test it every few rounds alone, and cut off what came too much"
 BRANCHES = "the host branches on it: choose on the device by torch.where or a factor of 0, or by the value of the step before"
+ASSERTED = "test it on the host before the copy, or leave it out: python -O does"
 LATER = "give the meter loss.detach(), and read its sum when it is shown"
 VALUES = frozenset({"item", "print", SCALARS})  # reads of a value, not of a size and not of a mask
 INDEX = "copy the index to the device once: index = torch.as_tensor(index, device=x.device)"
@@ -100,18 +101,22 @@ def _of_value(site: Site, count: float) -> str:
         return LATER
     if acts(site):
         return ACTED
-    if count >= 2 and statement is not None and (several := _of_several(statement, count)):
+    test = next((n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.While)) and _covers(n.test, site.line)), None)
+    where = statement or (test.test if test is not None else None)
+    if count >= 2 and where is not None and (several := _of_several(where, count, scope or tree)):
         return several
+    if isinstance(statement, ast.Assert):
+        return ASSERTED
     if SHOWN.search(text):
         return _shown(site, count)
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Subscript) and not _calls(statement.value):
         return ACCUMULATED
     if isinstance(statement, ast.AugAssign) or APPENDED.search(text) or SUMS.search(text):
         return SUMMED.format(_tensor(statement))
-    test = next((n for n in ast.walk(tree) if isinstance(n, (ast.If, ast.While)) and _covers(n.test, site.line)), None)
     if test is not None:
         return _of_test(test)
     uses = _uses(statement, scope, tree)
+    uses = [use for use in uses if not (isinstance(use, ast.If) and "isinstance(" in ast.unparse(use.test))]
     if any(isinstance(use, (ast.If, ast.While)) for use in uses):
         return BRANCHES
     if uses and all(SHOWN.search(ast.unparse(use)) for use in uses):
@@ -152,8 +157,14 @@ def _tensor(statement: ast.stmt | None) -> str:
     return f"{names.pop()}.detach()" if len(names) == 1 and all(name.isidentifier() for name in names) else "the tensor"
 
 
-def _of_several(statement: ast.stmt, count: float) -> str:
-    """Return the remedy of a comprehension that reads a value for each element, of one tensor or of a list of tensors."""
+def _of_several(statement: ast.AST, count: float, scope: ast.AST) -> str:
+    """Return the remedy of a comprehension or loop that reads a value for each element of a tensor, or of a list of them."""
+    loops = [n for n in ast.walk(scope) if isinstance(n, ast.For) and statement in ast.walk(n)]
+    counters = {n.id for loop in loops[-1:] for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+    if any(
+        isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name) and x.slice.id in counters for x in _read_in(statement)
+    ):
+        return AT_ONCE
     for each in (n for n in ast.walk(statement) if isinstance(n, COMPREHENSIONS)):
         over, parts = each.generators[0], [each.key, each.value] if isinstance(each, ast.DictComp) else [each.elt]
         own = {n.id for n in ast.walk(over.target) if isinstance(n, ast.Name)}
@@ -246,7 +257,7 @@ def is_timed(site: Site) -> bool:
 
 
 def _is_simple(node: ast.AST) -> bool:
-    return isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return))
+    return isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Expr, ast.Return, ast.Assert))
 
 
 def _statement(site: Site) -> tuple[ast.stmt | None, ast.AST | None]:
@@ -279,7 +290,7 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
         return PINNED
     if LISTED.search(site.code):
         return SLICE
-    if row.bytes <= SCALAR * row.count and WRITTEN.search(site.code):
+    if row.bytes <= SCALAR * row.count and WRITTEN.search(site.code) and not COPIED.search(site.code):
         return NUMBER.remedy
     return INDEX if index_of(row) else create_on_device(site)
 
