@@ -15,10 +15,10 @@ from tests.messages import message, refusals
 from .cases import DTYPES, SOURCES, agree, draw, pairwise, same
 from .test_compiles import compile_apart
 
-# Kernel and reference sum the same numbers in fp32, the kernel with 2^e beside each (packed.py): 256 beside int4's levels of
-# spread 4.6 costs six bits of fp32's 24, int8's of spread 40 three. Levels from 0 cancel against their offsets, which costs
-# eight bits of 256 levels.
-PARITY = dict.fromkeys(TABLE, 3e-5) | {"int8": 5e-6, "fp8": 2e-6, "fp4": 2e-6}
+# The kernel rounds x times its gain to 16 bits of the largest of 16 or 32 columns (_packed.py), of normal numbers 2.1 times
+# their spread, of products of two 4 times: errors of 4 / 32,512 / √12 = 3.6e-5 of the spread, of a single sum some times that.
+# Levels from 0 cancel against their offsets, which costs eight bits of fp32's 24. Other kinds are multiplied in fp32.
+PARITY = dict.fromkeys(TABLE, 1e-4) | {"fp8": 2e-6, "fp4": 2e-6, "nf4": 3e-5, "fp8_rows": 3e-5, "fp8_blocks": 3e-5}
 ROUNDED = (*KINDS, "fp4")  # kinds that a decoding step also multiplies experts by
 
 
@@ -149,6 +149,43 @@ def test_a_nan_reaches_the_partial_maximum(device):
     out = torch.zeros(1, 48, device=device)
     load("triton", "quantized_norm_product")(x, norm, pack(values, "int4"), None, out, best, arg)
     assert best.isnan().tolist() == [[False, True, False]]
+
+
+OF_LEVELS = [kind for kind in TABLE if TABLE[kind].values == "level"]
+
+
+def products(device, x, packed):
+    """x times a packed weight, by the products with a norm, which divides by nothing here, and without."""
+    norm = Norm(torch.ones(x.shape[1], device=device), 0.0)
+    out, added = (torch.zeros(len(x), packed.rows, device=device) for _ in range(2))
+    load("triton", "quantized_norm_product")(x, norm, packed, None, out, None, None)
+    load("triton", "quantized_add_product")(x, packed, None, added)
+    return out * x.double().square().mean(1, keepdim=True).sqrt(), added
+
+
+@pytest.mark.parametrize("kind", OF_LEVELS)
+def test_an_outlier_costs_the_columns_of_its_thread_alone(device, kind):
+    """Rounded to 16 bits of an x of 1e4, no normal one would keep three digits."""
+    x, exact = draw(device, torch.float32, 3, 512), draw(device, torch.float32, 8, 512, seed=1)
+    x[0, 5], x[1], x[2] = 1e4, x[1] * 1e-12, 1e12 * x[2]
+    packed = weight(device, kind, 8, 512)
+    if kind in KINDS:
+        exact[:, :128] = 0.0  # the outlier's own columns
+        packed = pack(exact, kind)
+    wanted = x.double() @ unpack(packed).double().t()
+    for got in products(device, x, packed):
+        assert ((got - wanted).norm(dim=1) <= 1e-4 * wanted.norm(dim=1)).all()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("kind", OF_LEVELS)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_an_x_that_is_not_finite_reaches_every_sum(device, kind, broken):
+    x = draw(device, torch.float32, 2, 256)
+    x[1, 77] = broken
+    packed = weight(device, kind, 8, 256)
+    for got in products(device, x, packed):
+        assert got[0].isfinite().all() and not got[1].isfinite().any()
 
 
 def test_weights_that_share_an_x_are_one(device):

@@ -1,20 +1,22 @@
 """Sums of x times the rows of a packed weight (packed_weights.py): memory-bound, so a weight may cost few instructions.
 
 At 4.3 TB/s an H200 reads 8.6e12 int4 weights a second and issues 132 · 128 · 1.75 GHz = 3e13 instructions of a lane: 3.4 a
-weight, of which 1.7 may be integer ones, that have half the lanes. What one costs here, for a row of x and 16 rows of the
-weight a program:
+weight, of which 1.7 may be integer ones, that have half the lanes. Counted in what Triton 3.9 makes for compute capability 9.0,
+for a row of x (gate and up of 28,672 x 4,096, then a down product of 14,336 columns): int4 2.6 and 3.1 a weight, int8 2.8
+and 2.3.
 
-int4   a mask and an exponent put over it 1 (one LOP3), a shift 0.4, multiply and add 1: 2.4; 1.4 of them integer
-int8   the same with a shift of 0.75, and twice the time for it
-fp8    two shifts, a mask, multiply and add: 3.75 of 6.9; the bits of e4m3 are those of an fp32 number 2^120 times too small
-fp4    the same: 3.75 of 3.4; the bits of e2m1 are those of an fp32 number 2^126 times too small
-nf4    a shift, a mask, and a load of one of sixteen numbers: of a quarter the rate of a multiplication
+levels        integers, four of which one instruction multiplies and adds (dp4a). A thread rounds the x of its four words, 32
+              columns of int4, to 16 bits of their largest magnitude: an error of 2e-5 of normal x, and of an outlier's
+              neighbours alone. High and low bytes are separate sums. So a word takes a shift, two masks and four dp4a. Each
+              level put under an exponent and multiplied in fp32 took 3.9 and 7.0 instructions a weight of int4, and 255
+              registers of the former program in place of 165
+fp8           two shifts, a mask, multiply and add: 3.75 of 6.9; the bits of e4m3 are those of an fp32 number 2^120 times too small
+fp4           the same: 3.75 of 3.4; the bits of e2m1 are those of an fp32 number 2^126 times too small
+nf4           a shift, a mask, and a load of one of sixteen numbers: of a quarter the rate of a multiplication
 offset of levels from 0: the sum of x over four words, 1 for all rows of a program; one product for every four words
-all    x, its norm, square and sum, 5 each for all rows of a program: 0.3; the sums across lanes, 0.3
+x             its norm, square, sum, and rounding, for all rows of a program
 
-x stays in fp32. No conversion instruction, no shuffle, no shared memory but for the last sums. The norm rides along as in
-decode_product.py. Counted in what Triton 3.6 makes for compute capability 9.0: int4 3.4 instructions a weight in all with one
-row of x (hidden 4096, 16 rows a program), 5.0 with two.
+No shuffle, and no shared memory but for the last sums. The norm rides along as in decode_product.py.
 """
 
 import triton
@@ -24,6 +26,9 @@ from ..packed_weights import TABLE
 from ._launch import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
+_MOST = tl.constexpr(127.0 * 256.0)  # of an x in 16 bits: its high byte has a sign, its low byte none
+_LEAST = tl.constexpr(1e-30)  # the largest of four words, at least: its reciprocal is finite
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a number, its lowest bits are the rounded number
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.
 _HALFWAY = tl.constexpr(2.0**60)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
@@ -129,53 +134,185 @@ def _excess(slot, kind):
 
 
 @triton.jit
-def _products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
-              R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
-    """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); those of x, for offsets
-    (C / 4,); the squares of x (C,))."""
+def _quarters(t, R: tl.constexpr, C: tl.constexpr):
+    """Return the first, second, third and fourth of every four numbers of R rows: (R, C / 4) each, or (C / 4,) if R is 0."""
+    if R == 0:
+        even, odd = tl.split(tl.reshape(t, [C // 4, 2, 2]))
+    else:
+        even, odd = tl.split(tl.reshape(t, [R, C // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _dot4(words, x, total, SIGNED: tl.constexpr):
+    """Return total + the products of the four bytes of words, which have no sign, and of x. SIGNED: x's have one."""
+    if _INTERPRETED:
+        for i in tl.static_range(4):
+            byte = (x >> (8 * i)) & 255
+            total += ((words >> (8 * i)) & 255) * (((byte ^ 128) - 128) if SIGNED else byte)
+        return total
+    ASM: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;" if SIGNED else "dp4a.u32.u32 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [words, x, total], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _bytes(a, b, c, d):
+    """Return the lowest bytes of four words as one word, and their second bytes as another."""
+    if _INTERPRETED:
+        low = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | ((d & 255) << 24)
+        return low, ((a >> 8) & 255) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d & 0xFF00) << 16)
+    first = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    other = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [c, d], dtype=tl.int32, is_pure=True, pack=1)
+    low = tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, other], dtype=tl.int32, is_pure=True, pack=1
+    )
+    return low, tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, other], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _levels(words, KIND: tl.constexpr):
+    """Return words of four levels each, as bytes without a sign, times `_unit`: of eight slots 6, 2, 0, 4 and then 3, 1, 5, 7,
+    of four slots 1, 0, 2, 3."""
+    bits = words.to(tl.uint32, bitcast=True)
+    if _slots(KIND) == 8:
+        mask: tl.constexpr = 0x78787878
+        turned = (bits >> 4) | (bits << 28)
+        return (bits & mask).to(tl.int32, bitcast=True), (turned & mask).to(tl.int32, bitcast=True)
+    else:
+        return (((bits >> 7) | (bits << 25)).to(tl.int32, bitcast=True),)
+
+
+@triton.constexpr_function
+def _unit(kind):
+    """Return what a byte of `_levels` is for a level of 1."""
+    return 8 if TABLE[kind].bits == 4 else 1
+
+
+@triton.constexpr_function
+def _zero(kind):
+    """Return the byte of `_levels` that stands for 0."""
+    return TABLE[kind].zero * _unit(kind)
+
+
+@triton.jit
+def _rounded_x(x_ptr, norm_ptr, first, K: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+               GAIN: tl.constexpr):  # fmt: skip
+    """Return a row of x as integers of 16 bits: the words of their low and high bytes, by one of four words and of `_levels`;
+    what a 1 stands for (C / 4,); the sums of low and of high bytes (C / 4,); the squares of x (C,)."""
     SLOTS: tl.constexpr = _slots(KIND)
     WORDS: tl.constexpr = _spacing(KIND)
-    FP: tl.constexpr = _values(KIND) == "e4m3" or _values(KIND) == "e2m1"
+    xs, square, most = (), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
+    for slot in tl.static_range(SLOTS):
+        col = first + slot * WORDS
+        x = _row(x_ptr, col, K, EVEN)
+        if GAIN is not None:
+            square += x * x
+            gain = _row(norm_ptr, col, K, EVEN)
+            if GAIN != 0.0:
+                gain += GAIN
+            x *= gain
+        most = tl.maximum(most, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        xs += (_quarters(x, 0, C),)
+    a, b, c, d = _quarters(most, 0, C)
+    low = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    top = tl.maximum(low, tl.maximum(c, d, propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL)
+    top = tl.maximum(top, _LEAST, propagate_nan=tl.PropagateNan.ALL)
+    factor, ones = _MOST / top, tl.full([C // 4], 0x01010101, tl.int32)
+    sum_low, sum_high, packed = tl.zeros([C // 4], tl.int32), tl.zeros([C // 4], tl.int32), ()
+    for j in tl.static_range(4):
+        bits = ()
+        for slot in tl.static_range(SLOTS):
+            bits += (tl.fma(xs[slot][j], factor, _ROUNDING).to(tl.int32, bitcast=True),)
+        if SLOTS == 8:
+            pairs = (_bytes(bits[6], bits[2], bits[0], bits[4]), _bytes(bits[3], bits[1], bits[5], bits[7]))
+        else:
+            pairs = (_bytes(bits[1], bits[0], bits[2], bits[3]),)
+        for k in tl.static_range(SLOTS // 4):
+            sum_low = _dot4(ones, pairs[k][0], sum_low, False)
+            sum_high = _dot4(ones, pairs[k][1], sum_high, True)
+        packed += (pairs,)
+    return packed, top * (1 / _MOST), sum_low, sum_high, square
+
+
+@triton.jit
+def _level_products(words, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+                    C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+    """`_products` of levels, in integers."""
+    WORDS: tl.constexpr = _spacing(KIND)
+    ZERO: tl.constexpr = _zero(KIND)
+    first = word // WORDS * (_slots(KIND) * WORDS) + word % WORDS
+    xs, squares, lows, highs = (), (), (), ()
+    for b in tl.static_range(B):
+        packed, one, sum_low, sum_high, square = _rounded_x(x_ptr + b * K, norm_ptr, first, K, KIND, C, EVEN, GAIN)
+        xs += ((packed, one, sum_low, sum_high),)
+        squares += (square,)
+        lows += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sum_low)[None],)
+        highs += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sum_high)[None],)
+    four = _quarters(words, R, C)
+    for j in tl.static_range(4):
+        levels = _levels(four[j], KIND)
+        for k in tl.static_range(_slots(KIND) // 4):
+            so_far, lows, highs = (lows, highs), (), ()
+            for b in tl.static_range(B):
+                low, high = xs[b][0][j][k]
+                lows += (_dot4(levels[k], low[None], so_far[0][b], False),)
+                highs += (_dot4(levels[k], high[None], so_far[1][b], True),)
+    sums, sums_x = (), ()
+    for b in tl.static_range(B):
+        sums += ((lows[b] + (highs[b] << 8)).to(tl.float32) * (xs[b][1] * (1 / _unit(KIND)))[None],)
+        sums_x += ((xs[b][2] + (xs[b][3] << 8)).to(tl.float32) * xs[b][1],)
+    return sums, sums_x, squares
+
+
+@triton.jit
+def _float_products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+                    R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+    """`_products` of numbers that are no levels, in fp32."""
+    SLOTS: tl.constexpr = _slots(KIND)
+    WORDS: tl.constexpr = _spacing(KIND)
     first = word // WORDS * (SLOTS * WORDS) + word % WORDS
-    products, excess, squares, plain = (), (), (), ()
+    products, squares, none = (), (), ()
     for _ in tl.static_range(B):
         products += (tl.zeros([R, C], tl.float32),)
-        excess += (tl.zeros([C], tl.float32),)
         squares += (tl.zeros([C], tl.float32),)
-        plain += (tl.zeros([C], tl.float32),)
+        none += (0.0,)
     for slot in tl.static_range(SLOTS):
         col = first + slot * WORDS
         number = _number(words, one, slot, KIND, extra_ptr)
-        so_far, products, excess, squares, plain = (products, excess, squares, plain), (), (), (), ()
+        so_far, products, squares = (products, squares), (), ()
         for b in tl.static_range(B):  # inside, or the numbers of all slots would have to be kept
             x = _row(x_ptr + b * K, col, K, EVEN)
             if GAIN is not None:
-                squares += (so_far[2][b] + x * x,)
+                squares += (so_far[1][b] + x * x,)
                 gain = _row(norm_ptr, col, K, EVEN)
                 if GAIN != 0.0:
                     gain += GAIN
                 x *= gain
             else:
-                squares += (so_far[2][b],)
-            if FP:
+                squares += (so_far[1][b],)
+            if _values(KIND) != "nf4":
                 x *= _HALFWAY if _values(KIND) == "e4m3" else _FP4_HALFWAY
-                excess += (so_far[1][b],)
-            elif _values(KIND) == "nf4":
-                excess += (so_far[1][b],)
-            else:
-                excess += (so_far[1][b] + x * _excess(slot, KIND),)
-            plain += ((so_far[3][b] + x) if _offset(KIND) else so_far[3][b],)
             products += (so_far[0][b] + number * x[None],)
-    sums, sums_x = (), ()
+    sums = ()
     for b in tl.static_range(B):
         total = tl.sum(tl.reshape(products[b], [R, C // 4, 4]), 2)
-        if _values(KIND) == "e2m1":
-            total *= _FP4_HALFWAY
-        elif _values(KIND) == "level":
-            total -= tl.sum(tl.reshape(excess[b], [C // 4, 4]), 1)[None]
-        sums += (total,)
-        sums_x += (tl.sum(tl.reshape(plain[b], [C // 4, 4]), 1),)
-    return sums, sums_x, squares
+        sums += (total * _FP4_HALFWAY if _values(KIND) == "e2m1" else total,)
+    return sums, none, squares
+
+
+@triton.jit
+def _products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
+              R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
+    """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); those of x, for offsets
+    (C / 4,); the squares of x (C,))."""
+    if _values(KIND) == "level":
+        return _level_products(words, x_ptr, norm_ptr, word, B, K, KIND, R, C, EVEN, GAIN)
+    else:
+        return _float_products(words, one, x_ptr, norm_ptr, word, extra_ptr, B, K, KIND, R, C, EVEN, GAIN)
 
 
 @triton.jit
@@ -236,21 +373,22 @@ def _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 
         totals += (tl.zeros([R, C // 4], tl.float32),)
         squares += (tl.zeros([C], tl.float32),)
     for start in range(0, N, C):
-        parts, xs, squared = _products(words, one, x_ptr, norm_ptr, start + word, extra_ptr, B, K, KIND, R, C, EVEN, GAIN)
+        asked, scale_asked = words, scale
+        if N > C and start + C < N:  # before these are multiplied
+            at, part = start + C + word, (start + C) // 4 + chunk
+            words = _tile(w_ptr, row, at, rows, at < N, N, WHOLE)
+            scale = _tile(scale_ptr, row, part // CHUNKS, rows, part < N // 4, SCALES, WHOLE)
+        parts, xs, squared = _products(asked, one, x_ptr, norm_ptr, start + word, extra_ptr, B, K, KIND, R, C, EVEN, GAIN)
         if _offset(KIND):  # where the scale is
             group = (start // 4 + chunk) // CHUNKS
             offset = _tile(extra_ptr, row, group, rows, start // 4 + chunk < N // 4, SCALES, WHOLE)
         so_far, totals, squares = (totals, squares), (), ()
         for b in tl.static_range(B):
-            scaled = parts[b] * _scale(scale, KIND)
+            scaled = parts[b] * _scale(scale_asked, KIND)
             if _offset(KIND):
                 scaled -= offset * xs[b][None]
             totals += (so_far[0][b] + scaled,)
             squares += (so_far[1][b] + squared[b],)
-        if start + C < N:
-            at, part = start + C + word, (start + C) // 4 + chunk
-            words = _tile(w_ptr, row, at, rows, at < N, N, WHOLE)
-            scale = _tile(scale_ptr, row, part // CHUNKS, rows, part < N // 4, SCALES, WHOLE)
     _end(DEPENDENT)
     sums = ()
     for b in tl.static_range(B):
