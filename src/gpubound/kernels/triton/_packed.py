@@ -10,8 +10,8 @@ levels        integers, four of which one instruction multiplies and adds (dp4a)
               neighbours alone. High and low bytes are separate sums. So a word takes a shift, two masks and four dp4a. Each
               level put under an exponent and multiplied in fp32 took 3.9 and 7.0 instructions a weight of int4, and 255
               registers of the former program in place of 165
-fp8           two shifts, a mask, multiply and add: 3.75 of 6.9; the bits of e4m3 are those of an fp32 number 2^120 times too small
-fp4           the same: 3.75 of 3.4; the bits of e2m1 are those of an fp32 number 2^126 times too small
+fp8           two shifts, a mask, multiply and add: 3.75 of 6.9; bits of e4m3 are those of an fp32 number 2^120 times too small
+fp4           the same: 3.75 of 3.4; bits of e2m1 are those of an fp32 number 2^126 times too small
 nf4           a shift, a mask, and a load of one of sixteen numbers: of a quarter the rate of a multiplication
 offset of levels from 0: the sum of x over four words, 1 for all rows of a program; one product for every four words
 x             its norm, square, sum, and rounding, for all rows of a program
