@@ -245,10 +245,12 @@ def _level_products(words, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constex
     WORDS: tl.constexpr = _spacing(KIND)
     ZERO: tl.constexpr = _zero(KIND)
     first = word // WORDS * (_slots(KIND) * WORDS) + word % WORDS
-    xs, squares, lows, highs = (), (), (), ()
+    packs, ones, sums_x, squares, lows, highs = (), (), (), (), (), ()
     for b in tl.static_range(B):
         packed, one, sum_low, sum_high, square = _rounded_x(x_ptr + b * K, norm_ptr, first, K, KIND, C, EVEN, GAIN)
-        xs += ((packed, one, sum_low, sum_high),)
+        packs += (packed,)
+        ones += (one,)
+        sums_x += (tl.cast(sum_low + (sum_high << 8), tl.float32) * one,)
         squares += (square,)
         lows += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sum_low)[None],)
         highs += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sum_high)[None],)
@@ -258,13 +260,11 @@ def _level_products(words, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constex
         for k in tl.static_range(_slots(KIND) // 4):
             so_far, lows, highs = (lows, highs), (), ()
             for b in tl.static_range(B):
-                low, high = xs[b][0][j][k]
-                lows += (_dot4(levels[k], low[None], so_far[0][b], False),)
-                highs += (_dot4(levels[k], high[None], so_far[1][b], True),)
-    sums, sums_x = (), ()
+                lows += (_dot4(levels[k], packs[b][j][k][0][None], so_far[0][b], False),)
+                highs += (_dot4(levels[k], packs[b][j][k][1][None], so_far[1][b], True),)
+    sums = ()
     for b in tl.static_range(B):
-        sums += ((lows[b] + (highs[b] << 8)).to(tl.float32) * (xs[b][1] * (1 / _unit(KIND)))[None],)
-        sums_x += ((xs[b][2] + (xs[b][3] << 8)).to(tl.float32) * xs[b][1],)
+        sums += (tl.cast(lows[b] + (highs[b] << 8), tl.float32) * (ones[b] * (1 / _unit(KIND)))[None],)
     return sums, sums_x, squares
 
 
