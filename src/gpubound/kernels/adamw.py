@@ -72,10 +72,7 @@ def _plan_example(generator: torch.Generator, count: int = 80, *constants) -> tu
 
 
 @definition(_plan_example)
-def plan_update_reference(
-    gradient: Tensor, totals: Tensor, state: Tensor, rates: Tensor,
-    betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def plan_update_reference(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval):
     """The loss scale halves after a step that is not finite, and doubles after `growth_interval` good ones. 0: none in use."""
     loss_sum, items = totals.unbind()
     updates, skipped, loss_scale, good_steps = state.unbind()
@@ -146,10 +143,7 @@ def _split_example(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @definition(_example)
-def adamw_reference(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
-    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def adamw_reference(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed):
     for here in _parts(weight):
         _advance(here, weight, gradient, m[here], v[here], plan, master, betas, eps, decay_until, seed)
     return weight, m, v
@@ -196,10 +190,7 @@ def _coded_example(generator: torch.Generator, split: bool = False) -> tuple:
 
 
 @definition(_coded_example)
-def adamw8_reference(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
-    master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def adamw8_reference(weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed):
     for here in _parts(weight):
         rows = slice(here.start // BLOCK, -(-here.stop // BLOCK))
         fp32 = decode(m[here], m_scale[rows]), decode(v[here], v_scale[rows])

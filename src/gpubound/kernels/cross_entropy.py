@@ -58,10 +58,7 @@ def cross_entropy(
 
 
 @definition(lambda g, words=300, *kind: (draw(g, 5, words), _draw_labels(g, 5, words), *_options(*kind)), gradient=True)
-def cross_entropy_reference(
-    logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
-    z_loss: float = 0.0, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+def cross_entropy_reference(logits, labels, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, reduction="mean"):
     words, labels = logits.shape[-1], labels.long()  # of 8 bits, 156 would be an ignore_index of -100
     valid, inside = labels != ignore_index, (labels >= 0) & (labels < words)
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -140,10 +137,9 @@ def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped
 
 @definition(_linear_example, gradient=True)
 def linear_cross_entropy_reference(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
-    chunk: int | None = None, grad_scale: Tensor | None = None, weights: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x, weight, labels, bias=None, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, reduction="mean",
+    chunk=None, grad_scale=None, weights=None,
+):  # fmt: skip
     """`chunk` bounds memory in the fast form and means nothing here: the logits are whole, and in fp32."""
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(compute_dtype) @ widened(weight, compute_dtype).t()
@@ -311,10 +307,7 @@ def _example(generator: torch.Generator, words=300, alpha=0.7, beta=0.3, tempera
 
 
 @definition(_example)
-def divergence_reference(
-    student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, beta: float, temperature: float, ignore_index: int,
-    scale: Tensor | None, gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+def divergence_reference(student, teacher, labels, alpha, beta, temperature, ignore_index, scale, gradient):
     distances, entropies, rows = [], [], max(1, ELEMENTS // student.shape[1])
     for own, t, y in zip(student.split(rows), teacher.split(rows), labels.long().split(rows), strict=True):
         valid, inside = y != ignore_index, (y >= 0) & (y < own.shape[1])

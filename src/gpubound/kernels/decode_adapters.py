@@ -165,9 +165,7 @@ def _draw_call(g: torch.Generator, rank: int = 16, fp32: bool = True) -> tuple:
 
 
 @definition(_draw_call)
-def add_adapters_reference(
-    x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def add_adapters_reference(x, adapters, y, k=None, v=None):
     args, fp32 = tuple(one for one in (y, k, v) if one is not None), torch.promote_types(x.dtype, torch.float32)
     for number, one in enumerate(args):
         one += adapters.added(number, x.to(fp32))

@@ -118,9 +118,7 @@ def decode_attention(
 
 
 @definition(lambda g, *shape: _example(g, False, *shape))
-def decode_attention_reference(
-    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, ...]:
+def decode_attention_reference(qkv, position, cache, heads, scratch, out, dependent=0):
     tokens, qkv = position.numel() // len(position), qkv.sum(0) if qkv.dim() == 3 else qkv
     known = (position >= 0) & (position < len(heads.cos))  # a place that the cache has
     first = known.view(len(position), -1)[:, :1].view(-1, *[1] * (position.dim() - 1))

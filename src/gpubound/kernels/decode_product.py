@@ -133,10 +133,9 @@ def norm_product(
     )
 )  # fmt: skip
 def norm_product_reference(
-    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None, activation: str = "", by: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent=0, cap=0.0, adapters=None,
+    activation="", by=None,
+):  # fmt: skip
     normed = rms_normed(x, norm)
     parts = [(weight, bias), (k_weight, k_bias), (v_weight, v_bias)]
     products = [_times(normed, w, b) for w, b in parts if w is not None]
@@ -182,10 +181,7 @@ def norm_gate_up(
         *(*draw_stream(g, 48, offset), *draw_gate_up(g), 0, activation), _draw_adapters(g, 48, (40, 40), rank, fp32)
     )
 )  # fmt: skip
-def norm_gate_up_reference(
-    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
-) -> Tensor:  # fmt: skip
+def norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, activation="silu", adapters=None):
     normed = rms_normed(x, norm)
     gated = ACTIVATIONS[activation](_times(normed, gate, gate_bias) + _added(adapters, 0, normed))
     return out.copy_(gated * (_times(normed, up, up_bias) + _added(adapters, 1, normed)))
@@ -207,9 +203,7 @@ def add_product(
         draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, fp32)
     )
 )  # fmt: skip
-def add_product_reference(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
-) -> Tensor:
+def add_product_reference(h, weight, bias, x, dependent=0, adapters=None):
     h = h.to(x.dtype)
     return x.add_(_times(h, weight, bias) + _added(adapters, 0, h))
 
@@ -222,9 +216,7 @@ def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dep
 
 
 @definition(lambda g: (draw(g, 2, 40), draw(g, 48, 40), None, example_mail(g, 2, 2, 48)))
-def send_product_reference(
-    h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0
-) -> tuple[Tensor, ...]:
+def send_product_reference(h, weight, bias, mail, dependent=0):
     mail.post(_times(h.float(), weight, bias))
     return mail.boxes
 
@@ -367,9 +359,7 @@ def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Ten
 @definition(lambda g, offset=0.0, parts=False: (
     *draw_stream(g, 48, offset), zeros(2, 48), 0, draw(g, 3, 2, 48).detach() if parts else None
 ))  # fmt: skip
-def norm_rows_reference(
-    x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+def norm_rows_reference(x, norm, out, dependent=0, parts=None):
     if parts is None:
         return out.copy_(rms_normed(x, norm))
     return out.copy_(rms_normed(x.add_(parts.sum(0)), norm)), x
@@ -391,7 +381,7 @@ def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tenso
 @definition(lambda g, offset=0.0, factor=False: (
     *draw_stream(g, 48, offset), draw(g, 2, 48).detach(), 0, draw(g, 1).detach() if factor else None
 ))  # fmt: skip
-def add_norm_reference(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:
+def add_norm_reference(y, norm, x, dependent=0, factor=None):
     x.add_(rms_normed(y, norm))
     y.zero_()
     return x if factor is None else x.mul_(factor)

@@ -49,10 +49,7 @@ def keep_stream(
 
 
 @definition(lambda g: (draw(g, 6, 40).detach(), zeros(6, 100), 40, ints(*range(6)).view(3, 2), ints(0, 0, 0)))
-def keep_stream_reference(
-    x: Tensor, to: Tensor, column: int, position: Tensor | None = None, first: Tensor | None = None, dependent: int = 0,
-    index: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def keep_stream_reference(x, to, column, position=None, first=None, dependent=0, index=None):
     to[:, column : column + x.shape[1]] = x if index is None else x[index]
     return (to,) if position is None or first is None else (to, first.copy_(position[:, 0]))
 
@@ -104,10 +101,7 @@ def begin_draft(
     example_rows(), ints(*range(40)).view(4, 10) % 7, ints(1, 3, 5, 9), draw(g, 12, 40).detach(), _reads(g), _chunk(),
     ints(*[0] * 12).view(4, 3), ints(0, 0, 0, 0).long(), zeros(12, 80), draw(g, 7, 24).detach(), zeros(12, 24),
 ))  # fmt: skip
-def begin_draft_reference(
-    rows: Rows, text: Tensor, first: Tensor, x: Tensor, reads: Reads, chunk: Chunk, place: Tensor, last: Tensor, both: Tensor,
-    embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def begin_draft_reference(rows, text, first, x, reads, chunk, place, last, both, embed=None, to=None, dependent=0):
     (batch, tokens), end = chunk.token.shape, text.shape[1] - 1
     step = torch.arange(tokens, device=x.device)
     place.copy_((first[:, None] + step).clamp(0, end))
@@ -166,10 +160,7 @@ def extend_draft(
     draw(g, 4, 50).detach(), ints(*range(50)).repeat(4, 1) % 5, ints(0, 2, 3, 5, 6).long(), ints(1, 1, 1, 1),
     draw(g, 4, 40).detach(), _reads(g), _chunk(), 2, zeros(4, 80), draw(g, 7, 24).detach(), zeros(12, 24),
 ))  # fmt: skip
-def extend_draft_reference(
-    best: Tensor | None, arg: Tensor | None, targets: Tensor, token: Tensor, x: Tensor, reads: Reads, chunk: Chunk, at: int,
-    both: Tensor | None, embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def extend_draft_reference(best, arg, targets, token, x, reads, chunk, at, both, embed=None, to=None, dependent=0):
     if best is not None and arg is not None:
         top = best.amax(1)  # NaN if one of them is
         chosen = torch.where(best == top[:, None], arg, torch.iinfo(torch.int32).max).amin(1).clamp(max=len(targets) - 1)

@@ -68,10 +68,7 @@ def route(
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48), True, *_routing()))
-def route_reference(
-    x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def route_reference(x, norm, router, normalise, logits, count, ids, weights, dependent=0):
     logits.copy_(F.linear(rms_normed(x, norm), router.to(x.dtype)))
     experts, shares = likeliest(logits, ids.shape[1], normalise)
     return ids.copy_(experts), weights.copy_(shares)
@@ -108,10 +105,7 @@ def routed_gate_up(
 @definition(lambda g, activation="silu": (
     *draw_stream(g, 48), draw(g, 5, 80, 48), draw_routes()[0], zeros(2, 3, 40), 0, INFINITE, activation
 ))  # fmt: skip
-def routed_gate_up_reference(
-    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
-    activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def routed_gate_up_reference(x, norm, gate_up, ids, out, dependent=0, limit=INFINITE, activation="silu"):
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
         gate, up = times(gate_up, ids[:, slot], normed).chunk(2, -1)
@@ -131,7 +125,7 @@ def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor,
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), draw(g, 2, 48).detach()))
-def add_routed_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+def add_routed_reference(h, down, ids, weights, x, dependent=0):
     products = [times(down, ids[:, slot], h[:, slot].to(x.dtype)) for slot in range(ids.shape[1])]
     return x.add_(torch.stack(products, 1).mul_(weights[..., None]).sum(1))
 
@@ -267,9 +261,7 @@ def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False, n
 
 
 @definition(_example)
-def select_experts_reference(
-    logits: Tensor, routing: ExpertRouting, spare: Tensor, ids: Tensor, shares: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor]:
+def select_experts_reference(logits, routing, spare, ids, shares, dependent=0):
     experts, shares_of_experts = chosen_experts(logits, ids.shape[1], routing)
     return ids.copy_(experts), shares.copy_(shares_of_experts)
 
@@ -282,7 +274,7 @@ def gate_rows(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int =
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 1, 48), draw(g, 2, 40)))
-def gate_rows_reference(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int = 0) -> Tensor:
+def gate_rows_reference(x, norm, weight, h, dependent=0):
     return h.mul_((rms_normed(x, norm) @ weight.to(x.dtype).t()).sigmoid())
 
 
@@ -318,10 +310,7 @@ def column_gate_up(
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48, 80), draw(g, 5, 80), draw_routes()[0], zeros(2, 3, 40), 1.5, 2.0))
-def column_gate_up_reference(
-    x: Tensor, norm: Norm, gate_up: Tensor, bias: Tensor, ids: Tensor, out: Tensor, alpha: float, limit: float,
-    dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def column_gate_up_reference(x, norm, gate_up, bias, ids, out, alpha, limit, dependent=0):
     normed = rms_normed(x, norm)
     for slot in range(ids.shape[1]):
         both = _times_columns(gate_up, bias, ids[:, slot], normed)
@@ -341,7 +330,7 @@ def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor,
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 40, 48), draw(g, 5, 48), draw_routes()[0], zeros(2, 3, 48)))
-def column_down_reference(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def column_down_reference(h, down, bias, ids, out, dependent=0):
     for slot in range(ids.shape[1]):
         out[:, slot] = _times_columns(down, bias, ids[:, slot], h[:, slot].to(out.dtype))
     return out
@@ -356,7 +345,7 @@ def add_slots(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0) -> Tenso
 
 
 @definition(lambda g: (draw(g, 2, 3, 48).detach(), draw_routes()[1], draw(g, 2, 48).detach()))
-def add_slots_reference(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+def add_slots_reference(y, shares, x, dependent=0):
     return x.add_((y * shares[..., None]).sum(1))
 
 

@@ -26,7 +26,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> T
 
 
 @definition(lambda g, cols=40, packed=True: _draw_gated(g, cols, packed), gradient=True)
-def swiglu_reference(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
+def swiglu_reference(gate, up=None, limit=INFINITE):
     gate_half, up_half = _halves(gate, up)
     if limit != INFINITE:
         gate_half, up_half = gate_half.clamp(max=limit), up_half.clamp(-limit, limit)
@@ -44,7 +44,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
 
 @definition(lambda g, cols=40, packed=False: (*_draw_gated(g, cols, packed), "tanh"), gradient=True)
-def geglu_reference(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+def geglu_reference(gate, up=None, approximate="tanh"):
     gate_half, up_half = _halves(gate, up)
     return (F.gelu(gate_half, approximate=approximate) * up_half).to(gate.dtype)
 
@@ -68,7 +68,7 @@ def swiglu_backward(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tup
 
 
 @definition(lambda g, cols=40: (draw(g, 16, cols), draw(g, 16, 2 * cols)))
-def swiglu_backward_reference(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+def swiglu_backward_reference(dh, gate_up, overwrite=False):
     gate, up = _halves(gate_up, None)
     d, s = dh.to(gate.dtype), torch.sigmoid(gate)
     gradient = torch.cat([d * up * s * (1 + gate * (1 - s)), d * gate * s], -1)
@@ -86,7 +86,7 @@ def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 @definition(lambda g: (draw(g, 16, 80), 1.7, 0.8), gradient=True)
-def clamped_glu_reference(packed: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_glu_reference(packed, alpha, limit):
     pairs = packed.to(torch.promote_types(packed.dtype, torch.float32))
     gate, up = pairs[..., ::2].clamp(max=limit), pairs[..., 1::2].clamp(-limit, limit)
     return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(packed.dtype)

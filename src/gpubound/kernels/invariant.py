@@ -42,7 +42,7 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 @definition(lambda g, rows=70, outputs=72: (frozen(draw(g, rows, 80)), frozen(draw(g, outputs, 80)), frozen(draw(g, outputs))))
-def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def invariant_linear_reference(x, weight, bias=None):
     compute = torch.promote_types(x.dtype, torch.float32)
     w, b = weight.to(compute), None if bias is None else bias.to(compute)
     y = x.new_empty(len(x), len(weight))
@@ -65,7 +65,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
 
 
 @definition(lambda g, width=32: (*_draw(g, 150, 4, 2, width), ints(0, 70, 70, 150), width**-0.5))
-def invariant_attention_reference(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def invariant_attention_reference(q, k, v, bounds, scale):
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
     edges = bounds.tolist()
     for begin, end in pairwise(edges):
@@ -115,9 +115,7 @@ def _cached_example(g: torch.Generator, width: int = 32, grouped: bool = False) 
 
 
 @definition(_cached_example)
-def invariant_cached_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedKeys | None = None
-) -> Tensor:
+def invariant_cached_attention_reference(q, k, v, blocks, position, scale, shared=None):
     out = torch.empty_like(q)
     for queries, mine, first, results in zip(q, blocks.tolist(), position.tolist(), out):
         last, length = first + len(queries), k.shape[2]

@@ -123,10 +123,7 @@ def _queries_example(
 
 
 @definition(_queries_example)
-def latent_queries_reference(
-    q: Tensor, latent: Tensor, position: Tensor, norm: Norm, up: Tensor, cos: Tensor, sin: Tensor, cache: LatentCache,
-    out: Tensor, interleaved: bool = False, dependent: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def latent_queries_reference(q, latent, position, norm, up, cos, sin, cache, out, interleaved=False, dependent=0):
     tokens, place = len(q) // cache.rows, position.flatten().long()
     known = (place >= 0) & (place < min(len(cos), cache.positions))
     first = torch.ones_like(position, dtype=torch.bool)
@@ -197,10 +194,7 @@ def _attention_example(
 
 
 @definition(_attention_example)
-def latent_attention_reference(
-    q: Tensor, position: Tensor, cache: LatentCache, up: Tensor, scale: float, scratch: LatentScratch, out: Tensor,
-    dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def latent_attention_reference(q, position, cache, up, scale, scratch, out, dependent=0):
     H, R, tokens, place = q.shape[1], up.shape[1], len(q) // cache.rows, position.flatten().long()
     known = (place >= 0) & (place < cache.positions)
     dtype32, every = torch.promote_types(q.dtype, torch.float32), torch.arange(cache.positions, device=q.device)
@@ -351,9 +345,7 @@ def _example(
 
 
 @definition(_example, gradient=True)
-def sink_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, window: int | None = None, bounds: Tensor | None = None
-) -> Tensor:
+def sink_attention_reference(q, k, v, sinks, scale, window=None, bounds=None):
     (B, T, H, D), (L, K), compute = q.shape, k.shape[1:3], torch.promote_types(q.dtype, torch.float32)
     queries, keys, values = (t.to(compute).transpose(1, 2) for t in (q, k, v))
     queries = queries.reshape(B, K, H // K * T, D)  # a group's heads as queries of its one key head

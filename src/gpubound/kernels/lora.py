@@ -220,10 +220,7 @@ def _draw_down(
 
 
 @definition(_draw_down)
-def lora_down_reference(
-    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+def lora_down_reference(x, a, scale=1.0, drop=None, out=None, rows=None, blocks=None):
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     a_t = a.t() if blocks is None else _diagonal(a.t(), blocks)
     h = scale * (dropped(x.to(compute_dtype), drop) @ a_t.to(compute_dtype))
@@ -246,7 +243,7 @@ def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: i
 
 
 @definition(_draw_up)
-def lora_up_reference(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
+def lora_up_reference(y, h, b, drop=None, blocks=None):
     compute_dtype = torch.promote_types(y.dtype, torch.float32)
     b = b if blocks is None else _diagonal(b, blocks)
     return y.copy_(y.to(compute_dtype) + dropped(h.to(compute_dtype) @ b.to(compute_dtype).t(), drop))
@@ -296,10 +293,7 @@ def _draw_product(
 
 
 @definition(_draw_product)
-def lora_product_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
-) -> Tensor:  # fmt: skip
+def lora_product_reference(x, weight, bias, h, b, drop=None, blocks=None, rows=None):
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     b = b if blocks is None else _diagonal(b, blocks)
     y = x.to(compute_dtype) @ weight.to(compute_dtype).t() + dropped(h.to(compute_dtype) @ b.to(compute_dtype).t(), drop)
@@ -351,10 +345,7 @@ def _draw_gradients(
 
 
 @definition(_draw_gradients)
-def lora_gradients_reference(
-    x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+def lora_gradients_reference(x, gh, g, h, da, db, drop=None, begins=(True, True), blocks=None, arrivals=None):
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     for out, begin, left, right in ((da, begins[0], gh, x), (db, begins[1], g, h)):
         if out is not None:

@@ -53,9 +53,7 @@ def propose(
 
 
 @definition(lambda g: (example_rows(), _text(), _chunk(), draw(g, 9, 40).detach(), draw(g, 12, 40).detach()))
-def propose_reference(
-    rows: Rows, text: Tensor, chunk: Chunk, embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def propose_reference(rows, text, chunk, embed=None, x=None, dependent=False):
     token, position, alive = chunk
     tokens, last = token.shape[1], rows.position[:, None].long().clamp(0, text.shape[1] - 1)
     period = last - _last_match(text, last)
@@ -109,9 +107,7 @@ def accept(
 
 
 @definition(lambda g: (*_verified(), example_rows(), _text(), Said(ints(*[0] * 12).view(3, 4))))
-def accept_reference(
-    chunk: Chunk, chosen: Said, rows: Rows, text: Tensor, emitted: Said, seen: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def accept_reference(chunk, chosen, rows, text, emitted, seen=None, dependent=False):
     token, position, alive, _, bad, _ = rows
     (ran, _, going), (new_tokens, logprob) = chunk, chosen
     live, tokens = alive != 0, ran.shape[1]

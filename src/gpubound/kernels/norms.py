@@ -36,7 +36,7 @@ def _gain(g: torch.Generator, cols: int, frozen_weight: bool) -> Tensor:
 
 
 @definition(lambda g, cols=40, frozen_weight=False: (draw(g, 3, cols), _gain(g, cols, frozen_weight), 1e-6), gradient=True)
-def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+def rms_norm_reference(x, weight=None, eps=1e-6, offset=0.0):
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     x_compute = x.to(compute_dtype)
     y = x_compute * torch.rsqrt(x_compute.square().mean(-1, keepdim=True) + eps)
@@ -70,9 +70,7 @@ def _residual(g: torch.Generator, cols: int, rounded: torch.dtype | None) -> Ten
         draw(g, 3, cols), _residual(g, cols, rounded), _gain(g, cols, frozen_weight), 1e-6,
     ), gradient=True,
 )  # fmt: skip
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(x, residual, weight=None, eps=1e-6, offset=0.0):
     s = x + residual  # rounded once to x.dtype
     return rms_norm_reference(s, weight, eps, offset).to(residual.dtype), s
 
@@ -85,7 +83,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, cols), draw(g, cols), 1e-5), gradient=True)
-def layer_norm_reference(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm_reference(x, weight=None, bias=None, eps=1e-5):
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     centred = x.to(compute_dtype)
     centred = centred - centred.mean(-1, keepdim=True)
@@ -112,9 +110,7 @@ def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tenso
 
 
 @definition(lambda g: (draw(g, 2, 6, 5, 7), 3, draw(g, 6), draw(g, 6), 1e-5), gradient=True)
-def group_norm_reference(
-    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
+def group_norm_reference(x, groups, weight=None, bias=None, eps=1e-5):
     compute_dtype = torch.promote_types(x.dtype, torch.float32)
     samples, channels, *positions = x.shape
     rows = x.to(compute_dtype).reshape(samples, groups, channels // groups * prod(positions))

@@ -113,7 +113,7 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
         draw(g, 2, some, 24).detach() if some else None,
     )
 )
-def send_words_reference(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
+def send_words_reference(y, mail, column=0, more=None):
     for one in () if more is None else more.unbind(1):
         y = y + one
     mail.post(y, column)
@@ -136,7 +136,7 @@ def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0)
 
 
 @definition(lambda g, added=False: (draw(g, 2, 40).detach(), example_mail(g, 1, 3 if added else 1, 40, own=-1), added))
-def take_words_reference(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
+def take_words_reference(out, mail, added=False, dependent=0):
     if added:
         return out.add_(mail.summed(len(out)))
     out.view(torch.int32).copy_(mail.words(len(out))[0])

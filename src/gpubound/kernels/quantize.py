@@ -44,7 +44,7 @@ def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) ->
 
 
 @definition(lambda g, dtype=torch.float8_e4m3fn, both=True: (draw(g, 32, 48), _state(), dtype, both))
-def quantize_reference(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
+def quantize_reference(x, state, dtype, both=True):
     q, q_t = _rounded(x.float(), state, dtype)
     return q, q_t if both else None
 
@@ -56,7 +56,7 @@ def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple
 
 
 @definition(lambda g: (draw(g, 32, 96), _state(), torch.float8_e4m3fn))
-def quantize_swiglu_reference(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_swiglu_reference(gate_up, state, dtype):
     return _rounded(swiglu_reference(gate_up.float()), state, dtype)
 
 
@@ -68,7 +68,7 @@ def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: 
 
 
 @definition(lambda g: (draw(g, 32, 48), draw(g, 32, 96), _state(), torch.float8_e5m2))
-def quantize_swiglu_backward_reference(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_swiglu_backward_reference(dh, gate_up, state, dtype):
     gradient, _ = swiglu_backward_reference(dh.float(), gate_up.float())
     return _rounded(gradient, state, dtype)
 
@@ -89,7 +89,7 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tens
 
 
 @definition(lambda g, scaled=True: (draw(g, 9, 600), draw(g, 600).detach() if scaled else None))
-def quantize_rows_reference(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows_reference(x, factor=None):
     values = x.float() if factor is None else x.float() * factor
     largest = values.abs().amax(1, keepdim=True)
     scale = torch.where(largest > 0, largest, LARGEST[FINE]) * (1 / LARGEST[FINE])
@@ -104,7 +104,7 @@ def transpose(x: Tensor) -> Tensor:
 
 
 @definition(lambda g: (torch.randint(256, (70, 150), generator=g, dtype=torch.uint8, device="cpu"),))
-def transpose_reference(x: Tensor) -> Tensor:
+def transpose_reference(x):
     return x.t().contiguous()
 
 
@@ -249,7 +249,7 @@ def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
 
 
 @definition(lambda g: (to_nf4(draw(g, 9, 64 * 31).detach()), frozen(draw(g, 9, 64 * 31))))
-def dequantize_nf4_reference(weight: Nf4, out: Tensor) -> Tensor:
+def dequantize_nf4_reference(weight, out):
     codes, largest = weight.codes, absmax_of(weight)
     numbers = nf4_code(out.device)[torch.stack((codes >> 4, codes & 15), 2).int()]
     return out.copy_((numbers.view(-1, BLOCK) * largest[:, None]).view(out.shape))

@@ -61,7 +61,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 
 @definition(lambda g, kind="int8": (draw_packed(g, 40, 192, kind), draw(g, 40, 192).detach(), 2))
-def dequantize_reference(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
+def dequantize_reference(weight, out, turns=1):
     return out.copy_(unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1))
 
 
@@ -89,10 +89,7 @@ def quantized_norm_product(
 
 
 @definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 256, offset), *_draw_head(g), 0, cap))
-def quantized_norm_product_reference(
-    x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
-    dependent: int = 0, cap: float = 0.0,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+def quantized_norm_product_reference(x, norm, weight, bias, out, best, arg, dependent=0, cap=0.0):
     return norm_product_reference(x, norm, unpack(weight), None, None, bias, None, None, out, best, arg, 0, cap)
 
 
@@ -123,10 +120,7 @@ def quantized_norm_gate_up(
 
 
 @definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 150, offset), *_draw_gate_up(g), 0, activation))
-def quantized_norm_gate_up_reference(
-    x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
-    activation: str = "silu", alternate: bool = True,
-) -> Tensor:  # fmt: skip
+def quantized_norm_gate_up_reference(x, norm, gate_up, bias, out, dependent=0, activation="silu", alternate=True):
     both = unpack(gate_up)
     gate, up = both.unflatten(0, (-1, 2)).unbind(1) if alternate else both.chunk(2)
     gate_bias, up_bias = (None, None) if bias is None else bias.unflatten(0, (-1, 2)).unbind(1)
@@ -143,7 +137,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
 
 
 @definition(lambda g: (draw(g, 2, 150), draw_packed(g, 40, 150, "fp8"), draw(g, 40), zeros(2, 40)))
-def quantized_add_product_reference(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+def quantized_add_product_reference(h, weight, bias, x, dependent=0):
     return add_product_reference(h, unpack(weight), bias, x)
 
 
@@ -179,10 +173,7 @@ def quantized_routed_gate_up(
 @definition(lambda g, kind="int4", activation="silu": (
     *draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw_routes()[0], zeros(2, 3, 40), 0, INFINITE, activation
 ))  # fmt: skip
-def quantized_routed_gate_up_reference(
-    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
-    activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def quantized_routed_gate_up_reference(x, norm, gate_up, ids, out, dependent=0, limit=INFINITE, activation="silu"):
     stacked = unpack(gate_up).unflatten(0, (-1, 2 * out.shape[2]))
     return routed_gate_up_reference(x, norm, stacked, ids, out, 0, limit, activation)
 
@@ -202,9 +193,7 @@ def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, 
 @definition(
     lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), draw(g, 2, 48).detach())
 )
-def quantized_add_routed_reference(
-    h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0
-) -> Tensor:
+def quantized_add_routed_reference(h, down, ids, weights, x, dependent=0):
     return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
 
 
@@ -299,10 +288,7 @@ def _qkv_example(g: torch.Generator, offset: float | None = 0.0, rows: int = 5, 
 
 
 @definition(_qkv_example)
-def tiled_norm_product_reference(
-    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def tiled_norm_product_reference(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, dependent=0):
     return norm_product_reference(x.float(), norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, None, None)[0]
 
 
@@ -337,10 +323,7 @@ def _gate_up_example(
 
 
 @definition(_gate_up_example)
-def tiled_norm_gate_up_reference(
-    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def tiled_norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, activation="silu"):
     return norm_gate_up_reference(x.float(), norm, gate, up, gate_bias, up_bias, out, dependent, activation)
 
 
@@ -363,9 +346,7 @@ def _add_example(g: torch.Generator, rows: int = 5, inner: int = WIDE, hidden: i
 
 
 @definition(_add_example)
-def tiled_add_product_reference(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+def tiled_add_product_reference(h, weight, bias, x, dependent=0, copy=None):
     add_product_reference(h, weight, bias, x)
     return x if copy is None else (x, copy.copy_(x))
 

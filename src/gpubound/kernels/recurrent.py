@@ -74,9 +74,7 @@ def _scan_example(g: torch.Generator, reads: bool = True, D: int = 16, E: int = 
 
 
 @definition(_scan_example, tf32=lambda *shape: shape[-1:] == (False,), gradient=True)
-def chunk_scan_reference(
-    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, decay: Tensor, state: Tensor, precise: bool = True
-) -> tuple[Tensor, Tensor]:
+def chunk_scan_reference(u, w, q, p, k, decay, state, precise=True):
     compute_dtype = torch.promote_types(u.dtype, torch.float32)
     u, q, p, k, decay, S = (t.to(compute_dtype) for t in (u, q, p, k, decay, state))
     w, outputs = None if w is None else w.to(compute_dtype), []
@@ -163,9 +161,7 @@ def _conv_example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens:
 
 
 @definition(_conv_example)
-def short_conv_reference(
-    x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor]:
+def short_conv_reference(x, position, ring, weight, bias, out, dependent=0):
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     gate, output_gate, value = x.view(len(ring), -1, 3, ring.shape[2]).unbind(2)  # (B, T, C)
     convolved = ring_convolution(gate * value, position, ring, weight, bias)
@@ -300,10 +296,7 @@ def _delta_example(
 
 
 @definition(_delta_example)
-def delta_step_reference(
-    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def delta_step_reference(x, position, ring, state, parameters, shape, out, dependent=0):
     q, k, v, z, b, a = shape.parts(x.to(torch.promote_types(x.dtype, torch.float32)))
     mixed = ring_convolution(torch.cat([q, k, v], -1)[:, None], position, ring, parameters.conv, None)
     q, k, v, g, beta = (t[:, 0] for t in delta_inputs(F.silu(mixed), b[:, None], a[:, None], parameters, shape))
@@ -449,10 +442,7 @@ def _mamba_example(
 
 
 @definition(_mamba_example)
-def mamba_step_reference(
-    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def mamba_step_reference(x, position, ring, state, parameters, shape, out, dependent=0):
     z, mixed, dt = shape.parts(x.to(torch.promote_types(x.dtype, torch.float32)))
     mixed = ring_convolution(mixed[:, None], position, ring, parameters.conv, parameters.conv_bias)
     v, b, c, g, skipped = (t[:, 0] for t in mamba_inputs(F.silu(mixed), dt[:, None], parameters, shape))
@@ -504,7 +494,7 @@ def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent
 
 
 @definition(lambda g: (draw(g, 2, 48).detach(), Norm(draw(g, 48), 1e-5), 3, zeros(2, 48)))
-def grouped_norm_rows_reference(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
+def grouped_norm_rows_reference(x, norm, groups, out, dependent=0):
     return out.copy_(group_normed(x, norm, groups))
 
 

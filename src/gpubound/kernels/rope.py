@@ -39,7 +39,7 @@ def _example(generator: torch.Generator, heads: int = 4, kv_heads: int = 2, size
 
 
 @definition(_example, gradient=True)
-def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope_reference(q, k, cos, sin):
     return _turned(q, cos, sin), _turned(k, cos, sin)
 
 
@@ -67,7 +67,7 @@ def _packed_example(generator: torch.Generator, heads: int = 4, kv_heads: int = 
 
 
 @definition(_packed_example, gradient=True)
-def rope_qkv_reference(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def rope_qkv_reference(qkv, cos, sin, heads, kv_heads):
     total = heads + 2 * kv_heads
     rotated, v = qkv.unflatten(-1, (total, qkv.shape[-1] // total)).split([heads + kv_heads, kv_heads], 2)
     q, k = _turned(rotated, cos, sin).split([heads, kv_heads], 2)

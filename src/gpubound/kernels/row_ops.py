@@ -45,7 +45,7 @@ def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0)
 @definition(lambda g, bias=True, offset=0.0: (
     draw(g, 2, 48).detach(), LayerNorm(draw(g, 48), draw(g, 48) if bias else None, 1e-5, offset), zeros(2, 48)
 ))  # fmt: skip
-def layer_norm_rows_reference(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0) -> Tensor:
+def layer_norm_rows_reference(x, norm, out, dependent=0):
     return out.copy_(layer_normed(x, norm))
 
 
@@ -73,7 +73,7 @@ def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0, b
 @definition(lambda g, activation="gelu_tanh", by=False: (
     draw(g, 2, 48).detach(), activation, draw(g, 2, 48), 0, draw(g, 2, 48).detach() if by else None
 ))  # fmt: skip
-def activate_rows_reference(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
+def activate_rows_reference(x, activation, out, dependent=0, by=None):
     y = ACTIVATED[activation](x)
     return out.copy_(y if by is None else y * by)
 
@@ -106,7 +106,7 @@ def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int = -1) -> Ten
 
 
 @definition(lambda g, cols=40: (draw(g, 9, cols).detach(), ints(3, 8, 3, 0, 3).long(), draw(g, 5, cols), 0))
-def add_rows_reference(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
+def add_rows_reference(table, ids, rows, without):
     ids, rows = ids.flatten().long(), rows.reshape(-1, rows.shape[-1]).to(table.dtype)
     left_out, inside = ids == without, (ids >= 0) & (ids < len(table))
     rows = rows.masked_fill(left_out[:, None], 0).masked_fill(~(left_out | inside)[:, None], torch.nan)
@@ -164,7 +164,7 @@ def _example(g: torch.Generator, *shape: Any) -> tuple:
 
 
 @definition(_example)
-def write_tokens_reference(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int) -> Tensor:
+def write_tokens_reference(cache, new, blocks, start):
     size, first = cache.shape[2], start[:, None] if isinstance(start, Tensor) else start
     position = (torch.arange(new.shape[1], device=new.device) + first).expand(new.shape[:2])  # (B, T)
     page = (position // size)[:, None].expand(-1, blocks.shape[1], -1)  # (B, C, T)

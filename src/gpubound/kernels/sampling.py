@@ -90,9 +90,7 @@ def pick(
 
 
 @definition(lambda g: (draw(g, 4, 50).detach(), _counted(4, 50), example_rows(), _into(g)))
-def pick_reference(
-    best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def pick_reference(best, arg, rows, into, seen=None, dependent=False):
     top = best.amax(1)  # NaN if one of them is
     token = torch.where(best == top[:, None], arg, torch.iinfo(torch.int32).max).amin(1)
     return _advance(token, top.isfinite(), rows, into, seen)
@@ -129,9 +127,7 @@ def sample(
 
 
 @definition(lambda g: (frozen(draw(g, 4, 300)), example_rows(), _settings(), _into(g)))
-def sample_reference(
-    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def sample_reference(logits, rows, settings, into, logprob=None, dependent=False):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled, top = _scaled(logits, settings)
     warm, sampled = settings.temperature > 0, scaled.argmax(1)

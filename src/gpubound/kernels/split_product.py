@@ -56,10 +56,7 @@ def split_product(
 @definition(lambda g, P=2, rows=16, hidden=WIDE, heads=32: (
     draw(g, rows, hidden), *draw_qkv(g, hidden, heads), zeros(P, rows, 2 * heads)
 ))  # fmt: skip
-def split_product_reference(
-    x: Tensor, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None, k_bias: Tensor | None,
-    v_bias: Tensor | None, parts: Tensor, dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def split_product_reference(x, weight, k_weight, v_weight, bias, k_bias, v_bias, parts, dependent=0):
     weights = torch.cat([w.to(parts.dtype) for w in (weight, k_weight, v_weight) if w is not None])
     biases = [b.to(parts.dtype) for b in (bias, k_bias, v_bias) if b is not None]
     for number, (columns, of) in enumerate(zip(x.to(parts.dtype).chunk(len(parts), 1), weights.chunk(len(parts), 1))):
@@ -92,10 +89,7 @@ def split_gate_up(
 @definition(lambda g, activation="silu", rows=16, hidden=WIDE, width=40: (
     draw(g, rows, hidden), *draw_gate_up(g, rows, hidden, width), 0, activation
 ))  # fmt: skip
-def split_gate_up_reference(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, dependent: int = 0,
-    activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def split_gate_up_reference(x, gate, up, gate_bias, up_bias, out, dependent=0, activation="silu"):
     x, biases = x.float(), [None if bias is None else bias.float() for bias in (gate_bias, up_bias)]
     gated = ACTIVATIONS[activation](F.linear(x, gate.float(), biases[0]))
     return out.copy_(gated * F.linear(x, up.float(), biases[1]))

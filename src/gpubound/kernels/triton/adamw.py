@@ -11,7 +11,6 @@ of 256 numbers would be looked up 18 times an element, at several cycles a time 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..plans import cdiv
 from ._launch import bump_versions
@@ -255,10 +254,7 @@ def _adamw8_kernel(weight_ptr, gradient_ptr, m_ptr, v_ptr, m_scale_ptr, v_scale_
 
 
 @torch.no_grad()
-def plan_update(
-    gradient: Tensor, totals: Tensor, state: Tensor, rates: Tensor,
-    betas: tuple[float, float], weight_decay: float, clip: float | None, growth_interval: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def plan_update(gradient, totals, state, rates, betas, weight_decay, clip, growth_interval):
     n = gradient.numel()
     programs = max(1, min(PROGRAMS, cdiv(n, BLOCK)))
     partial = torch.empty(programs, device=gradient.device, dtype=torch.float32)
@@ -274,10 +270,7 @@ def plan_update(
 
 
 @torch.no_grad()
-def adamw(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, plan: Tensor, master: Tensor | None,
-    betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def adamw(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed):
     n, split = weight.numel(), master is not None and master.dtype == torch.int16
     block = 2048 if weight.is_cuda else BLOCK
     if n:
@@ -290,10 +283,7 @@ def adamw(
 
 
 @torch.no_grad()
-def adamw8(
-    weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, m_scale: Tensor, v_scale: Tensor, plan: Tensor,
-    master: Tensor | None, betas: tuple[float, float], eps: float, decay_until: int, seed: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def adamw8(weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed):
     n, blocks = weight.numel(), m_scale.numel()
     split = master is not None and master.dtype == torch.int16
     if n:

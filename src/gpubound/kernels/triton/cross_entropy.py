@@ -250,10 +250,7 @@ class _CrossEntropy(torch.autograd.Function):
         return gradient.view(logits.shape), None, None
 
 
-def cross_entropy(
-    logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None,
-    z_loss: float = 0.0, reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+def cross_entropy(logits, labels, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, reduction="mean"):
     return _CrossEntropy.apply(logits, labels, Options(ignore_index, label_smoothing, softcap, z_loss, reduction))
 
 
@@ -332,10 +329,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
-    label_smoothing: float = 0.0, softcap: float | None = None, z_loss: float = 0.0, reduction: str = "mean",
-    chunk: int | None = None, grad_scale: Tensor | None = None, weights: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x, weight, labels, bias=None, ignore_index=-100, label_smoothing=0.0, softcap=None, z_loss=0.0, reduction="mean",
+    chunk=None, grad_scale=None, weights=None,
+):  # fmt: skip
     wanted = tuple(torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, weight, bias))
     options = Options(ignore_index, label_smoothing, softcap, z_loss, reduction)
     loss = _LinearCrossEntropy.apply(x, weight, bias, labels, weights, grad_scale, options, chunk, wanted)
@@ -461,10 +457,7 @@ def _divergence_kernel(student_ptr, teacher_ptr, labels_ptr, distance_ptr, entro
 
 
 @torch.no_grad()
-def divergence(
-    student: Tensor, teacher: Tensor, labels: Tensor, alpha: float, beta: float, temperature: float, ignore_index: int,
-    scale: Tensor | None, gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+def divergence(student, teacher, labels, alpha, beta, temperature, ignore_index, scale, gradient):
     rows, words = student.shape
     z, t = (x if words == 1 or x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
     distance, entropy = torch.empty(2, rows, device=student.device, dtype=torch.float32)

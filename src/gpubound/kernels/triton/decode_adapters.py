@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..decode_adapters import EMPTY, EVERY_ADAPTER, StepAdapter, StepAdapters, table_of
 from ..plans import cdiv, power_of_two
@@ -223,9 +222,7 @@ def _add_adapters_kernel(x_ptr, y_ptr, k_ptr, v_ptr, y_apart, k_apart, v_apart, 
 
 
 @torch.no_grad()
-def add_adapters(
-    x: Tensor, adapters: StepAdapters, y: Tensor, k: Tensor | None = None, v: Tensor | None = None
-) -> tuple[Tensor, ...]:
+def add_adapters(x, adapters, y, k=None, v=None):
     args = tuple(one for one in (y, k, v) if one is not None)
     spare = 3 - len(args)
     three, most = (*args, *[y[:, :0]] * spare), [*map(_most, adapters.parts), *[0] * spare]

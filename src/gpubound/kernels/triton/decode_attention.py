@@ -27,10 +27,9 @@ after the wait.
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...device import interpreted
-from ..decode_attention import LARGEST, MANY, TINY, Heads, LayerCache, Scratch, new_heads, written
+from ..decode_attention import LARGEST, MANY, TINY, new_heads, written
 from ..decode_product import EARLY, LATE, Norm, can_chain
 from ..invariant import MEMBERS
 from ..plans.types import AttentionPlan, cdiv, job_of, power_of_two
@@ -694,9 +693,7 @@ def _together_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, page
 
 
 @torch.no_grad()
-def decode_attention(
-    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, ...]:
+def decode_attention(qkv, position, cache, heads, scratch, out, dependent=0):
     _, KV, page, D = cache.k.shape
     cos, sin, q_norm, k_norm, scale, window, cap, interleaved, sinks, _, v_eps = heads
     partial, finished, tiles, most_keys, parts, many, together, by_query = scratch

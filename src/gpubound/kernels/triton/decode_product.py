@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..decode_adapters import StepAdapters
 from ..decode_product import Norm
-from ..peer_exchange import Mail
 from ..plans import ADAPTED, job_of, power_of_two
 from ._launch import _begin, _end, _gained, _row, _tile, _wait, at_once, bump_versions, in_place, launch_product, options
 from ._math import activated, capped
@@ -293,10 +292,9 @@ def _norm_parts(norm: Norm | None) -> tuple[Tensor | None, float, float | None]:
 
 @in_place
 def norm_product(
-    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None, dependent: int = 0,
-    cap: float = 0.0, adapters: StepAdapters | None = None, activation: str = "", by: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, dependent=0, cap=0.0, adapters=None,
+    activation="", by=None,
+):  # fmt: skip
     norm_weight, eps, gain = _norm_parts(norm)
     k, v = (w if w is not None else weight for w in (k_weight, v_weight))
     k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
@@ -315,10 +313,7 @@ def norm_product(
 
 
 @in_place
-def norm_gate_up(
-    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu", adapters: StepAdapters | None = None,
-) -> Tensor:  # fmt: skip
+def norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, activation="silu", adapters=None):
     norm_weight, eps, gain = _norm_parts(norm)
     rows, width = gate.shape
     launch_product(
@@ -330,16 +325,14 @@ def norm_gate_up(
 
 
 @in_place
-def add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
-) -> Tensor:
+def add_product(h, weight, bias, x, dependent=0, adapters=None):
     more = _adapter_arguments(adapters, len(h), weight.shape[1]) | _mail_arguments(None)
     _launch_add(_way("add", adapters), h, weight, bias, x, dependent, **more)
     return x
 
 
 @in_place
-def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
+def send_product(h, weight, bias, mail, dependent=0):
     adapters = _adapter_arguments(None, len(h), weight.shape[1])
     _launch_add("add", h, weight, bias, None, dependent, **adapters, **_mail_arguments(mail))
     return mail.boxes
@@ -391,9 +384,7 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, factor_ptr, eps, K: tl.constexpr, C
 
 
 @in_place
-def norm_rows(
-    x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+def norm_rows(x, norm, out, dependent=0, parts=None):
     (weight, eps, offset), (rows, width) = norm, x.shape
     block, count = power_of_two(width), 0 if parts is None else len(parts)
     warps = max(1, min(8, block // 128)) if count else _warps(block)  # more loads of one thread wait for each other
@@ -414,7 +405,7 @@ def norm_rows(
 
 
 @torch.no_grad()
-def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:
+def add_norm(y, norm, x, dependent=0, factor=None):
     weight, eps, offset = norm
     block = power_of_two(x.shape[1])
     rest = x.shape[1], block, offset

@@ -7,9 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..draft_inputs import Reads
-from ..ngram_speculation import Chunk
 from ..plans import power_of_two
-from ..sampling import Rows
 from ._launch import in_place, options
 from .sampling import _embedding, _finite, _largest, _start
 
@@ -103,10 +101,7 @@ def _plan(reads: Reads, embed: Tensor | None, dependent: int) -> tuple[tuple[int
 
 
 @in_place
-def keep_stream(
-    x: Tensor, to: Tensor, column: int, position: Tensor | None = None, first: Tensor | None = None, dependent: int = 0,
-    index: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def keep_stream(x, to, column, position=None, first=None, dependent=0, index=None):
     block, (rows, tokens) = power_of_two(x.shape[1]), (1, 1) if position is None else position.shape
     _keep_stream_kernel[(len(to),)](
         x, to, position, first, index, column, to.shape[1], x.shape[1], rows, T=tokens, BLOCK=block, ROWS=power_of_two(rows),
@@ -116,10 +111,7 @@ def keep_stream(
 
 
 @in_place
-def begin_draft(
-    rows: Rows, text: Tensor, first: Tensor, x: Tensor, reads: Reads, chunk: Chunk, place: Tensor, last: Tensor, both: Tensor,
-    embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def begin_draft(rows, text, first, x, reads, chunk, place, last, both, embed=None, to=None, dependent=0):
     (table, embedded, feature), (shape, constants) = reads, _plan(reads, embed, dependent)
     _begin_draft_kernel[(chunk.token.numel(),)](
         rows.token, rows.position, rows.alive, text, first, x, table, embedded.weight, feature.weight, *chunk, place, last,
@@ -130,10 +122,7 @@ def begin_draft(
 
 
 @in_place
-def extend_draft(
-    best: Tensor | None, arg: Tensor | None, targets: Tensor, token: Tensor, x: Tensor, reads: Reads, chunk: Chunk, at: int,
-    both: Tensor | None, embed: Tensor | None = None, to: Tensor | None = None, dependent: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def extend_draft(best, arg, targets, token, x, reads, chunk, at, both, embed=None, to=None, dependent=0):
     (table, embedded, feature), (shape, constants) = reads, _plan(reads, embed, dependent)
     parts = 0 if best is None else best.shape[1]
     _extend_draft_kernel[(len(x),)](

@@ -23,10 +23,8 @@ row of a model of 2,880 columns has 360 programs. Another launch adds the slots'
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..decode_product import Norm
-from ..experts import LEAST, ExpertRouting
+from ..experts import LEAST
 from ..gated import INFINITE
 from ..plans.types import job_of, power_of_two
 from ._launch import _begin, _end, _row, _tile, _wait, bump_versions, in_place, launch_product, options
@@ -163,10 +161,7 @@ def _add_routed_kernel(h_ptr, down_ptr, ids_ptr, weights_ptr, x_ptr, stacked, ro
 
 
 @torch.no_grad()
-def route(
-    x: Tensor, norm: Norm, router: Tensor, normalise: bool, logits: Tensor, count: Tensor, ids: Tensor, weights: Tensor,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def route(x, norm, router, normalise, logits, count, ids, weights, dependent=0):
     experts, width = router.shape
     block = power_of_two(experts)
     launch_product(
@@ -179,10 +174,7 @@ def route(
 
 
 @in_place
-def routed_gate_up(
-    x: Tensor, norm: Norm, gate_up: Tensor, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
-    activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def routed_gate_up(x, norm, gate_up, ids, out, dependent=0, limit=INFINITE, activation="silu"):
     rows, width = out.shape[2], x.shape[1]
     launch_product(
         _routed_gate_up_kernel, job_of("product", "routed_gate_up", (rows, width, rows), gate_up), width, ids.numel(),
@@ -193,7 +185,7 @@ def routed_gate_up(
 
 
 @in_place
-def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+def add_routed(h, down, ids, weights, x, dependent=0):
     experts, rows, width = down.shape
     launch_product(
         _add_routed_kernel, job_of("product", "add_routed", (rows, width, rows), down), width, len(x), dependent, h, down, ids,
@@ -307,9 +299,7 @@ def _gate_rows_kernel(x_ptr, norm_ptr, weight_ptr, h_ptr, eps, width, K: tl.cons
 
 
 @torch.no_grad()
-def select_experts(
-    logits: Tensor, routing: ExpertRouting, spare: Tensor, ids: Tensor, shares: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor]:
+def select_experts(logits, routing, spare, ids, shares, dependent=0):
     rows, experts = logits.shape
     block = power_of_two(experts)
     _select_experts_kernel[(rows,)](
@@ -322,7 +312,7 @@ def select_experts(
 
 
 @in_place
-def gate_rows(x: Tensor, norm: Norm, weight: Tensor, h: Tensor, dependent: int = 0) -> Tensor:
+def gate_rows(x, norm, weight, h, dependent=0):
     hidden = x.shape[1]
     block = power_of_two(hidden)
     _gate_rows_kernel[(len(x),)](
@@ -408,10 +398,7 @@ def _add_slots_kernel(y_ptr, shares_ptr, x_ptr, columns, S: tl.constexpr, BLOCK:
 
 
 @in_place
-def column_gate_up(
-    x: Tensor, norm: Norm, gate_up: Tensor, bias: Tensor, ids: Tensor, out: Tensor, alpha: float, limit: float,
-    dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def column_gate_up(x, norm, gate_up, bias, ids, out, alpha, limit, dependent=0):
     experts, hidden, columns = gate_up.shape
     _column_gate_up_kernel[(triton.cdiv(columns, GATE_UP_COLUMNS), ids.numel())](
         x, norm.weight, gate_up, bias, ids, out, norm.eps, alpha, limit, experts, ids.shape[1], hidden, columns, ROWS,
@@ -421,7 +408,7 @@ def column_gate_up(
 
 
 @in_place
-def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def column_down(h, down, bias, ids, out, dependent=0):
     experts, units, columns = down.shape
     _column_down_kernel[(triton.cdiv(columns, DOWN_COLUMNS), ids.numel())](
         h, down, bias, ids, out, experts, units, columns, ROWS, DOWN_COLUMNS, **options(WARPS, dependent)
@@ -430,7 +417,7 @@ def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor,
 
 
 @in_place
-def add_slots(y: Tensor, shares: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+def add_slots(y, shares, x, dependent=0):
     rows, slots, columns = y.shape
     _add_slots_kernel[(triton.cdiv(columns, BLOCK), rows)](y, shares, x, columns, slots, BLOCK, **options(4, dependent))
     return x

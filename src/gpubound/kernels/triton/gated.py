@@ -181,16 +181,16 @@ class _Gated(torch.autograd.Function):
         return dgate, dup, None, None, None
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
+def swiglu(gate, up=None, limit=INFINITE):
     return _Gated.apply(gate, up, "silu", limit, "swiglu")
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> Tensor:
+def geglu(gate, up=None, approximate="tanh"):
     return _Gated.apply(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu_erf", INFINITE, "geglu")
 
 
 @torch.no_grad()
-def swiglu_backward(dh: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+def swiglu_backward(dh, gate_up, overwrite=False):
     d, (gate, up) = _matrix(dh), _halves(gate_up, None)
     # A program has read its tiles before it writes others in their place.
     gradient, h = (
@@ -241,5 +241,5 @@ def _pairs(way: str, packed: Tensor, dout: Tensor, out: Tensor, alpha: float, li
     launch(job_of("clamped_glu", way, (packed.shape[-1],), packed), run)
 
 
-def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_glu(packed, alpha, limit):
     return _ClampedGLU.apply(packed, alpha, limit)

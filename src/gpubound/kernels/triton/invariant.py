@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import Chip, interpreted
-from ..invariant import BLOCK, MEMBERS, SharedKeys
+from ..invariant import BLOCK, MEMBERS
 from ..plans.types import SPARE, cdiv, job_of, power_of_two
 
 # Of a tile of attention: those of one product of a warp group of Hopper's. In fp32, without tensor cores, the compiler writes
@@ -218,7 +218,7 @@ def _chip(x: Tensor) -> Chip:
 
 
 @torch.no_grad()
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def invariant_linear(x, weight, bias=None):
     if bias is None and _equal_to_torch(x, weight):
         return F.linear(x, weight)
     return _linear(x, weight, bias)
@@ -267,7 +267,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @torch.no_grad()
-def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def invariant_attention(q, k, v, bounds, scale):
     tokens, heads, _ = q.shape
     out, lse = torch.empty_like(q), torch.empty(heads, tokens, device=q.device, dtype=torch.float32)
     sequence, first = _tiles(bounds, tokens, _each(q, k))
@@ -277,9 +277,7 @@ def invariant_attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: 
 
 
 @torch.no_grad()
-def invariant_cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, scale: float, shared: SharedKeys | None = None
-) -> Tensor:
+def invariant_cached_attention(q, k, v, blocks, position, scale, shared=None):
     (batch, tokens, heads, width), out = q.shape, torch.empty_like(q)
     strides, each = [t.stride()[:3] for t in (k, v)], _each(q, k)
     operands = q, k, v, out, None, (None, None, None, position, blocks), scale, strides

@@ -26,9 +26,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_product import EARLY, Norm
+from ..decode_product import EARLY
 from ..dispatch import SIXTEEN_BITS
-from ..latent_attention import LatentCache, LatentScratch, hidden
+from ..latent_attention import hidden
 from ..plans.types import LatentPlan, MatrixPlan, cdiv, job_of, power_of_two
 from ._launch import _begin, _wait, bump_versions, in_place, launch, options
 
@@ -146,10 +146,7 @@ def _latent_queries_kernel(q_ptr, q_stride, latent_ptr, latent_stride, position_
 
 
 @in_place
-def latent_queries(
-    q: Tensor, latent: Tensor, position: Tensor, norm: Norm, up: Tensor, cos: Tensor, sin: Tensor, cache: LatentCache,
-    out: Tensor, interleaved: bool = False, dependent: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def latent_queries(q, latent, position, norm, up, cos, sin, cache, out, interleaved=False, dependent=0):
     (tokens, H, _), R, pairs = out.shape, up.shape[1], cos.shape[1]
     D = q.shape[1] // H - 2 * pairs
 
@@ -262,10 +259,7 @@ def _latent_values_kernel(x_ptr, up_ptr, out_ptr, tokens, H: tl.constexpr, D: tl
 
 
 @torch.no_grad()
-def latent_attention(
-    q: Tensor, position: Tensor, cache: LatentCache, up: Tensor, scale: float, scratch: LatentScratch, out: Tensor,
-    dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def latent_attention(q, position, cache, up, scale, scratch, out, dependent=0):
     (tokens, H, width), R, (sums, weights, tiles) = q.shape, up.shape[1], scratch
     V, splits, mode = out.shape[1] // H, sums.shape[1], EARLY if dependent else 0
     D, padded, sixteen_bits = len(up) // H - V, max(16, power_of_two(R)), q.element_size() == 2
@@ -295,9 +289,7 @@ def latent_attention(
     return out
 
 
-def sink_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, window: int | None = None, bounds: Tensor | None = None
-) -> Tensor:
+def sink_attention(q, k, v, sinks, scale, window=None, bounds=None):
     q, k, v = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v))  # the CPU's kernel reads others wrongly
     y: Tensor = _SinkAttention.apply(q, k, v, sinks, scale, window, bounds)
     return y

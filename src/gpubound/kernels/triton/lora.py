@@ -30,7 +30,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...device import interpreted
-from ..lora import Drop, Owners, OwnRanks, threshold
+from ..lora import Drop, OwnRanks, threshold
 from ..plans.types import ProductPlan, cdiv, job_of, power_of_two
 from ._launch import in_place, launch
 
@@ -405,10 +405,7 @@ def _lora_gradients_kernel(x_ptr, gh_ptr, g_ptr, h_ptr, da_ptr, db_ptr, parts_pt
 
 
 @torch.no_grad()
-def lora_down(
-    x: Tensor, a: Tensor, scale: float = 1.0, drop: Drop | None = None, out: Tensor | None = None,
-    rows: Owners | None = None, blocks: Sequence[int] | None = None,
-) -> Tensor:  # fmt: skip
+def lora_down(x, a, scale=1.0, drop=None, out=None, rows=None, blocks=None):
     x, (count, columns), rank, of_blocks = _dense(x), x.shape, a.shape[0], len(blocks or (0,))
     h = torch.empty(count, of_blocks * rank, device=x.device, dtype=x.dtype) if out is None else out
     job = job_of("lora", "down", (_rows(count), columns, _ranks(rank)), x)
@@ -427,7 +424,7 @@ def lora_down(
 
 
 @in_place
-def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: Sequence[int] | None = None) -> Tensor:
+def lora_up(y, h, b, drop=None, blocks=None):
     h, (rows, columns), rank = _dense(h).to(y.dtype), y.shape, b.shape[1]
 
     def run(plan: ProductPlan) -> None:
@@ -443,10 +440,7 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
 
 
 @in_place
-def lora_gradients(
-    x: Tensor, gh: Tensor, g: Tensor, h: Tensor, da: Tensor | None, db: Tensor | None, drop: Drop | None = None,
-    begins: tuple[bool, bool] = (True, True), blocks: Sequence[int] | None = None, arrivals: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+def lora_gradients(x, gh, g, h, da, db, drop=None, begins=(True, True), blocks=None, arrivals=None):
     x, gh, g, h = (_dense(t).to(x.dtype) for t in (x, gh, g, h))
     (rows, inputs), outputs, ranks = x.shape, g.shape[1], h.shape[1]
     rank = ranks // len(blocks or (0,))
@@ -473,10 +467,7 @@ def lora_gradients(
 
 
 @torch.no_grad()
-def lora_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, b: Tensor, drop: Drop | None = None,
-    blocks: Sequence[int] | None = None, rows: OwnRanks | None = None,
-) -> Tensor:  # fmt: skip
+def lora_product(x, weight, bias, h, b, drop=None, blocks=None, rows=None):
     x, h, weight = _dense(x), _dense(h).to(x.dtype), weight.to(x.dtype)
     bias = None if bias is None else bias.contiguous()
     own = _fit(rows, x.shape[0])

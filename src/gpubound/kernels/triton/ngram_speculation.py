@@ -2,11 +2,10 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..ngram_speculation import NGRAM, Chunk, Said
+from ..ngram_speculation import NGRAM
 from ..plans import power_of_two
-from ..sampling import Rows, changed
+from ..sampling import changed
 from ._launch import in_place, options
 from .sampling import ROWS, _embedding, _shape, _start
 
@@ -82,9 +81,7 @@ def _accept_kernel(chosen_ptr, going_ptr, chunk_ptr, token_ptr, position_ptr, al
 
 
 @in_place
-def propose(
-    rows: Rows, text: Tensor, chunk: Chunk, embed: Tensor | None = None, x: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def propose(rows, text, chunk, embed=None, x=None, dependent=False):
     _propose_kernel[(chunk.token.numel(),)](
         rows.position, rows.alive, text, *chunk, embed, x, text.shape[1], *_shape(embed), chunk.token.shape[1],
         min(TILE, max(16, power_of_two(text.shape[1]))), **options(4, dependent),
@@ -93,9 +90,7 @@ def propose(
 
 
 @in_place
-def accept(
-    chunk: Chunk, chosen: Said, rows: Rows, text: Tensor, emitted: Said, seen: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def accept(chunk, chosen, rows, text, emitted, seen=None, dependent=False):
     batch, tokens = chunk.token.shape
     to, logprob = emitted
     _accept_kernel[(batch,)](

@@ -181,17 +181,15 @@ def _op(centre: bool, residual: Tensor | None) -> str:
     return "layer_norm" if centre else "rms_norm" if residual is None else "add_rms_norm"
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+def rms_norm(x, weight=None, eps=1e-6, offset=0.0):
     return _Norm.apply(x, None, weight, None, eps, offset, False, not torch.is_grad_enabled())  # else x is saved, without a gap
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0):
     return _Norm.apply(x, residual, weight, None, eps, offset, False)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
     return _Norm.apply(x, None, weight, bias, eps, 0.0, True)
 
 
@@ -444,5 +442,5 @@ class _GroupNorm(torch.autograd.Function):
         return dx, None, dw if need_dw else None, db if need_db else None, None
 
 
-def group_norm(x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def group_norm(x, groups, weight=None, bias=None, eps=1e-5):
     return _GroupNorm.apply(x, groups, weight, bias, eps)

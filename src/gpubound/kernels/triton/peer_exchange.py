@@ -143,7 +143,7 @@ def _take_words_kernel(out_ptr, count, boxes, box, state, number, sender, room, 
 
 
 @in_place
-def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = None) -> tuple[Tensor, ...]:
+def send_words(y, mail, column=0, more=None):
     rows, columns = y.shape
     block, bits = min(WORDS, power_of_two(columns)), y.view(torch.int32)
     _send_words_kernel[(cdiv(columns, block), rows)](
@@ -154,7 +154,7 @@ def send_words(y: Tensor, mail: Mail, column: int = 0, more: Tensor | None = Non
 
 
 @in_place
-def take_words(out: Tensor, mail: Mail, added: bool = False, dependent: int = 0) -> Tensor:
+def take_words(out, mail, added=False, dependent=0):
     block = min(WORDS, max(32, power_of_two(out.numel())))
     to, args = out if added else out.view(torch.int32), _mail_arguments(mail)
     warps = _warps_taking(args["S"] * block, WARPS)

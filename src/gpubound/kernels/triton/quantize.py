@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...device import interpreted
 from ..plans.types import MatrixPlan, cdiv, job_of, power_of_two
-from ..quantize import BLOCK, FINE, GROUP, LARGEST, Nf4, dynamic_code, nf4_code
+from ..quantize import BLOCK, FINE, GROUP, LARGEST, dynamic_code, nf4_code
 from ._launch import bump_versions, in_place, launch
 from .gated import _activated, _halves, _matrix
 
@@ -173,26 +173,26 @@ def _launch(
 
 
 @torch.no_grad()
-def quantize(x: Tensor, state: Tensor, dtype: torch.dtype, both: bool = True) -> tuple[Tensor, Tensor | None]:
+def quantize(x, state, dtype, both=True):
     x = _matrix(x)
     return _launch(_quantize_kernel, "plain", state, dtype, x.shape[1], [x], [x.stride(0)], both, BOTH=both)
 
 
 @torch.no_grad()
-def quantize_swiglu(gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_swiglu(gate_up, state, dtype):
     gate, up = _halves(gate_up, None)
     return _launch(_swiglu_kernel, "swiglu", state, dtype, gate.shape[1], [gate, up], [gate.stride(0)])
 
 
 @torch.no_grad()
-def quantize_swiglu_backward(dh: Tensor, gate_up: Tensor, state: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize_swiglu_backward(dh, gate_up, state, dtype):
     dh, (gate, up) = _matrix(dh), _halves(gate_up, None)
     matrices, strides = [dh, gate, up], [dh.stride(0), gate.stride(0)]
     return _launch(_swiglu_backward_kernel, "swiglu_backward", state, dtype, gate_up.shape[1], matrices, strides)
 
 
 @torch.no_grad()
-def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x, factor=None):
     x = _matrix(x)
     rows, cols = x.shape
     q, scale = torch.empty(rows, cols, device=x.device, dtype=FINE), torch.empty(rows, 1, device=x.device, dtype=torch.float32)
@@ -204,7 +204,7 @@ def quantize_rows(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tens
     return q, scale
 
 
-def transpose(x: Tensor) -> Tensor:
+def transpose(x):
     rows, cols = x.shape
     out = torch.empty(cols, rows, device=x.device, dtype=x.dtype)
     _transpose_kernel[cdiv(rows, 128), cdiv(cols, 128)](x, out, rows, cols, R=128, C=128, num_warps=4)
@@ -231,7 +231,7 @@ def _dequantize_nf4_kernel(codes_ptr, absmax_ptr, scale_ptr, offset_ptr, code_pt
 
 
 @in_place
-def dequantize_nf4(weight: Nf4, out: Tensor) -> Tensor:
+def dequantize_nf4(weight, out):
     blocks = len(weight.absmax)
     _dequantize_nf4_kernel[(cdiv(blocks, BLOCKS),)](
         *weight, nf4_code(out.device), dynamic_code(out.device), out, blocks, B=BLOCKS, BLOCK=BLOCK, GROUP=GROUP, num_warps=4

@@ -23,7 +23,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_product import Norm
 from ..gated import INFINITE
 from ..packed_weights import Packed
 from ..plans.types import ResidentPlan, job_of, power_of_two
@@ -206,7 +205,7 @@ def _at_once(x: Tensor) -> int:
 
 
 @in_place
-def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
+def dequantize(weight, out, turns=1):
     grid = -(-weight.rows // 4), -(-weight.words.shape[1] // 256)
     _dequantize_kernel[grid](
         weight.words,
@@ -226,10 +225,7 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
 
 
 @in_place
-def quantized_norm_product(
-    x: Tensor, norm: Norm | None, weight: Packed, bias: Tensor | None, out: Tensor, best: Tensor | None, arg: Tensor | None,
-    dependent: int = 0, cap: float = 0.0,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+def quantized_norm_product(x, norm, weight, bias, out, best, arg, dependent=0, cap=0.0):
     norm_weight, eps, gain = _norm_parts(norm)
     use, height = "qkv", None
     if best is not None:
@@ -244,10 +240,7 @@ def quantized_norm_product(
 
 
 @in_place
-def quantized_norm_gate_up(
-    x: Tensor, norm: Norm | None, gate_up: Packed, bias: Tensor | None, out: Tensor, dependent: int = 0,
-    activation: str = "silu", alternate: bool = True,
-) -> Tensor:  # fmt: skip
+def quantized_norm_gate_up(x, norm, gate_up, bias, out, dependent=0, activation="silu", alternate=True):
     norm_weight, eps, gain = _norm_parts(norm)
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
@@ -259,7 +252,7 @@ def quantized_norm_gate_up(
 
 
 @in_place
-def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Tensor, dependent: int = 0) -> Tensor:
+def quantized_add_product(h, weight, bias, x, dependent=0):
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
@@ -269,10 +262,7 @@ def quantized_add_product(h: Tensor, weight: Packed, bias: Tensor | None, x: Ten
 
 
 @in_place
-def quantized_routed_gate_up(
-    x: Tensor, norm: Norm, gate_up: Packed, ids: Tensor, out: Tensor, dependent: int = 0, limit: float = INFINITE,
-    activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def quantized_routed_gate_up(x, norm, gate_up, ids, out, dependent=0, limit=INFINITE, activation="silu"):
     rows = out.shape[2]
     _multiply(
         _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
@@ -282,7 +272,7 @@ def quantized_routed_gate_up(
 
 
 @in_place
-def quantized_add_routed(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+def quantized_add_routed(h, down, ids, weights, x, dependent=0):
     rows = x.shape[1]
     _multiply(
         _add_routed_kernel, "add_routed", down, rows, len(x), dependent, h, down.words, down.scale, ids, weights, x,
@@ -430,10 +420,7 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
 
 
 @in_place
-def tiled_norm_product(
-    x: Tensor, norm: Norm | None, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None,
-    k_bias: Tensor | None, v_bias: Tensor | None, out: Tensor, dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def tiled_norm_product(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, dependent=0):
     norm_weight, eps, gain = _norm_parts(norm)
     rows, (k, v) = out.shape[1], (w if w is not None else weight for w in (k_weight, v_weight))
     k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
@@ -445,10 +432,7 @@ def tiled_norm_product(
 
 
 @in_place
-def tiled_norm_gate_up(
-    x: Tensor, norm: Norm | None, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor,
-    dependent: int = 0, activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, activation="silu"):
     norm_weight, eps, gain = _norm_parts(norm)
     _launch(
         _tiled_norm_gate_up_kernel, gate, x, 2 * len(gate), dependent, x, norm_weight, gate, up, gate_bias, up_bias, out, eps,
@@ -458,9 +442,7 @@ def tiled_norm_gate_up(
 
 
 @in_place
-def tiled_add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None
-) -> Tensor | tuple[Tensor, Tensor]:
+def tiled_add_product(h, weight, bias, x, dependent=0, copy=None):
     rows = len(weight)
     _launch(
         _tiled_add_product_kernel, weight, h, rows, dependent, h, weight, bias, x, copy, rows, BIAS=bias is not None,

@@ -19,9 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..decode_product import Norm
 from ..plans.types import cdiv, power_of_two
-from ..recurrent import TINY, DeltaParameters, DeltaShape, MambaParameters, MambaShape
+from ..recurrent import TINY
 from ._launch import _apart, _begin, _convolved, _earlier, _end, _wait, at_once, first_order_only, in_place, options, warps_of
 
 COLUMNS = 32  # of the state in a program
@@ -135,9 +134,7 @@ class _ChunkScan(torch.autograd.Function):
         return dnew, dw, dout @ across, dout @ new.transpose(-1, -2), dk, ddecay, dstate, None
 
 
-def chunk_scan(
-    u: Tensor, w: Tensor | None, q: Tensor, p: Tensor, k: Tensor, decay: Tensor, state: Tensor, precise: bool = True
-) -> tuple[Tensor, Tensor]:
+def chunk_scan(u, w, q, p, k, decay, state, precise=True):
     return _ChunkScan.apply(u, w, q, p, k, decay, state, precise)
 
 
@@ -207,10 +204,7 @@ def _delta_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, a_ptr
 
 
 @in_place
-def delta_step(
-    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: DeltaParameters, shape: DeltaShape, out: Tensor,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def delta_step(x, position, ring, state, parameters, shape, out, dependent=0):
     conv, a_log, dt, norm = parameters
     D, E = power_of_two(shape.key_width), power_of_two(shape.value_width)
     _delta_step_kernel[(len(x), shape.value_heads)](
@@ -289,10 +283,7 @@ def _grouped_norm_rows_kernel(x_ptr, weight_ptr, out_ptr, eps, offset, width, SI
 
 
 @in_place
-def mamba_step(
-    x: Tensor, position: Tensor, ring: Tensor, state: Tensor, parameters: MambaParameters, shape: MambaShape, out: Tensor,
-    dependent: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def mamba_step(x, position, ring, state, parameters, shape, out, dependent=0):
     H, P, G, N, *factors = shape
     conv, bias, a_log, dt, skip = parameters
     BN = power_of_two(N)
@@ -305,7 +296,7 @@ def mamba_step(
 
 
 @in_place
-def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
+def grouped_norm_rows(x, norm, groups, out, dependent=0):
     rows, width = x.shape
     block = power_of_two(width // groups)
     _grouped_norm_rows_kernel[(rows, groups)](
@@ -359,9 +350,7 @@ def _short_conv_kernel(x_ptr, position_ptr, ring_ptr, weight_ptr, bias_ptr, out_
 
 
 @in_place
-def short_conv(
-    x: Tensor, position: Tensor, ring: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor]:
+def short_conv(x, position, ring, weight, bias, out, dependent=0):
     rows, slots, channels = ring.shape
     count = position.numel()
     _short_conv_kernel[(count, triton.cdiv(channels, BLOCK))](

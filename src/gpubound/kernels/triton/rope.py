@@ -129,9 +129,9 @@ def _heads_of(tensors: Sequence[Tensor], counts: tuple[int, ...] | None) -> list
     return list(packed.unflatten(-1, (sum(counts), packed.shape[-1] // sum(counts))).split(counts, 2))
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rope(q, k, cos, sin):
     return _Rope.apply(cos, sin, None, q, k)
 
 
-def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def rope_qkv(qkv, cos, sin, heads, kv_heads):
     return _Rope.apply(cos, sin, (heads, kv_heads, kv_heads), qkv)

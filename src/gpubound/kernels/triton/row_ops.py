@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans.types import cdiv, power_of_two
-from ..row_ops import TOKENS, LayerNorm, as_integers
+from ..row_ops import TOKENS, as_integers
 from ._launch import _begin, _end, _wait, at_once, in_place, options
 from ._math import activated
 
@@ -63,7 +63,7 @@ def _activate_rows_kernel(x_ptr, by_ptr, out_ptr, count, BLOCK: tl.constexpr, AC
 
 
 @in_place
-def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0) -> Tensor:
+def layer_norm_rows(x, norm, out, dependent=0):
     block = power_of_two(x.shape[1])
     _layer_norm_rows_kernel[(len(x),)](
         x, norm.weight, norm.bias, out, norm.eps, x.shape[1], block, norm.offset,
@@ -73,7 +73,7 @@ def layer_norm_rows(x: Tensor, norm: LayerNorm, out: Tensor, dependent: int = 0)
 
 
 @in_place
-def activate_rows(x: Tensor, activation: str, out: Tensor, dependent: int = 0, by: Tensor | None = None) -> Tensor:
+def activate_rows(x, activation, out, dependent=0, by=None):
     count = x.numel()
     _activate_rows_kernel[(triton.cdiv(count, BLOCK),)](x, by, out, count, BLOCK, activation, **options(4, at_once(dependent)))
     return out
@@ -120,7 +120,7 @@ def _add_rows_kernel(table_ptr, keys_ptr, order_ptr, rows_ptr, count, size, cols
 
 
 @in_place
-def add_rows(table: Tensor, ids: Tensor, rows: Tensor, without: int) -> Tensor:
+def add_rows(table, ids, rows, without):
     (size, cols), count = table.shape, ids.numel()
     keys = torch.empty(count, device=ids.device, dtype=torch.int32)
     _keys_kernel[(cdiv(count, KEYS),)](ids.flatten().contiguous(), keys, count, without, size, KEYS, num_warps=WARPS)
@@ -159,7 +159,7 @@ def _write_tokens_kernel(cache_ptr, new_ptr, blocks_ptr, start_ptr, first, token
 
 
 @in_place
-def write_tokens(cache: Tensor, new: Tensor, blocks: Tensor, start: Tensor | int) -> Tensor:
+def write_tokens(cache, new, blocks, start):
     stored, values = as_integers(cache), as_integers(new)
     if new.dim() == 3:
         stored, values = stored[..., None], values[..., None]

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..plans import cdiv, power_of_two
-from ..sampling import CHUNK, Into, Rows, Settings, changed
+from ..sampling import CHUNK, Rows, Settings, changed
 from ._launch import in_place, options
 
 FLOOR = tl.constexpr(-27.0)
@@ -468,9 +468,7 @@ def _plan(columns: int, x: Tensor | None, stops: Tensor, dependent: bool) -> tup
 
 
 @in_place
-def pick(
-    best: Tensor, arg: Tensor, rows: Rows, into: Into, seen: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def pick(best, arg, rows, into, seen=None, dependent=False):
     shape, launch = _plan(best.shape[1], into.x, rows.stops, dependent)
     _pick_kernel[(len(best),)](
         best, arg, *rows, into.emitted, seen, into.embed, into.x, best.shape[1], 0 if seen is None else seen.shape[1],
@@ -481,9 +479,7 @@ def pick(
 
 
 @in_place
-def sample(
-    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+def sample(logits, rows, settings, into, logprob=None, dependent=False):
     *scalars, seen = settings
     emitted, embed, x = into
     (batch, words), device = logits.shape, logits.device

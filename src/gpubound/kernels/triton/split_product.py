@@ -112,10 +112,7 @@ def _split_gate_up_kernel(x_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, 
 
 
 @in_place
-def split_product(
-    x: Tensor, weight: Tensor, k_weight: Tensor | None, v_weight: Tensor | None, bias: Tensor | None, k_bias: Tensor | None,
-    v_bias: Tensor | None, parts: Tensor, dependent: int = 0,
-) -> Tensor:  # fmt: skip
+def split_product(x, weight, k_weight, v_weight, bias, k_bias, v_bias, parts, dependent=0):
     k, v = (weight if w is None else w for w in (k_weight, v_weight))  # pointers of one type for tl.where
     biases = [(weight if bias is None else bias) if b is None else b for b in (bias, k_bias, v_bias)]
     number, _, rows = parts.shape
@@ -127,10 +124,7 @@ def split_product(
 
 
 @in_place
-def split_gate_up(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, out: Tensor, dependent: int = 0,
-    activation: str = "silu",
-) -> Tensor:  # fmt: skip
+def split_gate_up(x, gate, up, gate_bias, up_bias, out, dependent=0, activation="silu"):
     biases = [gate if b is None else b for b in (gate_bias, up_bias)]
     _launch(
         _split_gate_up_kernel, "gated", gate, x, 2 * len(gate), dependent, 1, gate, up, *biases, out, len(gate),

@@ -79,7 +79,7 @@ def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tenso
 
 
 @definition(lambda g, series=2, parts=1: _compressor_example(g, series, parts))
-def compress_reference(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+def compress_reference(parts, position, cos, sin):
     return tuple(written for part in parts for written in _compressed(part, position, cos, sin))
 
 
@@ -192,7 +192,7 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
 
 
 @definition(lambda g: (*(draw(g, *s) for s in ((4, 3, 24), (2, 70, 24))), draw(g, 4, 3).detach(), *_limits(0, 70, 1, 66)))
-def index_scores_reference(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
+def index_scores_reference(q, keys, weights, limit, scale, out):
     dtype32 = torch.promote_types(keys.dtype, torch.float32)
     products = torch.einsum("bthd,bsd->bths", q.to(dtype32).unflatten(0, (len(keys), -1)), keys.to(dtype32)).flatten(0, 1)
     scores = (products.relu() * scale * weights[..., None]).sum(1) + 0.0
@@ -216,7 +216,7 @@ def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
 
 
 @definition(lambda g: (draw(g, 4, 40).detach().round(decimals=1), ints(0, 40, 5, 39), ints(*[7] * 24).view(4, 6)))
-def index_topk_reference(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
+def index_topk_reference(scores, limit, ids):
     entries, slots = scores.shape[1], ids.shape[1]
     hidden = torch.arange(entries, device=scores.device) >= limit[:, None]
     scores = scores.masked_fill(scores.isnan(), float("inf")).masked_fill(hidden, float("-inf"))
@@ -265,10 +265,8 @@ def sparse_attention(
 
 @definition(lambda g, *shape: _example(g, *shape))
 def sparse_attention_reference(
-    q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, scale: float, out: Tensor,
-    store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q, position, ring, window, sinks, scale, out, store=None, ids=None, limit=None, cos=None, sin=None
+):
     dtype32 = torch.promote_types(ring.dtype, torch.float32)
     rows = torch.arange(len(q), device=q.device)[:, None] // (len(q) // len(ring))
     place = position[:, None].long() - torch.arange(window, device=q.device)
@@ -400,9 +398,7 @@ def _check_heads(part: TurnedHeads, tokens: int, turning: int, device: torch.dev
 
 
 @definition(lambda g, parts=2: _heads_example(g, parts))
-def turn_heads_reference(
-    parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
-) -> tuple[Tensor, ...]:  # fmt: skip
+def turn_heads_reference(parts, position, cos, sin, back=False):
     known, place = (position >= 0) & (position < len(cos)), position.long().clamp(0, len(cos) - 1)
     cos, sin = (t.index_select(0, place)[:, None] for t in (cos, -sin if back else sin))
     return tuple(_turned_part(part, known, cos, sin) for part in parts)

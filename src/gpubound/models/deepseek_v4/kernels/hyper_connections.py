@@ -77,9 +77,7 @@ def hc_pre(
 
 
 @definition(lambda g, streams=4, many=False: _example(g, streams, many, (2 + streams) * streams, 3))
-def hc_pre_reference(
-    x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_pre_reference(x, weight, scale, base, eps=1e-6, norm_eps=1e-6, iterations=20):
     u, post, comb = mixed(x, weight, scale, base, eps, norm_eps, lambda z: sinkhorn(z, iterations, eps))
     return u, post, comb
 
@@ -95,7 +93,7 @@ def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 @definition(lambda g, streams=4: (draw(g, 3, streams, 40), draw(g, 3, 40), draw(g, 3, streams), draw(g, 3, streams, streams)))
-def hc_post_reference(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def hc_post_reference(x, y, post, comb):
     dtype32 = torch.promote_types(x.dtype, torch.float32)
     residual = comb.to(dtype32).transpose(-1, -2) @ x.to(dtype32)
     return (post.to(dtype32)[..., None] * y.to(dtype32)[..., None, :] + residual).to(x.dtype)
@@ -111,9 +109,7 @@ def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float =
 
 
 @definition(lambda g, streams=4, many=False: _example(g, streams, many, streams, 1))
-def hc_head_reference(
-    x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6
-) -> Tensor:
+def hc_head_reference(x, weight, scale, base, eps=1e-6, norm_eps=1e-6):
     return mixed(x, weight, scale, base, eps, norm_eps)[0]
 
 
@@ -195,7 +191,7 @@ def hc_sums(x: Tensor, weight: Tensor, sums: Tensor | None = None) -> Tensor:
 
 
 @definition(lambda g, streams=4: _step_example(g, streams)[:3])
-def hc_sums_reference(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+def hc_sums_reference(x, weight, sums):
     rows = weight.to(x.dtype).unflatten(1, x.shape[1:])
     sums.zero_()
     for piece, (of_x, of_w) in enumerate(zip(x.split(stretch(x.shape[2]), 2), rows.split(stretch(x.shape[2]), 2))):
@@ -214,7 +210,7 @@ def hc_read(
 
 
 @definition(lambda g, streams=4: _read(g, streams))
-def hc_read_reference(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
+def hc_read_reference(x, sums, scale, base, eps, norm_eps, u):
     z, S = _products(x, sums, len(base), norm_eps), x.shape[1]
     pre = torch.sigmoid(z[:, :S] * scale[0] + base[:S]) + eps
     return u.copy_((pre[..., None] * x).sum(1))
@@ -251,10 +247,7 @@ def hc_write(
 
 
 @definition(lambda g, streams=4, followed=True, some=0, mailed=False: _write(g, streams, followed, some, mailed))
-def hc_write_reference(
-    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
-    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def hc_write_reference(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following):
     y = y.summed(len(x)) if isinstance(y, Mail) else y
     if more is not None:
         y = y + more.sum(1)

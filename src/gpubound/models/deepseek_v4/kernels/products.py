@@ -136,7 +136,7 @@ def _draw_coded(g: torch.Generator, rows: int) -> Fp8Blocks:
 
 
 @definition(_example)
-def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weight], out: Tensor) -> Tensor:
+def norm_products_reference(x, norm, weights, out):
     matrices = [weight if isinstance(weight, Tensor) else numbers(weight, x.dtype) for weight in weights]
     if x.dim() == 3:
         groups = matrices[0].to(x.dtype).unflatten(0, (x.shape[1], -1))
@@ -152,7 +152,7 @@ def norm_products_reference(x: Tensor, norm: Norm | None, weights: Sequence[Weig
         example_mail(g, 2, 2, 40),
     )
 )
-def send_products_reference(x: Tensor, weight: Weight, mail: Mail) -> tuple[Tensor, ...]:
+def send_products_reference(x, weight, mail):
     matrix = numbers(weight, x.dtype) if isinstance(weight, Fp8Blocks) else weight.to(x.dtype)
     mail.post((x @ matrix.t()).float())
     return mail.boxes
@@ -218,10 +218,7 @@ def _check_gated(gated: Gated, rows: int, device: torch.device) -> None:
 
 
 @definition(lambda g, gated=False: _choice_example(g, gated))
-def choose_experts_reference(
-    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
-    shares: Tensor, gated: Gated | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def choose_experts_reference(logits, correction, table, token, scale, ids, shares, gated=None):
     scores = F.softplus(logits).sqrt()
     if table is not None and token is not None:
         chosen_ids = table.index_select(0, token)
@@ -263,7 +260,7 @@ def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tens
 
 
 @definition(lambda g: (draw(g, 2, 3, 40), draw(g, 5, 48, 40), *draw_routes(), zeros(2, 3, 48)))
-def routed_down_reference(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def routed_down_reference(h, down, ids, weights, out, dependent=0):
     products = [times(down, ids[:, slot], h[:, slot].to(out.dtype)) for slot in range(ids.shape[1])]
     return out.copy_(torch.stack(products, 1).mul_(weights[..., None]))
 
@@ -277,9 +274,7 @@ def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor,
 
 
 @definition(lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)))
-def quantized_routed_down_reference(
-    h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0
-) -> Tensor:
+def quantized_routed_down_reference(h, down, ids, weights, out, dependent=0):
     return routed_down_reference(h, unpack(down).unflatten(0, (-1, out.shape[2])), ids, weights, out)
 
 

@@ -70,10 +70,7 @@ def _example(
 
 
 @definition(_example, gradient=True)
-def poly_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, gates: Tensor | None = None, degree: int = 3,
-    soft_clip: float = 0.0, window: int = 0, causal: bool = True,
-) -> Tensor:  # fmt: skip
+def poly_attention_reference(q, k, v, coefficients, gates=None, degree=3, soft_clip=0.0, window=0, causal=True):
     dtype32 = torch.promote_types(q.dtype, torch.float32)
     groups, tokens = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
     keys, values = (t.to(dtype32).repeat_interleave(groups, 2) for t in (k, v))
@@ -142,9 +139,8 @@ def _step_example(
 
 @definition(_step_example)
 def poly_attention_step_reference(
-    q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor, coefficients: Tensor,
-    gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v, cache_k, cache_v, position, coefficients, gates=None, degree=3, soft_clip=0.0, window=0
+):
     dtype32 = torch.promote_types(q.dtype, torch.float32)
     length, groups = cache_k.shape[1], q.shape[1] // k.shape[1]
     known = (position >= 0) & (position < length)

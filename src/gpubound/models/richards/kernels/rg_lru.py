@@ -46,7 +46,7 @@ def _example(g: torch.Generator, with_state: bool = False) -> tuple[Tensor, Tens
 
 
 @definition(_example, gradient=True)
-def rg_lru_reference(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rg_lru_reference(packed, decay, state=None):
     dtype32 = torch.promote_types(packed.dtype, torch.float32)
     x, r, i = packed.to(dtype32).chunk(3, -1)
     log_a = (POWER * F.logsigmoid(decay.to(dtype32)) * r.sigmoid()).clamp(LEAST, 0.0)

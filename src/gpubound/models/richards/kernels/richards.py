@@ -107,7 +107,7 @@ def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
 
 
 @definition(lambda g, curve=VALUE: (draw(g, 3, 40), draw_free(g, curve), curve), gradient=True)
-def richards_reference(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
+def richards_reference(x, free, curve):
     return curve.apply(_fp32(x), free).to(x.dtype)
 
 
@@ -128,9 +128,7 @@ def _glu_example(g: torch.Generator, cols: int = 40, value: Curve = VALUE, gate:
 
 
 @definition(_glu_example, gradient=True)
-def richards_glu_reference(
-    packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
-) -> Tensor:
+def richards_glu_reference(packed, value_free, gate_free, value_curve, gate_curve):
     x1, x2 = _fp32(packed).chunk(2, -1)
     return (x1 * value_curve.apply(x1, value_free) * gate_curve.apply(x2, gate_free)).to(packed.dtype)
 
@@ -154,9 +152,7 @@ def richards_glu_backward(
 
 
 @definition(lambda g, cols=40, value=VALUE, gate=GATE: (draw(g, 16, cols), *_glu_example(g, cols, value, gate)))
-def richards_glu_backward_reference(
-    dh: Tensor, packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+def richards_glu_backward_reference(dh, packed, value_free, gate_free, value_curve, gate_curve):
     inputs = [None if t is None else _fp32(t.detach()).requires_grad_() for t in (packed, value_free, gate_free)]
     assert inputs[0] is not None
     with torch.enable_grad():
@@ -175,7 +171,7 @@ def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None =
 
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)), gradient=True)
-def dynamic_tanh_reference(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def dynamic_tanh_reference(x, alpha, weight, bias=None):
     x32 = _fp32(x)
     return _scaled(torch.tanh(alpha.to(x32.dtype).reshape(()) * x32), weight, bias).to(x.dtype)
 
@@ -191,9 +187,7 @@ def add_dynamic_tanh(
 
 
 @definition(lambda g, cols=40: (draw(g, 3, cols), draw(g, 3, cols), draw(g, 1), draw(g, cols), draw(g, cols)), gradient=True)
-def add_dynamic_tanh_reference(
-    x: Tensor, residual: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_dynamic_tanh_reference(x, residual, alpha, weight, bias=None):
     s = x + residual  # rounded once to x.dtype
     return dynamic_tanh_reference(s, alpha, weight, bias), s
 

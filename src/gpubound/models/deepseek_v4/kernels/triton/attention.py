@@ -32,7 +32,6 @@ chooses among these, which are in the order of their indices, so the result is t
 18 times: 141 µs for 32,768. If a sequence ends in the first block, the second launch copies.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from torch import Tensor
 from .....device import interpreted
 from .....kernels.plans.types import MatrixPlan, TilePlan, cdiv, job_of, power_of_two
 from .....kernels.triton._launch import _begin, _wait, bump_versions, in_place, launch, options
-from ..attention import MOST, MOST_HEADS, TurnedHeads, Windows
+from ..attention import MOST, MOST_HEADS
 
 
 @triton.jit
@@ -135,7 +134,7 @@ def _compress_kernel(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0
 
 
 @in_place
-def compress(parts: Sequence[Windows], position: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
+def compress(parts, position, cos, sin):
     (rows, tokens), m, first = parts[0].kv.shape[:2], len(parts[0].bias), parts[0]
     slots = [part.kv.shape[2] // part.store.shape[2] * m for part in parts]
     given: list[Any] = []
@@ -270,7 +269,7 @@ def _index_topk_kernel(score_ptr, limit_ptr, from_ptr, ids_ptr, places, span, EA
 
 
 @in_place
-def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale: float, out: Tensor) -> Tensor:
+def index_scores(q, keys, weights, limit, scale, out):
     tokens, heads, width = q.shape
     places = keys.shape[1]
 
@@ -286,7 +285,7 @@ def index_scores(q: Tensor, keys: Tensor, weights: Tensor, limit: Tensor, scale:
 
 
 @torch.no_grad()
-def index_topk(scores: Tensor, limit: Tensor, ids: Tensor) -> Tensor:
+def index_topk(scores, limit, ids):
     (tokens, places), slots = scores.shape, ids.shape[1]
 
     def run(plan: TilePlan) -> None:
@@ -419,11 +418,7 @@ def _sparse_combine_kernel(sum_ptr, weight_ptr, position_ptr, sink_ptr, cos_ptr,
 
 
 @in_place
-def sparse_attention(
-    q: Tensor, position: Tensor, ring: Tensor, window: int, sinks: Tensor, scale: float, out: Tensor,
-    store: Tensor | None = None, ids: Tensor | None = None, limit: Tensor | None = None, cos: Tensor | None = None,
-    sin: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def sparse_attention(q, position, ring, window, sinks, scale, out, store=None, ids=None, limit=None, cos=None, sin=None):
     (N, H, D), (B, slots, _) = q.shape, ring.shape
     wide, places = max(16, power_of_two(D)), 0 if store is None else store.shape[1]
     chosen = 0 if ids is None else ids.shape[1]
@@ -513,9 +508,7 @@ def _turn_heads_kernel(position_ptr, cos_ptr, sin_ptr, positions, tokens, x0, ou
 
 
 @in_place
-def turn_heads(
-    parts: Sequence[TurnedHeads], position: Tensor, cos: Tensor, sin: Tensor, back: bool = False
-) -> tuple[Tensor, ...]:  # fmt: skip
+def turn_heads(parts, position, cos, sin, back=False):
     tokens, given, sizes = len(position), list[Any](), list[int]()
     for x, out, weight, eps, slot in parts:
         given += [x, out, weight, slot, 0.0 if eps is None else eps, len(out)]

@@ -201,15 +201,13 @@ def _pre(
 
 
 @torch.no_grad()
-def hc_pre(
-    x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6, iterations: int = 20
-) -> tuple[Tensor, Tensor, Tensor]:
+def hc_pre(x, weight, scale, base, eps=1e-6, norm_eps=1e-6, iterations=20):
     u, post, comb = _pre(x, weight, scale, base, eps, norm_eps, iterations)
     return u, post, comb
 
 
 @torch.no_grad()
-def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+def hc_post(x, y, post, comb):
     given = [t.contiguous() for t in (x, y, post, comb)]
     out = torch.empty_like(given[0])
     *leading, streams, width = x.shape
@@ -223,7 +221,7 @@ def hc_post(x: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def hc_head(x: Tensor, weight: Tensor, scale: Tensor, base: Tensor, eps: float = 1e-6, norm_eps: float = 1e-6) -> Tensor:
+def hc_head(x, weight, scale, base, eps=1e-6, norm_eps=1e-6):
     return _pre(x, weight, scale, base, eps, norm_eps, 0)[0]
 
 
@@ -293,13 +291,13 @@ def _launch_step(
 
 
 @in_place
-def hc_sums(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+def hc_sums(x, weight, sums):
     _launch_step(x, x, sums, x, x, 0.0, 0.0, 0, None, weight, x, sums)
     return sums
 
 
 @in_place
-def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, u: Tensor) -> Tensor:
+def hc_read(x, sums, scale, base, eps, norm_eps, u):
     tokens, streams, width = x.shape
 
     def run(plan: TilePlan) -> None:
@@ -314,9 +312,6 @@ def hc_read(x: Tensor, sums: Tensor, scale: Tensor, base: Tensor, eps: float, no
 
 
 @in_place
-def hc_write(
-    x: Tensor, y: Tensor | Mail, sums: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float, rounds: int,
-    more: Tensor | None, weight: Tensor | None, out: Tensor, following: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+def hc_write(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following):
     _launch_step(x, y, sums, scale, base, eps, norm_eps, rounds, more, weight, out, following)
     return out, following

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .....kernels.decode_product import Norm
-from .....kernels.packed_weights import Packed
 from .....kernels.peer_exchange import Mail
 from .....kernels.plans import job_of
 from .....kernels.plans.types import cdiv, power_of_two
@@ -40,7 +39,7 @@ from .....kernels.triton.experts import _expert
 from .....kernels.triton.gated import _activated, _limited
 from .....kernels.triton.peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 from .....kernels.triton.quantized_product import _multiply
-from ..products import LEAST, MOST, MOST_CODED, Fp8Blocks, Gated
+from ..products import LEAST, MOST, MOST_CODED, Fp8Blocks
 
 
 @triton.jit
@@ -164,13 +163,13 @@ def _norm_products_kernel(x_ptr, norm_ptr, w0, w1, w2, w3, w4, w5, w6, w7, q0, q
 
 
 @in_place
-def norm_products(x: Tensor, norm: Norm | None, weights: Sequence[Tensor | Fp8Blocks], out: Tensor) -> Tensor:
+def norm_products(x, norm, weights, out):
     _launch(x, norm, weights, out, None)
     return out
 
 
 @in_place
-def send_products(x: Tensor, weight: Tensor | Fp8Blocks, mail: Mail) -> tuple[Tensor, ...]:
+def send_products(x, weight, mail):
     _launch(x, None, [weight], None, mail)
     return mail.boxes
 
@@ -293,10 +292,7 @@ def _choose_experts_kernel(logits_ptr, correction_ptr, table_ptr, token_ptr, sca
 
 
 @in_place
-def choose_experts(
-    logits: Tensor, correction: Tensor | None, table: Tensor | None, token: Tensor | None, scale: float, ids: Tensor,
-    shares: Tensor, gated: Gated | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def choose_experts(logits, correction, table, token, scale, ids, shares, gated=None):
     (rows, experts), slots = logits.shape, ids.shape[1]
     beside: tuple[Any, ...] = (None, None, None, 0, 0, 0.0)
     block, width, made = power_of_two(experts), 0, tuple[Tensor, ...]()
@@ -349,7 +345,7 @@ def _quantized_routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr,
 
 
 @in_place
-def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def routed_down(h, down, ids, weights, out, dependent=0):
     experts, rows, width = down.shape
     launch_product(
         _routed_down_kernel, job_of("product", "routed_down", (rows, width, rows), down), width, ids.numel(), dependent, h,
@@ -359,7 +355,7 @@ def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tens
 
 
 @in_place
-def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def quantized_routed_down(h, down, ids, weights, out, dependent=0):
     rows = out.shape[2]
     _multiply(
         _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids,

@@ -452,10 +452,7 @@ class _PolyAttention(torch.autograd.Function):
         return dq, dk, dv, dcoefficients, dgates, None
 
 
-def poly_attention(
-    q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, gates: Tensor | None = None, degree: int = 3,
-    soft_clip: float = 0.0, window: int = 0, causal: bool = True,
-) -> Tensor:  # fmt: skip
+def poly_attention(q, k, v, coefficients, gates=None, degree=3, soft_clip=0.0, window=0, causal=True):
     return _PolyAttention.apply(q, k, v, coefficients, gates, _Form(degree, soft_clip, window, causal))
 
 
@@ -524,10 +521,7 @@ MOST_SPLITS = 32  # programs that share a row's keys
 
 
 @torch.no_grad()
-def poly_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, position: Tensor, coefficients: Tensor,
-    gates: Tensor | None = None, degree: int = 3, soft_clip: float = 0.0, window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def poly_attention_step(q, k, v, cache_k, cache_v, position, coefficients, gates=None, degree=3, soft_clip=0.0, window=0):
     (B, H, D), (_, L, K, _) = q.shape, cache_k.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     y, clip = torch.empty(q.shape, device=q.device, dtype=q.dtype), soft_clip or 1.0

@@ -223,5 +223,5 @@ class _RGLRU(torch.autograd.Function):
         return gradient, partial.sum(0).to(decay.dtype), dstate
 
 
-def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rg_lru(packed, decay, state=None):
     return _RGLRU.apply(packed, decay, state)

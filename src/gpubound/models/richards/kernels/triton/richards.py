@@ -230,20 +230,16 @@ class _RichardsGLU(torch.autograd.Function):
         return gradient, *given, None, None
 
 
-def richards(x: Tensor, free: Tensor | None, curve: Curve) -> Tensor:
+def richards(x, free, curve):
     return _Richards.apply(x, free, curve)
 
 
-def richards_glu(
-    packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
-) -> Tensor:
+def richards_glu(packed, value_free, gate_free, value_curve, gate_curve):
     return _RichardsGLU.apply(packed, value_free, gate_free, value_curve, gate_curve)
 
 
 @torch.no_grad()
-def richards_glu_backward(
-    dh: Tensor, packed: Tensor, value_free: Tensor | None, gate_free: Tensor | None, value_curve: Curve, gate_curve: Curve
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def richards_glu_backward(dh, packed, value_free, gate_free, value_curve, gate_curve):
     frees, curves = [value_free, gate_free], [value_curve, gate_curve]
     gradient, h, parts = _glu_backward(dh, packed, frees, curves, True, any(free is not None for free in frees))
     assert h is not None
@@ -377,11 +373,9 @@ def _op(beside: Tensor | None) -> str:
     return "dynamic_tanh" if beside is None else "add_dynamic_tanh"
 
 
-def dynamic_tanh(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def dynamic_tanh(x, alpha, weight, bias=None):
     return _DynamicTanh.apply(x, None, alpha, weight, bias)
 
 
-def add_dynamic_tanh(
-    x: Tensor, residual: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def add_dynamic_tanh(x, residual, alpha, weight, bias=None):
     return _DynamicTanh.apply(x, residual, alpha, weight, bias)
