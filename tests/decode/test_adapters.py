@@ -220,7 +220,7 @@ def test_a_step_that_broke_off_leaves_nothing_to_the_next_request(monkeypatch, i
         raise KeyboardInterrupt
 
     with monkeypatch.context() as broken:
-        broken.setattr("gpubound.decode.weights.norm_gate_up", broken_off)
+        broken.setattr("gpubound.kernels.norm_gate_up", broken_off)
         with pytest.raises(KeyboardInterrupt):
             fast.generate([5], max_new_tokens=2)
     assert empty() == [True, False, True, True]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound import kernels
 from gpubound.decode.runner import Stepper
 from gpubound.decode.weights import LiveFormat
 from gpubound.kernels.decode_product import LATE
@@ -200,10 +201,8 @@ def test_a_bucket_costs_little_memory():
 
 
 def test_a_kernel_that_fails_on_the_device_fails_the_certificate(monkeypatch):
-    from gpubound.decode import weights as module
-
-    own = module.add_product
-    monkeypatch.setattr(module, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
+    own = kernels.add_product
+    monkeypatch.setattr(kernels, "add_product", lambda *given, **named: own(*given, **named).mul_(1.05))
     with pytest.raises(gb.GenerateError, check=message("decode/gpu:a_kernel_that_fails_on_t")):
         served(max_batch=1)
 

@@ -35,30 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import (
-    Norm,
-    activate_rows,
-    add_product,
-    add_routed,
-    dequantize,
-    norm_gate_up,
-    norm_product,
-    norm_rows,
-    quantized_add_product,
-    quantized_add_routed,
-    quantized_norm_gate_up,
-    quantized_norm_product,
-    quantized_routed_gate_up,
-    routed_gate_up,
-    send_product,
-    split_gate_up,
-    split_product,
-    tiled_add_product,
-    tiled_norm_gate_up,
-    tiled_norm_product,
-)
+from .. import kernels
 from ..kernels.accumulate import join_rows
-from ..kernels.decode_product import ACTIVATIONS
+from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..kernels.packed_weights import KINDS, Packed, join_packed, pack, pack_gate_up, pack_stacked, unpack
 from ..kernels.peer_exchange import Mail
 from ..kernels.split_product import parts_of
@@ -133,10 +112,10 @@ class PackedLinear:
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         if len(self.parts) == 1:
-            quantized_norm_product(x, norm, self.parts[0], self.bias, out, *best, mode, cap)
+            kernels.quantized_norm_product(x, norm, self.parts[0], self.bias, out, *best, mode, cap)
         else:
             biases = [None] * len(self.parts) if self.bias is None else self.bias.split(self.rows)
-            each = [quantized_norm_product(x, norm, *pair, None, None, None, mode) for pair in zip(self.parts, biases)]
+            each = [kernels.quantized_norm_product(x, norm, *pair, None, None, None, mode) for pair in zip(self.parts, biases)]
             torch.cat(each, 1, out=out)
         if self.added is not None:
             self.added.add(self._normed(x, norm), *out.split(self.counts, 1))
@@ -145,25 +124,25 @@ class PackedLinear:
     def norm_up(
         self, x: Tensor, norm: Norm | None, activation: str, by: Tensor | None, scratch: Tensor, out: Tensor, mode: int
     ) -> Tensor:
-        return activate_rows(self.norm_product(x, norm, scratch, mode), activation, out, mode, by)
+        return kernels.activate_rows(self.norm_product(x, norm, scratch, mode), activation, out, mode, by)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (packed,) = self.parts
         if self.added is None:
-            quantized_norm_gate_up(x, norm, packed, self.alternate_bias, out, mode, activation, self.turns == 2)
+            kernels.quantized_norm_gate_up(x, norm, packed, self.alternate_bias, out, mode, activation, self.turns == 2)
             return
-        gate, up = quantized_norm_product(x, norm, packed, self.bias, None, None, None, mode).split(self.counts, 1)
+        gate, up = kernels.quantized_norm_product(x, norm, packed, self.bias, None, None, None, mode).split(self.counts, 1)
         self.added.add(self._normed(x, norm), gate, up)
         out.copy_(ACTIVATIONS[activation](gate) * up)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        quantized_add_product(h, self.parts[0], self.bias, x, mode)
+        kernels.quantized_add_product(h, self.parts[0], self.bias, x, mode)
         if self.added is not None:
             self.added.add(h, x)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         out = torch.empty_like(x, dtype=self.form.dtype)
-        return out.copy_(x) if norm is None else norm_rows(x, norm, out)
+        return out.copy_(x) if norm is None else kernels.norm_rows(x, norm, out)
 
     def matrices(self) -> list[Tensor]:
         return self._stored or self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
@@ -214,7 +193,7 @@ class WeightFormat:
 
     def unpack(self, weight: Packed, to: Tensor, turns: int = 1) -> Tensor:
         self.unpacked += 1
-        return dequantize(weight, to, turns)
+        return kernels.dequantize(weight, to, turns)
 
     def refresh_copies(self) -> None:
         """Follow, in place, what has changed in the model and is cheap to copy."""
@@ -303,8 +282,10 @@ class DenseLinear:
     ) -> Tensor:
         (q, k, v), (q_bias, k_bias, v_bias) = self._operands
         if self.gemv_rows is not None and len(x) > self.gemv_rows:
-            return tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
-        return norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x)))
+            return kernels.tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
+        return kernels.norm_product(
+            x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x))
+        )
 
     def norm_up(
         self, x: Tensor, norm: Norm | None, activation: str, by: Tensor | None, scratch: Tensor, out: Tensor, mode: int
@@ -312,34 +293,34 @@ class DenseLinear:
         """Return activation(the product) · by. scratch: fp32 of out's shape, which packed weights need"""
         (up, *_), (bias, *_) = self._operands
         last = mode, 0.0, adapters_for(self.added, len(x)), activation, by
-        return norm_product(x, norm, up, None, None, bias, None, None, out, None, None, *last)
+        return kernels.norm_product(x, norm, up, None, None, bias, None, None, out, None, None, *last)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._operands
         if self.gemv_rows is not None and len(x) > self.gemv_rows:
-            tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
+            kernels.tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
             return
-        norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)))
+        kernels.norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)))
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
         if self.gemv_rows is not None and len(h) > self.gemv_rows:
-            tiled_add_product(h, *self.layers[0][:2], x, mode, None if self.copy is None else self.copy[: len(h)])
+            kernels.tiled_add_product(h, *self.layers[0][:2], x, mode, None if self.copy is None else self.copy[: len(h)])
         else:
-            add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)))
+            kernels.add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)))
 
     def send_product(self, h: Tensor, to: Mail, mode: int) -> None:
-        send_product(h, *self.layers[0][:2], to, mode)
+        kernels.send_product(h, *self.layers[0][:2], to, mode)
 
     def split_product(self, h: Tensor, scratch: Tensor, mode: int) -> Tensor:
         """Return h times the weights side by side, as the parts of a sum, in the beginning of scratch (fp32)."""
         (q, k, v), (q_bias, k_bias, v_bias) = self._operands
         rows = sum(len(weight) for weight in self._matrices)
         shape = parts_of(rows, q, len(h)), len(h), rows
-        return split_product(h, q, k, v, q_bias, k_bias, v_bias, scratch[: math.prod(shape)].view(shape), mode)
+        return kernels.split_product(h, q, k, v, q_bias, k_bias, v_bias, scratch[: math.prod(shape)].view(shape), mode)
 
     def split_gate_up(self, h: Tensor, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._operands
-        split_gate_up(h, gate, up, gate_bias, up_bias, out, mode, activation)
+        kernels.split_gate_up(h, gate, up, gate_bias, up_bias, out, mode, activation)
 
     def matrices(self) -> list[Tensor]:
         return self._matrices
@@ -362,10 +343,10 @@ class DenseExperts:
         self.nbytes = gate_up[0].nbytes + down[0].nbytes  # of one expert
 
     def routed_gate_up(self, x: Tensor, norm: Norm, activation: str, ids: Tensor, out: Tensor, mode: int) -> None:
-        routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
+        kernels.routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
 
     def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
-        add_routed(h, self.down, ids, shares, x, mode)
+        kernels.add_routed(h, self.down, ids, shares, x, mode)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down
@@ -436,10 +417,10 @@ class PackedExperts:
         self._scratch = [form.scratch(one.rows, one.columns, one.words.device) for one in (self.gate_up, self.down)]
 
     def routed_gate_up(self, x: Tensor, norm: Norm, activation: str, ids: Tensor, out: Tensor, mode: int) -> None:
-        quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
+        kernels.quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
 
     def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
-        quantized_add_routed(h, self.down, ids, shares, x, mode)
+        kernels.quantized_add_routed(h, self.down, ids, shares, x, mode)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         weights = zip((self.gate_up, self.down), self._scratch, self.shapes)
@@ -513,7 +494,7 @@ class InputProduct:
         else:
             product.copy_(F.linear(x.to(self.workspace.dtype), self.product.matrices()[0]))
         parts = product.view(-1, w.width)
-        parts = norm_rows(parts, w.norm, self._normed[: len(parts)])
+        parts = kernels.norm_rows(parts, w.norm, self._normed[: len(parts)])
         self.workspace.step_inputs[:, : len(x)] = w.of(token, parts.view(len(x), -1)).transpose(0, 1)
 
     def of_prompt(self, ids: Tensor, x: Tensor) -> Tensor:
