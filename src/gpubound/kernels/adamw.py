@@ -66,7 +66,7 @@ def plan_shape(count: int, *constants: tuple[float, float] | float | None) -> tu
     return min(count, 1 << 22), *constants
 
 
-def _plan_example(generator: torch.Generator, count: int = 80, *constants) -> tuple:
+def _plan_example(generator, count=80, *constants):
     gradient = draw(generator, count).detach().square()
     return gradient, doubles(5, 7), doubles(3, 1, 2, 1), doubles(1, 2, 3, 4), *(constants or ((0.9, 0.99), 0.1, 1.0, 2))
 
@@ -129,7 +129,7 @@ def adamw(
     implementation("adamw", weight, None, shape)(weight, gradient, m, v, plan, master, betas, eps, decay_until, seed)
 
 
-def _example(generator: torch.Generator, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False, split=False) -> tuple:
+def _example(generator, betas=(0.9, 0.99), eps=1e-8, with_master=True, at_random=False, split=False):
     """80 numbers: as a layout's, their count is a multiple of 16, which Triton compiles apart from any other."""
     weight, (gradient, m, v, master) = draw(generator, 80), (draw(generator, 80).detach().square() for _ in range(4))
     weight, master = _split_example(master) if split else (weight, master)
@@ -137,7 +137,7 @@ def _example(generator: torch.Generator, betas=(0.9, 0.99), eps=1e-8, with_maste
     return weight, *state, betas, eps, 40, 7 if at_random else None
 
 
-def _split_example(master: Tensor) -> tuple[Tensor, Tensor]:
+def _split_example(master):
     weight, remainder = split_fp32(master)
     return weight.requires_grad_(), remainder
 
@@ -180,7 +180,7 @@ def adamw8(
     fast(weight, gradient, m, v, m_scale, v_scale, plan, master, betas, eps, decay_until, seed)
 
 
-def _coded_example(generator: torch.Generator, split: bool = False) -> tuple:
+def _coded_example(generator, split=False):
     weight, gradient, master = (draw(generator, 300) for _ in range(3))
     weight, master = _split_example(master.detach()) if split else (weight, master)
     codes = torch.randint(-127, 128, (300,), generator=generator, device="cpu")

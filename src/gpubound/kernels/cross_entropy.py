@@ -126,7 +126,7 @@ def linear_cross_entropy(
         return implementation("linear_cross_entropy", x, None, shape)(x, *arguments)
 
 
-def _linear_example(generator: torch.Generator, words=300, smoothed=True, capped=True, scaled=False, weighted=False) -> tuple:
+def _linear_example(generator, words=300, smoothed=True, capped=True, scaled=False, weighted=False):
     x, weight, labels = draw(generator, 5, 40), draw(generator, words, 40), _draw_labels(generator, 5, words)
     scale = torch.tensor(0.5, device="cpu", dtype=torch.float32) if scaled else None
     bias, (*options, reduction) = draw(generator, words), _options(smoothed, capped)
@@ -225,7 +225,7 @@ def _check_weights(labels: Tensor, weights: Tensor, reduction: str) -> None:
         raise ValueError(f"{op}: weights: reduction must be 'sum' with them, got {reduction!r}; divide by your own count.")
 
 
-def _draw_labels(generator: torch.Generator, rows: int, words: int) -> Tensor:
+def _draw_labels(generator, rows, words):
     """Labels, the second of them ignored."""
     labels = torch.randint(words, (rows,), generator=generator, device="cpu")
     labels[1] = -100
@@ -298,7 +298,7 @@ def divergence(
     return fast(student, teacher, labels, alpha, beta, temperature, ignore_index, scale, gradient)
 
 
-def _example(generator: torch.Generator, words=300, alpha=0.7, beta=0.3, temperature=2.0, scaled=False, gradient=True) -> tuple:
+def _example(generator, words=300, alpha=0.7, beta=0.3, temperature=2.0, scaled=False, gradient=True):
     student, teacher = (frozen(draw(generator, 5, words)) for _ in range(2))
     labels = torch.randint(words, (5,), generator=generator, device="cpu")
     labels[1] = -100

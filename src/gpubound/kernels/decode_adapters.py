@@ -158,7 +158,7 @@ def add_adapters(
     return implementation("add_adapters", x, None, adapters_shape(adapters))(x, adapters, y, k, v)
 
 
-def _draw_call(g: torch.Generator, rank: int = 16, fp32: bool = True) -> tuple:
+def _draw_call(g, rank=16, fp32=True):
     outputs = 32, 16, 16
     x, adapters = draw(g, 2, 40), draw_adapters(g, 40, outputs, rank, fp32)
     return x, adapters, *(draw(g, 2, count).detach() for count in outputs)

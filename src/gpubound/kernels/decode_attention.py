@@ -16,7 +16,7 @@ For normally distributed values, 128 wide, int8 loses 0.6 % of their standard de
 Legend: B rows, H query heads, K key and value heads, L positions in the cache, D width of a head, M pages a row.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -378,7 +378,7 @@ def _shape(qkv: Tensor, cache: LayerCache, heads: Heads, out: Tensor, by_query: 
     return shape if usual else (*shape, *rare)
 
 
-def _example(generator: torch.Generator, coded: bool, kv: int = 2, group: int = 2, size: int = 16, *rare: Any) -> tuple:
+def _example(generator, coded, kv=2, group=2, size=16, *rare):
     """Two rows of `group` heads over each of `kv`, ten places, or some more, where the rows share a block. `coded`: in int8,
     and out has the dtype of the call."""
     pairs, full, offset, cap, *others = rare or (size // 2, False, 0.0, 0.0)

@@ -9,7 +9,7 @@ start at once, and waits only before it writes: all that it reads was written be
 rules. A step with ops that also serve training sets the mode once: in `chained`, every kernel that supports PDL uses it.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -323,7 +323,7 @@ def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> t
     return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
 
 
-def _draw_qkv_outputs(generator: torch.Generator, activation: str = "") -> tuple[Tensor | None, ...]:
+def _draw_qkv_outputs(generator, activation=""):
     if activation:
         return *draw_qkv(generator), draw(generator, 2, 64), None, None
     return *draw_qkv(generator), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
@@ -333,7 +333,7 @@ def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | fl
     return 0.0 if adapters is None else adapters.added(number, x)
 
 
-def _draw_adapters(g: torch.Generator, inputs: int, outputs: Sequence[int], rank: int, fp32: bool) -> StepAdapters | None:
+def _draw_adapters(g, inputs, outputs, rank, fp32):
     return draw_adapters(g, inputs, outputs, rank, fp32) if rank else None
 
 

@@ -254,7 +254,7 @@ def routing_shape(routing: ExpertRouting) -> tuple:
     return shape if any(shape) else ()
 
 
-def _example(g: torch.Generator, grouped: bool = False, softmax: bool = False, normalise: bool = True, best: int = 2) -> tuple:
+def _example(g, grouped=False, softmax=False, normalise=True, best=2):
     correction = None if softmax else draw(g, 8).detach()
     routing = ExpertRouting(correction, normalise, 2.5, *((4, 2) if grouped else (1, 1)), best)
     return draw(g, 2, 8).detach(), routing, zeros(2, 2, 8), ints(*[0] * 6).view(2, 3), zeros(2, 3)

@@ -98,7 +98,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate_half.to(compute_dtype), up_half.to(compute_dtype)
 
 
-def _draw_gated(generator: torch.Generator, cols: int, packed: bool) -> tuple[Tensor, Tensor | None]:
+def _draw_gated(generator, cols, packed):
     if packed:
         return draw(generator, 16, 2 * cols), None
     return draw(generator, 16, cols), draw(generator, 16, cols)

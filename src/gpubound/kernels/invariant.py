@@ -106,7 +106,7 @@ def invariant_cached_attention(
     return implementation(op, q, None, (32, True))(q, k, v, blocks, position, scale, shared)
 
 
-def _cached_example(g: torch.Generator, width: int = 32, grouped: bool = False) -> tuple:
+def _cached_example(g, width=32, grouped=False):
     q, k, v = (frozen(draw(g, *shape, width)) for shape in ((2, 1 if grouped else 3, 4), (5, 2, BLOCK), (5, 2, BLOCK)))
     if not grouped:
         return q, k, v, ints(3, 1, 4, 2).view(2, 2), ints(70, 20), width**-0.5
@@ -139,7 +139,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tens
     return y.reshape(q.shape).to(q.dtype), scores.logsumexp(-1).flatten()
 
 
-def _draw(g: torch.Generator, tokens: int, heads: int, kv_heads: int, width: int) -> tuple[Tensor, ...]:
+def _draw(g, tokens, heads, kv_heads, width):
     return tuple(frozen(draw(g, tokens, count, width)) for count in (heads, kv_heads, kv_heads))
 
 

@@ -107,15 +107,13 @@ def latent_queries(
     )
 
 
-def _draw_cache(g: torch.Generator, heads: int, plain: int, value: int, rank: int, pairs: int) -> tuple:
+def _draw_cache(g, heads, plain, value, rank, pairs):
     """Draw three rows of ten places, their positions, and W_K and W_V."""
     cache = LatentCache(draw(g, 3, 1, 10, rank + 2 * pairs))
     return cache, ints(9, 0, 4), draw(g, heads * (plain + value), rank)
 
 
-def _queries_example(
-    g: torch.Generator, heads: int = 3, plain: int = 24, value: int = 16, rank: int = 32, pairs: int = 4, paired: bool = True
-) -> tuple:
+def _queries_example(g, heads=3, plain=24, value=16, rank=32, pairs=4, paired=True):
     cache, position, up = _draw_cache(g, heads, plain, value, rank, pairs)
     q, latent = draw(g, 3, heads * (plain + 2 * pairs)).detach(), draw(g, 3, rank + 2 * pairs).detach()
     norm, out = Norm(draw(g, rank), 1e-6), draw(g, 3, heads, rank + 2 * pairs)
@@ -185,9 +183,7 @@ def latent_attention(
     return implementation(op, cache.latents, None, shape)(q, position, cache, up, scale, scratch, out, dependent)
 
 
-def _attention_example(
-    g: torch.Generator, heads: int = 3, plain: int = 24, value: int = 16, rank: int = 32, pairs: int = 4
-) -> tuple:
+def _attention_example(g, heads=3, plain=24, value=16, rank=32, pairs=4):
     cache, position, up = _draw_cache(g, heads, plain, value, rank, pairs)
     scratch = LatentScratch(zeros(3, 4, heads, rank), zeros(3, 4, heads, 2))
     return draw(g, 3, heads, rank + 2 * pairs), position, cache, up, 0.2, scratch, zeros(3, heads * value)
@@ -336,9 +332,7 @@ def hidden(q: Tensor, k: Tensor, window: int | None, bounds: Tensor | None) -> T
     return far | (sequence[..., None] != sequence[..., None, :])
 
 
-def _example(
-    g: torch.Generator, heads: int = 4, kv_heads: int = 2, width: int = 16, windowed: bool = True, packed: bool = False
-) -> tuple:
+def _example(g, heads=4, kv_heads=2, width=16, windowed=True, packed=False):
     q, k, v = (draw(g, 2, 40, count, width) for count in (heads, kv_heads, kv_heads))
     bounds = ints(0, 11, 40, 40, 70, 80) if packed else None
     return q, k, v, draw(g, heads), width**-0.5, 7 if windowed else None, bounds

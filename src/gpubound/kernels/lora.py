@@ -209,9 +209,7 @@ def lora_down(
     return implementation("lora_down", x, None, shape)(x, a, scale, drop, out, rows, blocks)
 
 
-def _draw_down(
-    g: torch.Generator, rank: int = 5, dropping: bool = True, routed: bool = False, blocks: int = 1, along: bool = True,
-) -> tuple:  # fmt: skip
+def _draw_down(g, rank=5, dropping=True, routed=False, blocks=1, along=True):
     ranks, columns = rank * blocks, 144  # more than a step along them has: a narrower x has another kernel
     a = draw(g, rank, columns) if along else draw(g, columns, rank).t()
     ids, owner = ints(0, -1, 1, 0, 5).long(), ints(*(i % 2 for i in range(ranks)))
@@ -237,7 +235,7 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
     return implementation("lora_up", y, None, (b.shape[1], drop is not None, count))(y, h, b, drop, blocks)
 
 
-def _draw_up(g: torch.Generator, rank: int = 5, dropping: bool = True, blocks: int = 1) -> tuple:
+def _draw_up(g, rank=5, dropping=True, blocks=1):
     """y has the dtype of the call: an fp32 product of 64 ranks spills 11 kB a thread, for which CUDA keeps 2.8 GB."""
     return frozen(draw(g, 64, 48)), draw(g, 64, rank * blocks), draw(g, 48, rank), _drop(dropping), _blocks(blocks)
 
@@ -277,10 +275,7 @@ def product_size(tokens: int, outputs: int) -> int:
     return (tokens * outputs >= WAVE) + (tokens * outputs >= LARGE)
 
 
-def _draw_product(
-    g: torch.Generator, size: int = 0, rank: int = 5, dropping: bool = False, along: bool = True, blocks: int = 1,
-    biased: bool = True, ranks: int = 0, count: int = 0,
-) -> tuple:  # fmt: skip
+def _draw_product(g, size=0, rank=5, dropping=False, along=True, blocks=1, biased=True, ranks=0, count=0):
     tokens, outputs = ((64, 64 * blocks), (2048, WAVE // 2048), (4096, LARGE // 4096))[size]
     weight, b = (draw(g, *shape) if along else draw(g, *reversed(shape)).t() for shape in ((outputs, 48), (outputs, rank)))
     bias = draw(g, outputs) if biased else None
@@ -329,10 +324,7 @@ def lora_gradients(
     return run(x, gh, g, h, da, db, drop, begins, blocks, arrivals)
 
 
-def _draw_gradients(
-    g: torch.Generator, inputs: int = 48, outputs: int = 48, rank: int = 5, dropping: bool = True, blocks: int = 1,
-    transposed: bool = False, low_precision: bool = False,
-) -> tuple:  # fmt: skip
+def _draw_gradients(g, inputs=48, outputs=48, rank=5, dropping=True, blocks=1, transposed=False, low_precision=False):
     """low_precision: gradients in the dtype of the call, as autograd takes them, instead of fp32 sums."""
     inward, outward = ((draw(g, 64, columns), draw(g, 64, rank * blocks)) for columns in (inputs, outputs))
     da = draw(g, rank * blocks, inputs).detach()

@@ -246,12 +246,12 @@ def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) 
     return Packed(words, scale, columns, kind, extra if about.offset or about.values == "nf4" else None)
 
 
-def _draw_head(generator: torch.Generator) -> tuple:
+def _draw_head(generator):
     packed, bias = draw_packed(generator, 40, 256, "int4"), draw(generator, 40)
     return packed, bias, zeros(2, 40), zeros(2, 3), ints(*[0] * 6).view(2, 3)
 
 
-def _draw_gate_up(generator: torch.Generator) -> tuple:
+def _draw_gate_up(generator):
     return draw_packed(generator, 40, 150, "int8"), draw(generator, 40), zeros(2, 20)
 
 
@@ -283,7 +283,7 @@ def tiled_norm_product(
     return kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, dependent)
 
 
-def _qkv_example(g: torch.Generator, offset: float | None = 0.0, rows: int = 5, hidden: int = WIDE, heads: int = 32) -> tuple:
+def _qkv_example(g, offset=0.0, rows=5, hidden=WIDE, heads=32):
     return *draw_stream(g, hidden, offset, rows), *draw_qkv(g, hidden, heads), zeros(rows, 2 * heads)
 
 
@@ -316,9 +316,7 @@ def tiled_norm_gate_up(
     return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation)
 
 
-def _gate_up_example(
-    g: torch.Generator, offset: float | None = 0.0, activation: str = "silu", rows: int = 5, hidden: int = WIDE, width: int = 40
-) -> tuple:
+def _gate_up_example(g, offset=0.0, activation="silu", rows=5, hidden=WIDE, width=40):
     return *draw_stream(g, hidden, offset, rows), *draw_gate_up(g, rows, hidden, width), 0, activation
 
 
@@ -340,7 +338,7 @@ def tiled_add_product(
     return implementation("tiled_add_product", weight)(h, weight, bias, x, dependent, copy)
 
 
-def _add_example(g: torch.Generator, rows: int = 5, inner: int = WIDE, hidden: int = 48) -> tuple:
+def _add_example(g, rows=5, inner=WIDE, hidden=48):
     h, weight, x = draw(g, rows, inner), draw(g, hidden, inner), draw(g, rows, hidden).detach()
     return h, weight, None, x, 0, frozen(torch.zeros(rows, hidden, device="cpu", dtype=torch.float32))
 

@@ -65,7 +65,7 @@ def chunk_scan(
     return implementation("chunk_scan", u, unable, (w is not None, D, E, L, precise))(u, w, q, p, k, decay, state, precise)
 
 
-def _scan_example(g: torch.Generator, reads: bool = True, D: int = 16, E: int = 24, L: int = 16, precise: bool = True) -> tuple:
+def _scan_example(g, reads=True, D=16, E=24, L=16, precise=True):
     """Two rows of three chunks."""
     u, q, k = draw(g, 2, 3, L, E), draw(g, 2, 3, L, D), draw(g, 2, 3, L, D)
     w = draw(g, 2, 3, L, D).detach().mul(D**-1.0).requires_grad_() if reads else None
@@ -151,7 +151,7 @@ def draw_product(g: torch.Generator, rows: int, columns: int, rounded: bool) -> 
     return x if rounded else x.detach()
 
 
-def _conv_example(g: torch.Generator, taps: int = 3, bias: bool = False, tokens: int = 1, rounded: bool = False) -> tuple:
+def _conv_example(g, taps=3, bias=False, tokens=1, rounded=False):
     """Two rows of 40 channels, one at its first position."""
     position, slots = ints(0, 7)[:, None] + ints(*range(tokens)), taps - 1 + tokens
     return (
@@ -280,10 +280,7 @@ def delta_step(
     return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
 
-def _delta_example(
-    g: torch.Generator, N: int = 2, H: int = 4, D: int = 16, E: int = 8, grouped: bool = False, taps: int = 4,
-    rounded: bool = False,
-) -> tuple:  # fmt: skip
+def _delta_example(g, N=2, H=4, D=16, E=8, grouped=False, taps=4, rounded=False):
     """Two rows, one at its first position."""
     shape = DeltaShape(N, H, D, E, grouped)
     parameters = DeltaParameters(
@@ -427,10 +424,7 @@ def mamba_step(
     return kernel(x, position, ring, state, parameters, shape, out, dependent)
 
 
-def _mamba_example(
-    g: torch.Generator, H: int = 4, P: int = 8, G: int = 2, N: int = 16, taps: int = 4, bias: bool = True,
-    rounded: bool = False,
-) -> tuple:  # fmt: skip
+def _mamba_example(g, H=4, P=8, G=2, N=16, taps=4, bias=True, rounded=False):
     """Two rows, one at its first position."""
     shape = MambaShape(H, P, G, N, 0.5, 0.7, 1.3, 1.1)
     vectors = (draw(g, H).detach() for _ in range(3))

@@ -33,7 +33,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor
     return implementation("rope", q, None, shape)(q, k, cos, sin)
 
 
-def _example(generator: torch.Generator, heads: int = 4, kv_heads: int = 2, size: int = 16, pairs: int = 8) -> tuple:
+def _example(generator, heads=4, kv_heads=2, size=16, pairs=8):
     q, k = (draw(generator, 2, 3, count, size) for count in (heads, kv_heads))
     return q, k, *draw_angles(generator, 3, pairs)
 
@@ -61,7 +61,7 @@ def rope_qkv(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int) -
     return implementation("rope_qkv", qkv, None, shape)(qkv, cos, sin, heads, kv_heads)
 
 
-def _packed_example(generator: torch.Generator, heads: int = 4, kv_heads: int = 2, size: int = 16, pairs: int = 8) -> tuple:
+def _packed_example(generator, heads=4, kv_heads=2, size=16, pairs=8):
     qkv = draw(generator, 2, 3, (heads + 2 * kv_heads) * size)
     return qkv, *draw_angles(generator, 3, pairs), heads, kv_heads
 

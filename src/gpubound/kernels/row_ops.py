@@ -11,7 +11,7 @@ Values of tokens are written to a cache, whose rows are whole or in pages: keys,
 Legend: B rows, C copies of a row, T tokens, K heads, D width of a head, N blocks of L positions, P blocks of a row.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -155,7 +155,7 @@ def as_integers(t: Tensor) -> Tensor:
     return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.dtype.itemsize])
 
 
-def _example(g: torch.Generator, *shape: Any) -> tuple:
+def _example(g, *shape):
     """Two rows, two copies of each, over blocks of 4 positions. The values are in the range of bytes, too."""
     *width, tokens, dtype, many = shape or (24, 5, torch.int32, True)
     cache, new = (frozen(20 * draw(g, *size, *width).abs()) for size in ((12, 2, 4), (2, tokens, 2)))

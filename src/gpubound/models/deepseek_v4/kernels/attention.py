@@ -154,13 +154,13 @@ def _check_compressed(part: Windows, cos: Tensor, sin: Tensor) -> None:
         )
 
 
-def _compressor_example(generator: torch.Generator, series: int, parts: int) -> tuple:
+def _compressor_example(generator, series, parts):
     """Draw windows of 4 for rows in the middle of a window, at its last token, at position 0, and with a negative position."""
     examples = [_draw_windows(generator, series, width) for width in (24, 16)[:parts]]
     return examples, ints(9, 7, 0, -1), *draw_angles(generator, 24, 4)
 
 
-def _draw_windows(generator: torch.Generator, series: int, width: int) -> Windows:
+def _draw_windows(generator, series, width):
     rows, tokens, m, W = 4, 3, 4, series * width
     kv, gate = (draw(generator, rows, tokens, W).detach() for _ in range(2))
     pending = Pending(draw(generator, rows, series * m, W), draw(generator, rows, series * m, W))
@@ -332,9 +332,7 @@ def _check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
         raise ValueError(f"sparse_attention: cos has {cos.shape[1]} pairs, a head of {q.shape[2]} at most {q.shape[2] // 2}.")
 
 
-def _example(
-    generator: torch.Generator, width: int = 48, stored: bool = True, chosen: bool = True, turned_back: bool = True
-) -> tuple:
+def _example(generator, width=48, stored=True, chosen=True, turned_back=True):
     """Draw two tokens for each of two rows: two late positions, an early one, and a negative one."""
     q, ring = draw(generator, 4, 3, width), draw(generator, 2, 12, width)
     store = draw(generator, 2, 70, width) if stored else None
@@ -419,7 +417,7 @@ def _turned_part(part: TurnedHeads, known: Tensor, cos: Tensor, sin: Tensor) -> 
     return out.copy_(beside.index_copy_(0, torch.where(inside, slot, len(out)).long(), y.to(out.dtype))[:-1])
 
 
-def _heads_example(generator: torch.Generator, parts: int) -> tuple:
+def _heads_example(generator, parts):
     """Draw heads with a norm and a gain; heads with a norm and slots; and heads without either."""
     angles = (draw(generator, 10, 12).detach().float() for _ in range(2))
     heads = [

@@ -164,7 +164,7 @@ def _check_shape(op: str, name: str, t: Tensor, shape: tuple[int, ...], x: Tenso
     require_device(op, x, **{name: t})
 
 
-def _example(generator: torch.Generator, streams: int, many: bool, outputs: int, scales: int) -> tuple:
+def _example(generator, streams, many, outputs, scales):
     x = draw(generator, 20 if many else 3, streams, 40)
     return x, draw(generator, outputs, 40 * streams), draw(generator, scales), draw(generator, outputs), 1e-6, 1e-6
 
@@ -286,7 +286,7 @@ def _check_sums(op: str, x: Tensor, sums: Tensor, scale: Tensor, base: Tensor) -
     require(op, "base", base, None, (products,), x.device, "one for each product")
 
 
-def _step_example(g: torch.Generator, streams: int) -> tuple:
+def _step_example(g, streams):
     x, products = draw(g, 3, streams, 40).detach(), (2 + streams) * streams
     weight = draw(g, products, 40 * streams).detach()
     sums = torch.zeros(sums_shape(3, 40, products), device="cpu", dtype=torch.float32)

@@ -123,14 +123,14 @@ def _check_coded(weight: Fp8Blocks, x: Tensor) -> None:
     require("norm_products", "scale", weight.scale, torch.float32, shape, x.device, "it has a number for each block")
 
 
-def _example(g: torch.Generator, offset: float | None = 0.0, coded: bool = False, plain: bool = True) -> tuple:
+def _example(g, offset=0.0, coded=False, plain=True):
     x, norm = draw_stream(g, 48, 0.0 if offset is None else offset)
     weights: list[Weight] = [_draw_coded(g, rows) for rows in (48, 16)] if coded else []
     weights += [draw(g, rows, 48) for rows in (32, 16, 8, 7, 16)] if plain else []
     return x, None if offset is None else norm, weights, zeros(2, sum(weight.shape[0] for weight in weights))
 
 
-def _draw_coded(g: torch.Generator, rows: int) -> Fp8Blocks:
+def _draw_coded(g, rows):
     codes = draw(g, rows, 48).detach().to(torch.float8_e4m3fn)
     return Fp8Blocks(codes, draw(g, *scales_shape((rows, 48), (32, 16))).detach().abs() + 0.1, (32, 16), torch.float32)
 
@@ -234,7 +234,7 @@ def choose_experts_reference(logits, correction, table, token, scale, ids, share
     return *outputs, gated.out.copy_(swiglu_reference(gated.gate, gated.up, gated.limit))
 
 
-def _choice_example(generator: torch.Generator, gated: bool) -> tuple:
+def _choice_example(generator, gated):
     arguments = (
         draw(generator, 3, 7).detach(),
         draw(generator, 7).detach(),

@@ -52,18 +52,7 @@ def poly_attention(
     return kernel(q, k, v, coefficients, gates, degree, soft_clip, window, causal)
 
 
-def _example(
-    generator: torch.Generator,
-    heads: int = 2,
-    size: int = 16,
-    kv: int = 1,
-    degree: int = 3,
-    soft_clip: float = 2.0,
-    gated: bool = True,
-    windowed: bool = True,
-    causal: bool = True,
-    tokens: int = 24,
-) -> tuple:
+def _example(generator, heads=2, size=16, kv=1, degree=3, soft_clip=2.0, gated=True, windowed=True, causal=True, tokens=24):
     q, k, v = (draw(generator, 1, tokens, count, size) for count in (heads, kv, kv))
     gates = draw(generator, 1, tokens, heads) if gated else None
     return q, k, v, draw(generator, 3), gates, degree, soft_clip, 9 if windowed else 0, causal
@@ -120,16 +109,7 @@ def poly_attention_step(
     return kernel(q, k, v, cache_k, cache_v, position, coefficients, gates, degree, soft_clip, window)
 
 
-def _step_example(
-    generator: torch.Generator,
-    heads: int = 4,
-    size: int = 16,
-    kv: int = 2,
-    degree: int = 3,
-    soft_clip: float = 2.0,
-    gated: bool = True,
-    windowed: bool = True,
-) -> tuple:
+def _step_example(generator, heads=4, size=16, kv=2, degree=3, soft_clip=2.0, gated=True, windowed=True):
     """Draw two rows of ten positions."""
     shapes = (2, heads, size), (2, kv, size), (2, kv, size), (2, 10, kv, size), (2, 10, kv, size)
     tensors = [draw(generator, *shape) for shape in shapes]

@@ -40,7 +40,7 @@ def rg_lru(packed: Tensor, decay: Tensor, state: Tensor | None = None) -> tuple[
     return implementation("rg_lru", packed, None, (state is not None,))(packed, decay, state)
 
 
-def _example(g: torch.Generator, with_state: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
+def _example(g, with_state=False):
     state = torch.randn(2, 20, generator=g, device="cpu", dtype=torch.float32) if with_state else None
     return draw(g, 2, 70, 60), draw(g, 20), state
 

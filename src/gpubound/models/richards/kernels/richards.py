@@ -123,7 +123,7 @@ def richards_glu(
     return chosen("richards_glu", packed, shape)(packed, value_free, gate_free, value_curve, gate_curve)
 
 
-def _glu_example(g: torch.Generator, cols: int = 40, value: Curve = VALUE, gate: Curve = GATE) -> tuple:
+def _glu_example(g, cols=40, value=VALUE, gate=GATE):
     return draw(g, 16, 2 * cols), draw_free(g, value), draw_free(g, gate), value, gate
 
 
