@@ -31,7 +31,8 @@ def test_text_is_trained_by_the_fused_loop_and_loss(kind):
     assert placement.fallbacks == 0, [(row.module, row.reasons) for row in placement.rows if row.fallbacks]
     if kind == "qwen3_5":  # whose loop stays that of transformers
         return
-    assert found["model.language_model"].kernel != "torch" and found["(the model)"].kernel != "torch"
+    inside = "text_model" if kind in ("idefics3", "smolvlm") else "language_model"
+    assert found[f"model.{inside}"].kernel != "torch" and found["(the model)"].kernel != "torch"
 
 
 QUESTIONS = ([1, 2], [9, 10, 11]), ([3], [12, *range(20, 34)])

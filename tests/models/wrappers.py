@@ -16,6 +16,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_p
         "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.7}  # fmt: skip
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "query_pre_attn_scalar": 5}
 GRID = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [2, 1, 1]}
+SIGLIP = VISION | {"model_type": "siglip_vision_model"}
 PIXTRAL, CLIP = VISION | {"model_type": "pixtral"}, VISION | {"model_type": "clip_vision_model"}
 KINDS = {
     "gemma3": lambda: hf.Gemma3Config(
@@ -39,6 +40,22 @@ KINDS = {
     ),
     "llava": lambda: hf.LlavaConfig(
         text_config=TEXT | {"model_type": "llama"}, vision_config=CLIP, image_token_index=IMAGE, vision_feature_layer=-1
+    ),
+    "llava_next": lambda: hf.LlavaNextConfig(
+        text_config=TEXT | {"model_type": "mistral"}, vision_config=CLIP, image_token_index=IMAGE, vision_feature_layer=-1,
+        image_grid_pinpoints=[[28, 28]],
+    ),
+    "llava_onevision": lambda: hf.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2"}, vision_config=SIGLIP, image_token_index=IMAGE, vision_feature_layer=-1,
+        image_grid_pinpoints=[[28, 28]],
+    ),
+    "idefics3": lambda: hf.Idefics3Config(
+        text_config=TEXT | {"model_type": "llama", "pad_token_id": 0}, image_token_id=IMAGE, scale_factor=1, use_cache=False,
+        vision_config=VISION | {"model_type": "idefics3_vision"},
+    ),
+    "smolvlm": lambda: hf.SmolVLMConfig(
+        text_config=TEXT | {"model_type": "llama", "pad_token_id": 0}, image_token_id=IMAGE, scale_factor=1, use_cache=False,
+        vision_config=VISION | {"model_type": "smolvlm_vision"},
     ),
     "internvl": lambda: hf.InternVLConfig(
         text_config=TEXT | {"model_type": "qwen2"}, image_token_id=IMAGE,
@@ -89,13 +106,15 @@ def build(kind, text=None):
 
 def with_image(kind, *texts, padding=0):
     """What a processor returns for texts (before, after an image), padded on the left to one length."""
-    count = 1 if kind == "internvl" else 4  # tokens of the image
+    tiled = kind in ("llava_next", "llava_onevision")  # the image, and its tile with an end of each line
+    count = {"internvl": 1, "llava_next": 4 + 2 * 3, "llava_onevision": 4 + 2 * 3}.get(kind, 4)  # tokens of the image
     rows = [[*before, *[IMAGE] * count, *after] for before, after in texts]
     width = max(map(len, rows)) + padding
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    pixels = torch.randn(len(rows), 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    tiles = (2,) if tiled else (1,) if kind in ("idefics3", "smolvlm") else ()
+    pixels = torch.randn(len(rows), *tiles, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     inputs = {"input_ids": ids, "attention_mask": mask, "pixel_values": pixels}
-    if kind in ("mistral3", "ministral3"):
+    if tiled or kind in ("mistral3", "ministral3"):
         inputs["image_sizes"] = torch.tensor([[28, 28]] * len(rows))
     return inputs | ({"token_type_ids": (ids == IMAGE).long()} if kind == "gemma3" else {})

@@ -206,7 +206,7 @@ def halves(embeddings: tuple[Tensor, Tensor], interleaved: bool = False) -> Rope
 def text_stack(model: Any) -> Any:
     """Return the decoder stack of a causal language model, or of the text model inside one of images and text."""
     stack = model.model if hasattr(model, "model") else getattr(model, model.base_model_prefix)
-    return stack._modules.get("language_model", stack)
+    return next((inside for name in ("language_model", "text_model") if (inside := stack._modules.get(name))), stack)
 
 
 class ArrangedCopies:

@@ -283,18 +283,22 @@ FAMILIES = {
     },
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
-# Models of images and text, as in FAMILIES, with a stack of one of these families inside, as `model.language_model`.
+# Models of images and text, as in FAMILIES, with a stack of one of these families inside.
 WRAPPERS = {
     "gemma3": "Gemma3",
     "gemma4": "Gemma4",
     "gemma4_unified": "Gemma4Unified",
+    "idefics3": "Idefics3",
     "internvl": "InternVL",
     "llava": "Llava",
+    "llava_next": "LlavaNext",
+    "llava_onevision": "LlavaOnevision",
     "mistral3": "Mistral3",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_vl": "Qwen3VL",
+    "smolvlm": "SmolVLM",
 }
 # Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.
 RUNNERS = {"deepseek_v4": ".deepseek_v4.decode"}
