@@ -27,7 +27,7 @@ SPARSE = (  # whose MLPs are experts
     *registry.FAMILIES["mixtral"], "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "granitemoehybrid",
     "minicpm3", "mistral4", "qwen3_5_moe", "qwen3_next", "youtu",
 )  # fmt: skip
-GRIDS = ("qwen2_5_vl", "qwen3_vl")  # stacks of models of images and text
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # stacks of models of images and text
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 

@@ -29,7 +29,7 @@ def test_text_is_trained_by_the_fused_loop_and_loss(kind):
     assert placement.verified and placement.unsupported is None
     assert_close(training_run(model, batch()), training_run(other, batch()))
     assert placement.fallbacks == 0, [(row.module, row.reasons) for row in placement.rows if row.fallbacks]
-    if kind == "qwen3_5":  # whose loop stays that of transformers
+    if kind in ("qwen3_5", "qwen3_vl_moe"):  # whose loop stays that of transformers
         return
     inside = "text_model" if kind in ("idefics3", "smolvlm") else "language_model"
     assert found[f"model.{inside}"].kernel != "torch" and found["(the model)"].kernel != "torch"

@@ -62,6 +62,10 @@ KINDS = {
         vision_config={"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
                        "image_size": [28, 28], "patch_size": [14, 14]},
     ),
+    "qwen2_vl": lambda: hf.Qwen2VLConfig(
+        text_config=TEXT | {"rope_parameters": GRID}, image_token_id=IMAGE, video_token_id=6,
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 1},
+    ),
     "qwen2_5_vl": lambda: hf.Qwen2_5_VLConfig(
         text_config=TEXT | {"rope_parameters": GRID}, image_token_id=IMAGE, video_token_id=6,
         vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40,
@@ -72,6 +76,11 @@ KINDS = {
         vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40,
                        "deepstack_visual_indexes": [0]},
     ),
+    "qwen3_vl_moe": lambda: hf.Qwen3VLMoeConfig(
+        text_config=TEXT | {"rope_parameters": GRID, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        vision_config={"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 4, "intermediate_size": 40,
+                       "deepstack_visual_indexes": [0]}, image_token_id=IMAGE, video_token_id=6,
+    ),
     "qwen3_5": lambda: hf.Qwen3_5Config(
         text_config=TEXT | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
                             "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
@@ -79,7 +88,7 @@ KINDS = {
         image_token_id=IMAGE, video_token_id=6,
     ),
 }  # fmt: skip
-GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 PLAIN = [kind for kind in KINDS if kind not in (*GRIDS, "gemma4")]  # built with a part for images, whose tokens are a text's
 
 

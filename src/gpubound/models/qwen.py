@@ -1,4 +1,4 @@
-"""Qwen3.5, Qwen3-Next, Qwen2.5-VL and Qwen3-VL.
+"""Qwen3.5, Qwen3-Next, Qwen2-VL to Qwen3-VL.
 
 Qwen3.5: three layers of the gated delta rule for each of attention, whose heads are gated; norms whose gain is 1 + weight.
 
@@ -8,7 +8,7 @@ Qwen3-Next, and Qwen3.5 with experts: the layers of Qwen3.5, and sparse MLPs wit
 
 Placing swaps norms and layers of the delta rule; all else stays that of transformers.
 
-Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, where an image's tokens have positions of a grid.
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, where an image's tokens have positions of a grid.
 
 The tokens of a text have one position on all three axes, and so the angles of any other model.
 """
@@ -26,7 +26,7 @@ from ..layers.linear_product import format_of
 from .decoding import AttentionWeights, Linear
 from .hf_modules import SWAPS as LLAMA, HFShiftedNorm, HFStack, attention, mlp, norm, stack, tried_causal_lm
 from .hybrids import gated_delta
-from .mixtral import SparseReader
+from .mixtral import SWAPS as MIXTRAL, SparseReader
 from .reader import HFAngles, Reader, linear_of, weight_of
 from .recurrent import DeltaWeights, RecurrentReader
 from .registry import Maker, Swap
@@ -131,10 +131,12 @@ class GridStack(HFStack):
 
 QWEN_VL: dict[str, Maker] = LLAMA | {
     "Model": partial(stack, part=GridStack),
-    # Qwen2.5-VL's names of the text model's parts; its MLP and Attention are those for images
+    # Qwen2-VL's and Qwen2.5-VL's names of the text model's parts; its MLP and Attention are those for images
     "Qwen2_5_VLRMSNorm": norm,
     "Qwen2MLP": mlp,
     "Qwen2_5_VLAttention": attention,
+    "Qwen2VLRMSNorm": norm,
+    "Qwen2VLAttention": attention,
 }
 
 
@@ -143,17 +145,26 @@ class GridReader(Reader):
     image_positions = False
 
 
+class SparseGridReader(SparseReader):
+    READS = SparseReader.READS | GridReader.READS
+    image_positions = False
+
+
 SWAPS: dict[str, Any] = {
     "qwen3_5": QWEN3_5,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5_moe": QWEN3_NEXT,
     "qwen2_5_vl": QWEN_VL,
+    "qwen2_vl": QWEN_VL,
     "qwen3_vl": QWEN_VL,
+    "qwen3_vl_moe": MIXTRAL,
 }
 DECODING: dict[str, Any] = {
     "Qwen3_5ForCausalLM": DeltaReader,
     "Qwen3NextForCausalLM": NextReader,
     "Qwen3_5MoeForCausalLM": SparseDeltaReader,
     "Qwen2_5_VLTextForCausalLM": GridReader,
+    "Qwen2VLTextForCausalLM": GridReader,
     "Qwen3VLTextForCausalLM": GridReader,
+    "Qwen3VLMoeTextForCausalLM": SparseGridReader,
 }

@@ -278,8 +278,10 @@ FAMILIES = {
         "qwen3_5": "Qwen3_5",
         "qwen3_next": "Qwen3Next",
         "qwen3_5_moe": "Qwen3_5Moe",
+        "qwen2_vl": "Qwen2VLText",
         "qwen2_5_vl": "Qwen2_5_VLText",
         "qwen3_vl": "Qwen3VLText",
+        "qwen3_vl_moe": "Qwen3VLMoeText",
     },
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
@@ -294,10 +296,12 @@ WRAPPERS = {
     "llava_next": "LlavaNext",
     "llava_onevision": "LlavaOnevision",
     "mistral3": "Mistral3",
+    "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
     "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
     "smolvlm": "SmolVLM",
 }
 # Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.
