@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from ..kernels import (
     add_norm,
@@ -507,6 +506,8 @@ def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return attend(q, k, v, mask, scale)
     if q.dtype == torch.float32 or q.shape[-1] > 256:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    from torch.nn.attention.bias import causal_lower_right  # with dynamo, as long as torch itself
+
     bias = causal_lower_right(q.shape[2], k.shape[2])
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return y.transpose(1, 2)
