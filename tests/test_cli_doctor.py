@@ -230,21 +230,15 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
     assert "--" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "argv, code, text",
-    [
-        (["train.py", "0"], 2, message("cli_doctor:failed")),
-        (["train.py", "1"], 3, message("cli_doctor:too_few_steps")),
-        (["idle.py"], 3, message("cli_doctor:no_step")),
-        (["--step-marker", "batch", "idle.py"], 3, message("cli_doctor:no_marker")),
-        (["--timed", "0", "train.py"], 2, message("cli_doctor:wrong_timed")),
-        ([], 2, message("cli_doctor:no_script")),
-        (["--apply", "train.py"], 2, message("cli_doctor:no_fix")),
-        (["--fix", "--prove", "2", "train.py"], 2, message("cli_doctor:wrong_rounds")),
-        (["none.json", "x"], 2, message("cli_doctor:wrong_trace")),
-        (["none.py"], 2, message("cli_doctor:no_file")),
-    ],
-)
+@pytest.mark.parametrize("argv, code, text", [
+    (["train.py", "0"], 2, message("cli_doctor:failed")), (["train.py", "1"], 3, message("cli_doctor:too_few_steps")),
+    (["idle.py"], 3, message("cli_doctor:no_step")),
+    (["--step-marker", "batch", "idle.py"], 3, message("cli_doctor:no_marker")),
+    (["--timed", "0", "train.py"], 2, message("cli_doctor:wrong_timed")), ([], 2, message("cli_doctor:no_script")),
+    (["--apply", "train.py"], 2, message("cli_doctor:no_fix")),
+    (["--fix", "--prove", "2", "train.py"], 2, message("cli_doctor:wrong_rounds")),
+    (["none.json", "x"], 2, message("cli_doctor:wrong_trace")), (["none.py"], 2, message("cli_doctor:no_file")),
+])  # fmt: skip
 def test_what_cannot_be_looked_at_is_one_sentence(script, capsys, argv, code, text):
     (script.parent / "idle.py").write_text("pass")
     assert main(["doctor", "--dry-run", *argv]) == code

@@ -73,16 +73,13 @@ def test_a_row_holds_its_prompt_and_learns_its_answers(tokenizer, tmp_path, row,
     assert found == (text, answers or [text[1:]])
 
 
-@pytest.mark.parametrize(
-    "row, train_on, answers",
-    [
-        ({"messages": [ASK, TELL, ASK2, TELL2]}, "assistant", [SAYS, "it is 2<|end|>"]),
-        ({"messages": [ASK, TELL, ASK2, TELL2]}, "last", ["it is 2<|end|>"]),
-        ({"messages": [SYSTEM, ASK, TELL]}, "all", [f"be brief<|end|>{USER}{SAYS}"]),
-        ({"prompt": "one?", "completion": " it is 1"}, "all", [f"ne? it is 1{END}"]),
-        ({"messages": [ASK, TELL, ASK2]}, "last", [SAYS]),
-    ],
-)
+@pytest.mark.parametrize("row, train_on, answers", [
+    ({"messages": [ASK, TELL, ASK2, TELL2]}, "assistant", [SAYS, "it is 2<|end|>"]),
+    ({"messages": [ASK, TELL, ASK2, TELL2]}, "last", ["it is 2<|end|>"]),
+    ({"messages": [SYSTEM, ASK, TELL]}, "all", [f"be brief<|end|>{USER}{SAYS}"]),
+    ({"prompt": "one?", "completion": " it is 1"}, "all", [f"ne? it is 1{END}"]),
+    ({"messages": [ASK, TELL, ASK2]}, "last", [SAYS]),
+])  # fmt: skip
 def test_what_is_learnt(tokenizer, tmp_path, row, train_on, answers):
     assert learnt(tokenizer, tmp_path, row, train_on)[1] == answers
 

@@ -80,18 +80,12 @@ def test_wrong_settings(name):
         assert sentence == f"generate: {name}: got {value!r}, {wanted}"
 
 
-@pytest.mark.parametrize(
-    ("settings", "facts"),
-    [
-        ({"n": 5}, ["5 sequences at once", "max_batch=4"]),
-        ({"stop": 89}, ["stop token 89", "vocabulary of 89"]),
-        ({"stop": [3, -1]}, ["stop token -1", "vocabulary of 89"]),
-        ({"stop": [1.5]}, ["stop: got 1.5"]),
-        ({"stop": [False]}, ["stop: got False"]),
-        ({"stop": range(33)}, ["33 stop tokens", "at most 32"]),
-        ({"stop": "end"}, ["stop string needs a tokenizer"]),
-    ],
-)
+@pytest.mark.parametrize(("settings", "facts"), [
+    ({"n": 5}, ["5 sequences at once", "max_batch=4"]), ({"stop": 89}, ["stop token 89", "vocabulary of 89"]),
+    ({"stop": [3, -1]}, ["stop token -1", "vocabulary of 89"]), ({"stop": [1.5]}, ["stop: got 1.5"]),
+    ({"stop": [False]}, ["stop: got False"]), ({"stop": range(33)}, ["33 stop tokens", "at most 32"]),
+    ({"stop": "end"}, ["stop string needs a tokenizer"]),
+])  # fmt: skip
 def test_settings_that_do_not_fit(settings, facts):
     sentence = refusal(ValueError, lambda: cases.shared().generate(PROMPT, **settings))
     assert sentence.startswith("generate: ") and all(fact in sentence for fact in facts)
@@ -283,15 +277,10 @@ def test_norms_with_an_eps_of_their_own_and_other_activations(act):
 
 
 LONGROPE = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 100.0,
-        "short_factor": [1.0, 1.5, 2.0, 4.0],
-        "long_factor": [8.0] * 4,
-    },
-    "max_position_embeddings": 256,
-    "original_max_position_embeddings": 64,
-}
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.5, 2.0, 4.0],
+        "long_factor": [8.0] * 4},
+    "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def test_longrope_up_to_where_its_angles_change():

@@ -64,7 +64,7 @@ PAIRS = [(way, draft) for way in WAY for draft in ("text", "other", "same")]
 )
 def test_the_tokens_of_plain_steps(kind, way, draft):
     """A ragged batch of three, launched as four; a window shorter than the texts; normed heads."""
-    found = compare(shared(kind, draft), cases.shared(kind), cases.prompts(), max_new_tokens=16, **WAY[way])
+    found = compare(shared(kind, draft), cases.shared(kind), cases.prompts(), max_new_tokens=12, **WAY[way])
     assert draft != "same" or found.tokens_a_step == 4
 
 
@@ -395,7 +395,7 @@ def test_launches_of_either_kind_bring_the_tokens_of_plain_steps(way, fails, mon
             before(state, chunk, variant),
             chunk.token[:, 1:].fill_(0),
         )
-    found = compare(fast, plain, cases.prompts(9, 5), max_new_tokens=60, **WAY[way])
+    found = compare(fast, plain, cases.prompts(9, 5), max_new_tokens=44, **WAY[way])
     text = fast.stepper.text[: len(found.tokens)].tolist()
     for prompt, tokens, row in zip(cases.prompts(9, 5), found.tokens, text):
         assert row[: len(prompt) + len(tokens) - 2] == [*prompt, *tokens[:-2]]  # of a row that has ended nobody reads the end

@@ -60,12 +60,9 @@ def train():
 train()
 """
 FOUND = (
-    ("h2d", "x, y = x.to"),
-    ("sync", "synchronize"),
-    ("sync", "running += "),
-    ("sync", "losses.append"),
+    ("h2d", "x, y = x.to"), ("sync", "synchronize"), ("sync", "running += "), ("sync", "losses.append"),
     ("zero_grad", "zero_grad"),
-)
+)  # fmt: skip
 
 
 def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys, one_thread):

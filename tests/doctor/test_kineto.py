@@ -165,15 +165,10 @@ def test_a_real_trace_of_this_torch(tmp_path):
     assert {"aten::sum", "aten::item"} <= {span.name for span in tape.spans}
 
 
-@pytest.mark.parametrize(
-    "content, name",
-    [
-        (b"\x00\x01 nothing", "no_json"),
-        (b"SQLite format 3\x00", "nsight"),
-        (b'{"findings": []}', "no_events"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "MyTool"}]}', "another_tool"),
-    ],
-)
+@pytest.mark.parametrize("content, name", [
+    (b"\x00\x01 nothing", "no_json"), (b"SQLite format 3\x00", "nsight"), (b'{"findings": []}', "no_events"),
+    (b'{"traceEvents": [{"ph": "X", "cat": "MyTool"}]}', "another_tool"),
+])  # fmt: skip
 def test_other_files_are_named(tmp_path, content, name):
     path = tmp_path / "t.json"
     path.write_bytes(content)

@@ -13,12 +13,9 @@ from .cases import TOLERANCE, definitions, draw, pairwise, same
 reference = definitions("row_ops")
 
 IDS = {
-    "all apart": [4, 0, 2, 1],
-    "runs of 3 and 2": [2, 5, 2, 5, 2],
-    "one": [6],
-    "a run of two tiles and one": [3] * 17 + [1],
+    "all apart": [4, 0, 2, 1], "runs of 3 and 2": [2, 5, 2, 5, 2], "one": [6], "a run of two tiles and one": [3] * 17 + [1],
     "as wide as two tiles": [0] * 16,
-}
+}  # fmt: skip
 
 
 @pairwise

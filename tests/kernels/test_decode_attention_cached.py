@@ -237,14 +237,10 @@ def compile_all() -> None:
 
 
 FORMS = {
-    "plain": (None, False, 1, 64),
-    "int8": ("int8", False, 1, 128),
-    "fp8": ("fp8", False, 1, 128),
-    "paged": (None, True, 1, 128),
-    "fp8-paged": ("fp8", True, 1, 64),
-    "fp8-paged-several": ("fp8", True, 3, 64),
+    "plain": (None, False, 1, 64), "int8": ("int8", False, 1, 128), "fp8": ("fp8", False, 1, 128),
+    "paged": (None, True, 1, 128), "fp8-paged": ("fp8", True, 1, 64), "fp8-paged-several": ("fp8", True, 3, 64),
     "wide": (None, False, 1, 512),
-}
+}  # fmt: skip
 
 
 @pytest.mark.slow

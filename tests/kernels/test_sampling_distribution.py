@@ -153,14 +153,9 @@ def keep_kernel(logits_ptr, floor_ptr, depth_ptr, inverse_ptr, top_k_ptr, top_p_
 
 
 SHAPES = {
-    "peaked": (4.0, None, 1.0),
-    "flat": (0.01, None, 1.0),
-    "ties": (2.0, 1.0, 1.0),
-    "close": (1e-7, None, 1.0),
-    "all the same": (0.0, None, 1.0),
-    "cold": (4.0, None, 0.05),
-    "hot": (4.0, None, 50.0),
-}
+    "peaked": (4.0, None, 1.0), "flat": (0.01, None, 1.0), "ties": (2.0, 1.0, 1.0), "close": (1e-7, None, 1.0),
+    "all the same": (0.0, None, 1.0), "cold": (4.0, None, 0.05), "hot": (4.0, None, 50.0),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -224,14 +219,9 @@ def drawn_by(by, logits: Tensor, draws: int, device, vary: str, **options) -> Te
 
 
 FREQUENCIES = {
-    "plain": {},
-    "temperature": {"temperature": 0.6},
-    "top-k": {"top_k": 5},
-    "top-p": {"top_p": 0.8},
-    "min-p": {"min_p": 0.15},
-    "penalty": {"penalty": 1.8},
-    "all": {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "penalty": 1.2},
-}
+    "plain": {}, "temperature": {"temperature": 0.6}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.15},
+    "penalty": {"penalty": 1.8}, "all": {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "penalty": 1.2},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("vary", ["seed", "row", "position"])

@@ -15,12 +15,9 @@ from gpubound.measure import Machine, ceiling, timing
 from tests.messages import message
 
 FIGURES = {
-    "copy_bytes_per_s": 4.0e12,
-    "read_bytes_per_s": 4.5e12,
-    "fp32_flops_per_s": 5.0e13,
-    "bf16_flops_per_s": 8.0e14,
+    "copy_bytes_per_s": 4.0e12, "read_bytes_per_s": 4.5e12, "fp32_flops_per_s": 5.0e13, "bf16_flops_per_s": 8.0e14,
     "launch_us": 8.0,
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -206,25 +206,19 @@ def test_a_change_is_heeded(name):
 
 
 PATCHED = {
-    "mlp": ("llama", "model.layers.0.mlp"),
-    "attention": ("llama", "model.layers.0.self_attn"),
-    "attention of gemma2": ("gemma2", "model.layers.0.self_attn"),
-    "norms": ("qwen3", "model.norm"),
-    "layers": ("llama", "model.layers.0"),
-    "rotary_emb": ("llama", "model.rotary_emb"),
-    "trunk": ("llama", "model"),
+    "mlp": ("llama", "model.layers.0.mlp"), "attention": ("llama", "model.layers.0.self_attn"),
+    "attention of gemma2": ("gemma2", "model.layers.0.self_attn"), "norms": ("qwen3", "model.norm"),
+    "layers": ("llama", "model.layers.0"), "rotary_emb": ("llama", "model.rotary_emb"), "trunk": ("llama", "model"),
     "model": ("llama", ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PATCHED)
 def test_a_forward_set_on_a_class_is_heeded(name, monkeypatch):
     """As libraries of kernels do, for all models of a family."""
     kind, path = PATCHED[name]
-    model = tiny(kind)
-    plain = twin(model)
-    placement = place(model, strict=True)
-    before = training_run(model, batch())["loss"]
+    model, plain, placement = placed(kind)
+    before, counted = training_run(model, batch())["loss"], placement.fallbacks
     patched = type(plain.get_submodule(path))
     forward = patched.forward
 
@@ -240,6 +234,7 @@ def test_a_forward_set_on_a_class_is_heeded(name, monkeypatch):
     want = training_run(plain, batch())
     assert abs(want["loss"] - before) > 1e-4
     assert_close(training_run(model, batch()), want)
+    assert placement.fallbacks > counted
     assert any("forward" in why or "rotary_emb" in why for row in placement.rows for why in row.reasons)
     monkeypatch.undo()
     torch.testing.assert_close(training_run(model, batch())["loss"], before)

@@ -80,13 +80,15 @@ READS = {
 
 
 PLAIN = [name for name in CONFIGS if " " not in name]
+UNLIKE = ("llama", "smollm3", "gemma2", "gemma4", "olmo2", "phi3", "cohere2", "deepseek_v3", "gpt_oss")  # in their forwards
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_logits(kind):
-    """With a cache and without, in turn: each kind and each way to read has both."""
+    """With a cache and without, in turn: each kind and each way to read has both. Families that read as others do take half."""
     model, other = (twin(each).eval() for each in placed(kind)[:2])  # output_hidden_states leaves hooks on its layers
-    for number, (name, keywords) in enumerate(READS.items(), PLAIN.index(kind)):
+    first, step = (0, 1) if kind in UNLIKE else (PLAIN.index(kind) % 2, 2)
+    for number, (name, keywords) in enumerate([*READS.items()][first::step], PLAIN.index(kind) // step):
         inputs = {"input_ids": tokens(), "use_cache": bool(number % 2), **keywords}
         got, want = model(**inputs), other(**inputs)
         if name == "tuple":
@@ -112,8 +114,10 @@ def test_training_on_padded_rows_takes_the_fused_loop(kind):
     assert placement.fallbacks == before
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [(c, kind) for at, kind in enumerate(PLAIN) for i, c in enumerate(("dynamic", "static")) if kind in UNLIKE or at % 2 == i],
+)
 def test_generate_the_same_tokens(kind, cache):
     model, other, _ = placed(kind)
     model.eval(), other.eval()

@@ -22,18 +22,10 @@ def test_docstring_examples(module):
     assert found.attempted > 0 and found.failed == 0
 
 
-@pytest.mark.parametrize(
-    ("unit", "ours", "peer", "wanted"),
-    [
-        ("GB/s", 3.0, 2.0, 1.5),
-        ("tok/s", 1.0, 2.0, 0.5),
-        ("ms", 2.0, 3.0, 1.5),
-        ("GiB", 4.0, 2.0, 0.5),
-        ("syncs", 0, 0, 1.0),
-        ("syncs", 0, 2, 1.0),
-        ("syncs", 1, 0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("unit", "ours", "peer", "wanted"), [
+    ("GB/s", 3.0, 2.0, 1.5), ("tok/s", 1.0, 2.0, 0.5), ("ms", 2.0, 3.0, 1.5), ("GiB", 4.0, 2.0, 0.5), ("syncs", 0, 0, 1.0),
+    ("syncs", 0, 2, 1.0), ("syncs", 1, 0, 0.0),
+])  # fmt: skip
 def test_above_one_is_better_whatever_the_unit(unit, ours, peer, wanted):
     assert ratio(unit, ours, peer) == wanted
 

@@ -252,16 +252,11 @@ def test_models_that_are_not_cached():
             MaskedSampler(model, mask_token=MASK).generate(PROMPTS, 4, cache=True)
 
 
-@pytest.mark.parametrize(
-    "how, named",
-    [
-        ({"threshold": 0.0}, "threshold: got 0.0"),
-        ({"threshold": 1.5}, "threshold: got 1.5"),
-        ({"threshold": 0.9, "steps": 4}, "steps: got 4"),
-        ({"refresh": 2}, "refresh: got 2"),
-        ({"refresh": 0, "cache": True}, "refresh: got 0"),
-    ],
-)
+@pytest.mark.parametrize("how, named", [
+    ({"threshold": 0.0}, "threshold: got 0.0"), ({"threshold": 1.5}, "threshold: got 1.5"),
+    ({"threshold": 0.9, "steps": 4}, "steps: got 4"), ({"refresh": 2}, "refresh: got 2"),
+    ({"refresh": 0, "cache": True}, "refresh: got 0"),
+])  # fmt: skip
 def test_refused_requests(how, named):
     with pytest.raises(ValueError, match=f"^generate: {named}"):
         MaskedSampler(random_model(), mask_token=MASK).generate(PROMPTS, 8, **how)

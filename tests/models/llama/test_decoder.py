@@ -16,14 +16,9 @@ from gpubound.models import PRESETS, Decoder, DecoderConfig, RichardsConfig, loa
 from tests.messages import message
 
 SHAPE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 96, "max_position_embeddings": 64,
+}  # fmt: skip
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "llama, tied, own head width": (
@@ -104,15 +99,11 @@ def test_an_export_loads_to_the_same_logits(options, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("total", [None, 5.0])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda head: head.register_forward_hook(lambda module, inputs, logits: 2 * logits),
-        lambda head: prune.l1_unstructured(head, "weight", 0.5),
-        lambda head: parametrize.register_parametrization(head, "weight", nn.Tanh()),
-    ],
-    ids=["hook", "pruned", "parametrized"],
-)
+@pytest.mark.parametrize("change", [
+    lambda head: head.register_forward_hook(lambda module, inputs, logits: 2 * logits),
+    lambda head: prune.l1_unstructured(head, "weight", 0.5),
+    lambda head: parametrize.register_parametrization(head, "weight", nn.Tanh()),
+], ids=["hook", "pruned", "parametrized"])  # fmt: skip
 def test_the_loss_is_of_the_logits_that_the_head_gives(change, total):
     """Without whole logits it reads the head's weight, and would pass over what else the head does."""
     torch.manual_seed(0)

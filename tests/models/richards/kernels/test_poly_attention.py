@@ -69,13 +69,10 @@ def by_hand(q, k, v, coefficients, gates, degree, clip, window, causal) -> list:
 
 # degree, clip, window, causal, gated, heads, kv heads
 FORMS = {
-    "plain": (3, 0.0, 0, True, False, 2, 2),
-    "linear, all see all": (1, 0.0, 0, False, True, 2, 1),
-    "gates and a clip": (3, 2.0, 0, True, True, 2, 1),
-    "a window": (7, 3.0, 13, True, False, 1, 1),
-    "a short window": (5, 0.0, 9, True, False, 2, 2),
-    "a window, both ways": (3, 2.0, 20, False, True, 2, 1),
-}
+    "plain": (3, 0.0, 0, True, False, 2, 2), "linear, all see all": (1, 0.0, 0, False, True, 2, 1),
+    "gates and a clip": (3, 2.0, 0, True, True, 2, 1), "a window": (7, 3.0, 13, True, False, 1, 1),
+    "a short window": (5, 0.0, 9, True, False, 2, 2), "a window, both ways": (3, 2.0, 20, False, True, 2, 1),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
