@@ -58,7 +58,7 @@ def test_products_in_parts_give_the_logits_of_those_by_torch(kind, layers, sever
         assert body.workspace.pending is None  # the last norm has added the last parts
     assert (found[0] - found[1]).norm() / found[1].norm() < 2e-2
     kept = body_of(model, 18)
-    monkeypatch.setattr(ways, "SPLIT", ((1 << 40, 128),))
+    monkeypatch.setattr(ways, "SPLIT", ((1 << 40, range(9, 129)),))
     kept.rebind()
     assert kept.split == range(9, 129)
     monkeypatch.setattr(ways, "TILED", ())
@@ -150,7 +150,7 @@ def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatc
 
 def test_the_table_and_the_certificate_know_each_way(monkeypatch):
     model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
-    monkeypatch.setattr(ways, "SPLIT", ((32 << 20, 24),))
+    monkeypatch.setattr(ways, "SPLIT", ((32 << 20, range(9, 25)),))
     for rows, known in ((1, {1}), (4, {1, 3, 4}), (16, {1, 3, 8, 16}), (40, {1, 3, 8, 24, 40})):
         body = body_of(model, rows)
         assert body.row_counts() == known

@@ -55,7 +55,7 @@ from .runner import BatchState, ModelRunner, RunnerConfig, SamplingVariant, Step
 from .running import RunningRequest
 from .speculation import Draft, ModelDraft, Pace, TextDraft, tokens_a_step
 from .text import TextCodec
-from .transformer import SPLIT_FROM, FusedRunner, gemv_rows, kernel_calls, split_gemm_rows, tiled_gemm_rows
+from .transformer import FusedRunner, gemv_rows, kernel_calls, split_gemm_rows, tiled_gemm_rows
 from .weight_view import HostView, bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
@@ -471,7 +471,8 @@ def runner_for(model: Any, config: RunnerConfig, fused: bool, device: torch.devi
         return family.runner(reader_of(model), config)
     if not isinstance(view, str):
         view = view if device in (None, view.device) else HostView(view, device)
-        tiled, split = tiled_gemm_rows(view, config) > 0, config.max_batch > SPLIT_FROM and split_gemm_rows(view, config) > 0
+        tiled, rows = tiled_gemm_rows(view, config) > 0, split_gemm_rows(view, config)
+        split = bool(rows) and config.max_batch >= rows.start
         start_self_tests(kernel_calls(view, config.weights, tiled, many, split), view.device, view.dtype)
         return FusedRunner(view, config)
     runner: ModelRunner

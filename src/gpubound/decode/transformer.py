@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -78,16 +78,17 @@ AT_ONCE = ((4 << 20, 3),)
 # otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
 # 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
 TILED = ((32 << 20, 16), (96 << 20, 4))
-# The same of split GEMMs, beyond those of a tiled one or SPLIT_FROM. H200, us a token with 16, 32, 64 and 128 rows: 350m 533,
+# The rows of split GEMMs, by the same bytes. H200, us a token with 16, 32, 64 and 128 rows: 350m 533,
 # 623, 803 and 1,081, before 750, 935, 1,073 and 1,232. A layer without attention, split and by cuBLAS: 1b with 32, 64 and 128
 # rows 44 and 57, 46 and 59, 53 and 65; 8b (235 MB) with 32 121 and 138.
-SPLIT = ((96 << 20, 128), (256 << 20, 32))
-SPLIT_FROM = 8
+SPLIT = ((96 << 20, range(9, 129)), (256 << 20, range(9, 33)))
 SPLIT_EARLY = 32 << 20  # bytes of gate and up beyond which a split chain is LATE: a layer of 1b with 64 rows 46 us, EARLY 48
 SPLIT_HEAD = 32  # rows of a split head. H200, us with its norm, split and cuBLAS: 350m 32 rows 21.8, 23.6, 1b 134, 142
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
 SCORED = 256  # tokens whose full logits are in memory at a time while a text is scored
 META = torch.device("meta")
+
+Rows = TypeVar("Rows", int, range)
 
 UNADDED = "its kernels add no adapters, and the model's are on; merge them, switch them off, or pass weights=None"
 ON_ONE = "which are added on one device alone; merge them, switch them off, or leave devices out"
@@ -121,32 +122,32 @@ def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
     It needs a dense model in bf16 without adapters: the kernels round x times its norm's gain, which may overflow in fp16. And
     one token a row, or tokens that need not have the bits of single ones.
     """
-    return _by_bytes(live, config, TILED)
+    return _by_bytes(live, config, TILED, 0)
 
 
-def split_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
-    """Return the most rows of a split GEMM; 0 where there is none. It needs what a tiled one does, one token a row, and
-    RMSNorms before the parts alone, one of which adds what the part before leaves."""
+def split_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> range:
+    """Return the rows of split GEMMs, before which there may be tiled ones; none where there are none. They need what a tiled
+    one does, one token a row, and RMSNorms before the parts alone, one of which adds what the part before leaves."""
     plain = config.tokens == 1 and isinstance(live.norm, Norm)
     for layer in live.layers if plain else ():
         attention, mlp = layer.attention, layer.mlp
         plain &= type(attention) is AttentionWeights and not attention.gated and not attention.joined and layer.factor is None
         plain &= all(isinstance(part.norm, Norm) and part.post_norm is None for part in layer.parts)
         plain &= isinstance(mlp, DenseWeights) and not mlp.parallel
-    return _by_bytes(live, config, SPLIT) if plain else 0
+    return _by_bytes(live, config, SPLIT, range(0)) if plain else range(0)
 
 
-def _by_bytes(live: WeightView | HostView, config: RunnerConfig, sizes: tuple[tuple[int, int], ...]) -> int:
-    """Return the rows of the first of `sizes` that has as many bytes as a layer's gate and up; 0 for other models."""
+def _by_bytes(live: WeightView | HostView, config: RunnerConfig, sizes: tuple[tuple[int, Rows], ...], none: Rows) -> Rows:
+    """Return the rows of the first of `sizes` that has as many bytes as a layer's gate and up; `none` for other models."""
     parts = [layer.mlp for layer in live.layers if isinstance(layer.mlp, DenseWeights)]
     if any(layer.extra is not None or getattr(layer.attention, "v", layer) is None for layer in live.layers):
-        return 0
+        return none
     several = config.max_batch * config.tokens > 1 and not (config.tokens > 1 and config.same_bits)
     plain = several and config.weights is None and not live.sliced and not live.adapted
     if not plain or live.coded or len(parts) < len(live.layers) or live.dtype != torch.bfloat16 or not can_launch(live.device):
-        return 0
+        return none
     largest = max(mlp.gate.weight.nbytes + mlp.up.weight.nbytes for mlp in parts)
-    return next((rows for most, rows in sizes if largest <= most), 0)
+    return next((rows for most, rows in sizes if largest <= most), none)
 
 
 def kernel_calls(
@@ -451,13 +452,13 @@ class FusedRunner(ViewRunner):
         self.taken += 1
         self.form.begin(live.model, self.device, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
-        most = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else 0
-        self.tiled_rows = min(self.tiled_rows, SPLIT_FROM) if most else self.tiled_rows
+        split = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else range(0)
+        self.tiled_rows = min(self.tiled_rows, split.start - 1) if split else self.tiled_rows
         self.gemv_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         self.head_rows = self.gemv_rows
         if self.tiled_rows:
-            self.gemv_rows, self.head_rows = max(1, _by_bytes(live, self.config, AT_ONCE)), 1
-        self.split = range(max(self.tiled_rows or SPLIT_FROM, self.gemv_rows) + 1, most + 1) if most else range(0)
+            self.gemv_rows, self.head_rows = max(1, _by_bytes(live, self.config, AT_ONCE, 0)), 1
+        self.split = range(max(split.start, self.gemv_rows + 1), split.stop)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
         plain = all(part.post_norm is None for layer in live.layers for part in layer.parts)
