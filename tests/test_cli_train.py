@@ -50,7 +50,7 @@ def test_from_a_file_to_a_report(config, tmp_path, capsys):
     assert about["doctor"].splitlines()[0] in (out / "report.html").read_text()
     assert message("cli_train:from_a_file_to_a_report", about["mfu"]).within(said.err)
     formula, size = re.fullmatch(
-        r"share of the matrix rate = tokens/s · \(6 · 94.2k parameters in products \+ 6 · 2 layers · 64 wide · 32 tokens\) / "
+        r"MFU = tokens/s · \(6 · 94.2k parameters in products \+ 6 · 2 layers · 64 wide · 32 tokens\) / "
         r"([\d.]+)([GT])FLOP/s \(fp32, measured on this machine\)", about["mfu"],
     ).groups()  # fmt: skip
     record, rate = answer["last"], float(formula) * {"G": 1e9, "T": 1e12}[size]

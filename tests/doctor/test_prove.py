@@ -85,6 +85,28 @@ def test_a_run_records_the_script_s_losses(script):
     assert (sys.argv, sys.path, sys.modules["__main__"]) == (argv, path, main)
 
 
+EVALUATION = """\
+import torch
+
+model = torch.nn.Linear(3, 1).cuda().eval()
+with torch.no_grad():
+    for step in range(60):
+        seen = model(torch.rand(4, 3, device="cuda"))
+"""
+
+
+def test_a_dry_run_that_ends_by_itself_and_trains_nothing_is_proven_by_outputs(tmp_path, sim):
+    path = tmp_path / "evaluation.py"
+    path.write_text(EVALUATION)
+    recorder = Recorder(0, enough=lambda: None)
+    run(SeededJob(str(path), [], {}, "", seed=7, dry=True), recorder)
+    content = recorder.as_dict()  # its events are the pretend device's, which the run has left
+    torch.manual_seed(7)
+    model = torch.nn.Linear(3, 1)
+    sums = [model(torch.rand(4, 3)).sum(dtype=torch.float64).item() for _ in range(len(content["losses"]))]
+    assert len(sums) > 50 and [float.fromhex(text) for text in content["losses"]] == sums
+
+
 def test_a_patched_module_is_read_in_place_of_the_file(script, tmp_path):
     """Also when the file's bytecode is cached. The file and its bytecode stay what they are."""
     py_compile.compile(str(tmp_path / "helper.py"))

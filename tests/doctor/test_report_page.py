@@ -126,6 +126,18 @@ def test_a_long_tape_is_cut_to_steps_and_a_long_step_has_no_timeline(monkeypatch
     assert "too many for a page" in none and 'id="doctor"' not in none and "train.py:88" in none
 
 
+def test_a_page_names_what_it_draws_and_without_prices_counts():
+    tape, located = looped()
+    verdict = judged(tape, located)
+    text = page(verdict, measured(tape, located))
+    legend = text.partition('id="time"')[2].partition("<noscript>")[0]
+    assert "garbage collection" in legend and "compilation" not in legend and "checkpoint" not in legend
+    left = verdict.step_ms - verdict.together_ms
+    assert f"<b>{left:.2f} ms</b><span>a step without all findings" in text
+    dry = page(replace(verdict, step_ms=None, findings=[replace(each, ms=None) for each in verdict.findings]))
+    assert "<th>times</th>" in dry and '<td class="ms">1 a step</td>' in dry and ">not priced<" not in dry
+
+
 def test_a_tape_without_prices_says_why_there_is_no_what_if():
     tape, located = looped()
     verdict = judged(tape, located)

@@ -45,7 +45,7 @@ def gpu_run(folder: Path, name: str = "first", steps: int = 600, seed: int = 0, 
         finished=True,
         verdict=f"{steps} steps on NVIDIA H200 (cuda:0), loss 10.812 to {lowest:.3f}, 184k tokens/s, no fallback.",
         sample="def main(argv):\n    if len(argv) < 2 and argv[0] <> '<unknown>':\n        return 0",
-        mfu="share of the matrix rate = tokens/s · (6 · 398M parameters in products + 6 · 24 layers · 1024 wide · 1024 tokens) "
+        mfu="MFU = tokens/s · (6 · 398M parameters in products + 6 · 24 layers · 1024 wide · 1024 tokens) "
         "/ 790TFLOP/s (bf16, measured on this machine)",
     )  # fmt: skip
     for step in range(1, steps + 1):

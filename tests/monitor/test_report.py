@@ -38,7 +38,7 @@ def test_settings_in_words(tmp_path):
         found = doctest.testmod(module)
         assert found.attempted and not found.failed
     config = {"data": ["a/", "b/"], "lr": 1e-3, "phases": [{"name": "books", "steps": 3}, {"name": "chats", "steps": 2}]}
-    tape = RunTape.create(tmp_path, name="first", config=config, mfu="share of the matrix rate = 1 / 2")
+    tape = RunTape.create(tmp_path, name="first", config=config, mfu="MFU = 1 / 2")
     tape.append({"step": 1, "loss": 2.0})
     page = write_report([tape]).read_text()
     assert "<td>data</td><td>a/ b/</td>" in page and message("monitor/report:settings_in_words").within(page)
@@ -49,7 +49,7 @@ def test_the_report_compares_two_runs(tmp_path):
     runs = [a_run(tmp_path / "a", "slow"), a_run(tmp_path / "b", "fast", slope=2.0)]
     assert [Figures(run).gauges()["loss, last"] for run in runs] == ["4", "3"]
     page = write_report(runs, tmp_path / "both.html").read_text()
-    assert "slow against fast" in page and page.count("<polyline") == 6 and "share of this machine" not in page
+    assert "slow against fast" in page and page.count("<polyline") == 6 and "MFU" not in page
     assert not re.search(r'(src|href)="http', page), "the page must not reach for the network"
 
 
@@ -57,6 +57,8 @@ def test_of_two_runs_each_has_a_colour_and_each_figure_a_dash(tmp_path):
     runs = [RunTape.create(tmp_path / name, name=name) for name in ("one", "two")]
     for run in runs:
         run.append({"step": 1, "loss": 2.0, "held_out": 2.5})
+    table = write_report(runs[:1]).read_text().partition("<h2>Figures")[2].partition("<h2>")[0]
+    assert "held-out loss, last" not in table, "a figure above is not repeated"
     key = re.findall(
         r'<span class="([^"]+)"><i class="key"></i>([^<]+)', write_report(runs, tmp_path / "both.html").read_text()
     )

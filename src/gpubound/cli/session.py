@@ -226,14 +226,14 @@ class MatrixRate:
         try:
             self.flops_per_s = measure.ceilings(run.device, quick=True).flops_per_s(dtype)
         except MeasureError as error:
-            notice(f"the share of the matrix rate is left out: {error}")
+            notice(f"the MFU is left out: {error}")
             return
         lengths = set(map(round, self.attended))
         seq = lengths.pop() if len(lengths) == 1 else "attended"
         weights = [f"{passes} · {quantity(number)} {what}" for passes, number, what in self.work.weights]
         layers = [f"{passes} · {number} layers · {self.work.width} wide · {seq} tokens" for passes, number in self.work.layers]
         self.formula = (
-            f"share of the matrix rate = tokens/s · ({' + '.join(weights + layers)}) / "
+            f"MFU = tokens/s · ({' + '.join(weights + layers)}) / "
             f"{'' if run.ranks.alone else f'{run.ranks.world} · '}{quantity(self.flops_per_s, 'FLOP/s')} "
             f"({dtype}, measured on this machine)"
         )
@@ -247,7 +247,7 @@ class MatrixRate:
                 record["mfu"] = share
             else:  # the measured rate is too low: measured again here, for the next run
                 measure.share(share * self.flops_per_s, self.figure, self.run.device)
-                notice("the share of the matrix rate is left out from here on: this run passes the rate that was measured.")
+                notice("the MFU is left out from here on: this run passes the rate that was measured.")
                 self.flops_per_s = None
         return record
 

@@ -291,7 +291,7 @@ GAUGES = (
     Gauge("reward_share", "time in rewards", WHOLE_SHARE, chart="sample_share"),
     Gauge("learn_share", "time in learning", WHOLE_SHARE, chart="sample_share"),
     Gauge("tokens_per_s", "tokens per second", Axis("si", low=0)),
-    Gauge("mfu", "share of this machine's matrix rate", SHARE),
+    Gauge("mfu", "MFU", SHARE),
     Gauge("gpu_busy", "GPU busy", WHOLE_SHARE),
     Gauge("sm_active", "SMs at work", WHOLE_SHARE),
     Gauge("power_w", "power, W", Axis(".3g", low=0)),

@@ -146,7 +146,7 @@ PARTS: dict[str, Callable[[Any], str]] = {
     "no_signal": lambda share: f"{share:.0%} without signal" if share else "",
     "tokens_per_s": lambda pace: quantity(pace, " tok/s"),
     "slow": lambda block: f"SLOW, was {quantity(block.best, ' tok/s')}",
-    "mfu": "{:.1%} of the matrix rate".format,
+    "mfu": "{:.1%} MFU".format,
     "sampled_per_s": lambda pace: quantity(pace, " tok/s sampled"),
     "sample_share": "sampling {:.0%}".format,
     "gpu_busy": "GPU busy {:.0%}".format,

@@ -46,13 +46,15 @@ def write_report(
     colours = range(len(tapes)) if colours is None else colours
     markups = [Markup(chart) for chart in charts(called, all_figures, colours)]  # charts escape what they are given
     large = [chart for chart in markups if chart.startswith(LARGE)]
+    above = dict(tiles(all_figures[0])) if len(all_figures) == 1 else {}
+    gauges = [{what: text for what, text in figures.gauges().items() if what not in above} for figures in all_figures]
     page = template().render(
         title=" against ".join(called) if len(called) <= 3 else f"{len(called)} runs side by side",
         lead=lead,
         runs=[{"name": name, "figures": run, "colour": colour} for name, run, colour in zip(called, all_figures, colours)],
-        tiles=tiles(all_figures[0]) if len(all_figures) == 1 else [],
+        tiles=list(above.items()),
         facts=rows([figures.facts() for figures in all_figures]),
-        measured=rows([figures.gauges() for figures in all_figures]),
+        measured=rows(gauges),
         large=large,
         charts=[chart for chart in markups if chart not in large],
     )

@@ -139,7 +139,7 @@ class Recorder:
     def as_dict(self) -> dict[str, Any]:
         """Return milliseconds between the ends of steps, and the losses as exact numbers (for `float.fromhex`)."""
         if self.ends and not isinstance(self.ends[0], float):
-            torch.cuda.synchronize()
+            self.ends[-1].synchronize()  # on the pretend device, too, which a run that ended by itself has left
             between = [a.elapsed_time(b) for a, b in zip(self.ends, self.ends[1:])]
         else:
             between = [(b - a) * 1e3 for a, b in zip(self.ends, self.ends[1:])]
@@ -411,7 +411,7 @@ def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededR
         message = " / ".join(error_lines(done.stderr)).rstrip(".") or "it said nothing"
         what = "with the patch" if side == "after" else "unmodified"
         raise MeasureError(f"prove: the script {what} ended with code {done.returncode}: {message}.")
-    runs = [read_run(json.loads(result.read_text(encoding="utf-8")), job.warmup) for result in results]
+    runs = [read_run(json.loads(result.read_text(encoding="utf-8")), 0 if job.dry else job.warmup) for result in results]
     return SeededRun(max(run.step_ms for run in runs), tuple(loss for run in runs for loss in run.losses))
 
 

@@ -143,6 +143,7 @@ class Payload:
     extent: str = ""  # how much of the tape it holds
     missing: tuple[str, ...] = ()
     pickable: frozenset[int] = frozenset()  # numbers of the findings that have a check box
+    seen: frozenset[str] = frozenset()  # causes that the timeline draws
     zoom: tuple[int | str, ...] = ()  # for each finding its index in the script's places, or the cause of its gaps
 
 
@@ -178,8 +179,9 @@ def _tiles(verdict: Verdict) -> list[tuple[str, str]]:
         tiles.append(("a step", words.milliseconds(verdict.step_ms)))
     tiles += [(words.SHARES[share], f"{parts[share]:.0f} %") for share in ("busy", "host_late") if share in parts]
     tiles += [(f"a step {assumption}", words.milliseconds(ms)) for ms, assumption in words.ceilings(verdict)]
-    if verdict.together_ms is not None:
-        tiles.append(("saved without all findings", words.milliseconds(verdict.together_ms)))
+    if verdict.together_ms is not None and verdict.step_ms is not None:
+        left = max(verdict.step_ms - verdict.together_ms, 0.0)
+        tiles.append(("a step without all findings", words.milliseconds(left)))
     return tiles
 
 
@@ -238,8 +240,14 @@ def _content(verdict: Verdict, evidence: Measurements) -> tuple[dict[str, Any], 
             content["program"] = program(replay, chosen)
             content["scale"] = (verdict.step_ms or replay.step_ms) / replay.step_ms  # what is left between them at one pace
     except MeasureError as error:
-        return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom)
-    return content, Payload(pickable=frozenset(n for n, pick in enumerate(chosen, 1) if pick), zoom=zoom)
+        return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom, seen=_seen(content))
+    pickable = frozenset(n for n, pick in enumerate(chosen, 1) if pick)
+    return content, Payload(pickable=pickable, zoom=zoom, seen=_seen(content))
+
+
+def _seen(content: dict[str, Any]) -> frozenset[str]:
+    kinds = {row[[*content["fields"]["spans"]].index("kind")] for row in content["tape"]["spans"]}
+    return frozenset({"busy"} | kinds | {gap["cause"] for gap in content["gaps"]})
 
 
 def _gap(gap: Gap, tape: Tape, content: dict[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ SHARES = {
     "busy": "GPU busy",
     "host_late": "host late",
     "device_side": "device-side",
-    "comm": "comm alone",
+    "comm": "communication alone",
     "unlocated": "unlocated",
 }
 LEAVES = {

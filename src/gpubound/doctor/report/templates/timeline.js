@@ -58,7 +58,7 @@ function lanesOf(doctor) {
     lanes.push({ label: `${name}: calls`, items: some.map(c => ({ ...at(c), style: style(c), title: c.name, place: c.place })) });
     const spans = tape.spans.filter(s => s.thread === thread);
     const items = spans.map(s => ({ ...at(s), style: s.kind in causes ? s.kind : "", title: s.name === s.kind ? s.name : `${s.kind}: ${s.name}`, place: places[named[s.name]] }));
-    if (items.length) lanes.push({ label: `${name}: does`, items });
+    if (items.length) lanes.push({ label: `${name}: work`, items });
   });
   return lanes;
 }
