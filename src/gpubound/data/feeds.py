@@ -1,7 +1,6 @@
 """`feed(...)` chooses how the batches of a source get to the device. `Feed` serves them, epoch after epoch."""
 
 import operator
-import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..device import POLICIES, resolve, usable_bytes
+from ..device import POLICIES, host_bytes, resolve, usable_bytes
 from ..errors import DataError
 from ..formatting import byte_count, readable, shown
 from ..trace import fallback, notice
@@ -348,9 +347,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that could be allocated on `device` now; None if unknown."""
     if device.type == "cuda":
         return usable_bytes(device)
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+    return host_bytes() if device.type == "cpu" else None
 
 
 def allowance(budget: int | str, keep: int | str | None, free: int | None) -> int | None:
