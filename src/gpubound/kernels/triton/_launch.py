@@ -25,6 +25,7 @@ x, qkv, gated, the new key  never: written by the previous launch, or the one be
 All writes come after the wait: launches that still run may read the old values.
 """
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -101,6 +102,15 @@ def options(warps: int, dependent: int = 0) -> dict[str, Any]:
     if interpreted() or not dependent:
         return {"num_warps": warps, "DEPENDENT": 0}
     return {"num_warps": warps, "DEPENDENT": dependent, "launch_pdl": True}
+
+
+def alignment(width: int, *weights: torch.Tensor) -> int:
+    """Return the bytes, 16 at most, that the address of each row of `width` elements is a multiple of.
+
+    The compiler does not see it of pointers that a kernel chooses between: gate and up of a tiled GEMM took 160 loads of 2 bytes a
+    thread, and 260 such stores to shared memory (compiled for 9.0, 32 rows of 576 columns by 4 warps).
+    """
+    return math.gcd(16, width * weights[0].element_size(), *(weight.data_ptr() for weight in weights))
 
 
 def at_once(dependent: int) -> int:

@@ -25,12 +25,13 @@ from .peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
 
 
 @triton.jit
-def _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K: tl.constexpr):
-    """Pointers to the rows of K elements of up to three matrices, one below the other."""
+def _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to the rows of K elements of up to three matrices, one below the other. ALIGNED: `alignment` of them."""
     in_q, in_k = row < q_rows, row < q_rows + k_rows
     of_k, of_v = row - q_rows, row - (q_rows + k_rows)
-    return tl.where(in_q, q_ptr + row.to(tl.int64) * K,
-                    tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
+    at = tl.where(in_q, q_ptr + row.to(tl.int64) * K,
+                  tl.where(in_k, k_ptr + of_k.to(tl.int64) * K, v_ptr + of_v.to(tl.int64) * K))  # fmt: skip
+    return tl.multiple_of(at, ALIGNED)
 
 
 @triton.jit

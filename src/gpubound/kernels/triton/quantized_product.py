@@ -26,7 +26,7 @@ from ...device import interpreted
 from ..gated import INFINITE
 from ..packed_weights import Packed
 from ..plans.types import ResidentPlan, job_of, power_of_two
-from ._launch import _begin, _end, _wait, in_place, launch, launch_product, options
+from ._launch import _begin, _end, _wait, alignment, in_place, launch, launch_product, options
 from ._math import capped
 from ._packed import (
     _FP4_HALFWAY,
@@ -367,13 +367,14 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
 def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, eps, q_rows, k_rows,
                                rows, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                                HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-                               GAIN: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                               GAIN: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+                               DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    there, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K)
+    there, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K, ALIGNED)
     y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
     if BIAS:
-        bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1)
+        bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1, 1)
         y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
     tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=there[:, None] & (b < B)[None])
 
@@ -382,14 +383,14 @@ def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_b
 def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B,
                                TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                                HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-                               GAIN: tl.constexpr, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
+                               GAIN: tl.constexpr, ACTIVATION: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
                                DEPENDENT: tl.constexpr):  # fmt: skip
     """A program's rows are as many of gate and then of up."""
     _begin(DEPENDENT)
     HALF: tl.constexpr = R // 2
     first, both, b = tl.program_id(0) * HALF, tl.arange(0, R), tl.arange(0, TB)
     each = (first + both % HALF).to(tl.int64) * K
-    at = tl.where(both < HALF, gate_ptr + each, up_ptr + each)
+    at = tl.multiple_of(tl.where(both < HALF, gate_ptr + each, up_ptr + each), ALIGNED)
     there = first + both % HALF < rows
     y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
     gate, up = tl.split(tl.permute(tl.reshape(y, [2, HALF, TB]), (1, 2, 0)))
@@ -426,7 +427,7 @@ def tiled_norm_product(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias
     k_bias, v_bias = (b if b is not None else bias for b in (k_bias, v_bias))  # pointers of one type for tl.where
     _launch(
         _tiled_norm_product_kernel, weight, x, rows, dependent, x, norm_weight, weight, k, v, bias, k_bias, v_bias, out, eps,
-        len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain,
+        len(weight), len(k), rows, BIAS=bias is not None, GAIN=gain, ALIGNED=alignment(x.shape[1], weight, k, v),
     )  # fmt: skip
     return out
 
@@ -436,7 +437,7 @@ def tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, 
     norm_weight, eps, gain = _norm_parts(norm)
     _launch(
         _tiled_norm_gate_up_kernel, gate, x, 2 * len(gate), dependent, x, norm_weight, gate, up, gate_bias, up_bias, out, eps,
-        len(gate), BIAS=gate_bias is not None, GAIN=gain, ACTIVATION=activation,
+        len(gate), BIAS=gate_bias is not None, GAIN=gain, ACTIVATION=activation, ALIGNED=alignment(x.shape[1], gate, up),
     )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...device import interpreted
 from ..plans import cdiv, job_of, power_of_two
 from ..plans.types import SplitPlan
-from ._launch import _begin, _end, _wait, in_place, launch, options
+from ._launch import _begin, _end, _wait, alignment, in_place, launch, options
 from .decode_product import _gated, _stacked
 
 
@@ -77,14 +77,15 @@ def _range(x_ptr, at, valid, B, TB: tl.constexpr, K: tl.constexpr, KS: tl.conste
 def _split_product_kernel(x_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, q_rows, k_rows, rows, B,
                           TB: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
                           HELD: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, ALL: tl.constexpr,
-                          BIAS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                          BIAS: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+                          DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    valid, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K)
+    valid, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K, ALIGNED)
     y = _range(x_ptr, at, valid, B, TB, K, KS, R, C, HELD, STAGES, WHOLE, ALL, WIDE, DEPENDENT)
     if BIAS:  # noqa: SIM102 - this is a constant of the compiler
         if tl.program_id(1) == 0:
-            bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1)
+            bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1, 1)
             y += tl.load(bias, mask=valid, other=0.0).to(tl.float32)[:, None]
     to = (tl.program_id(1) * B + b).to(tl.int64)[:, None] * rows + row[None]
     tl.store(out_ptr + to, tl.trans(y), mask=(b < B)[:, None] & valid[None])
@@ -93,14 +94,14 @@ def _split_product_kernel(x_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, ou
 @triton.jit
 def _split_gate_up_kernel(x_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, rows, B, TB: tl.constexpr, K: tl.constexpr,
                           R: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
-                          ALL: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WIDE: tl.constexpr,
-                          DEPENDENT: tl.constexpr):  # fmt: skip
+                          ALL: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ALIGNED: tl.constexpr,
+                          WIDE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     """A program's rows are as many of gate and then of up."""
     _begin(DEPENDENT)
     HALF: tl.constexpr = R // 2
     first, both, b = tl.program_id(0) * HALF, tl.arange(0, R), tl.arange(0, TB)
     each = (first + both % HALF).to(tl.int64) * K
-    at = tl.where(both < HALF, gate_ptr + each, up_ptr + each)
+    at = tl.multiple_of(tl.where(both < HALF, gate_ptr + each, up_ptr + each), ALIGNED)
     y = _range(x_ptr, at, first + both % HALF < rows, B, TB, K, K, R, C, HELD, STAGES, WHOLE, ALL, WIDE, DEPENDENT)
     gate, up = tl.split(tl.permute(tl.reshape(y, [2, HALF, TB]), (1, 2, 0)))
     row = first + tl.arange(0, HALF)
@@ -118,7 +119,7 @@ def split_product(x, weight, k_weight, v_weight, bias, k_bias, v_bias, parts, de
     number, _, rows = parts.shape
     _launch(
         _split_product_kernel, "", weight, x, rows, dependent, number, weight, k, v, *biases, parts, len(weight), len(k), rows,
-        KS=x.shape[1] // number, BIAS=bias is not None,
+        KS=x.shape[1] // number, BIAS=bias is not None, ALIGNED=alignment(x.shape[1], weight, k, v),
     )  # fmt: skip
     return parts
 
@@ -128,7 +129,7 @@ def split_gate_up(x, gate, up, gate_bias, up_bias, out, dependent=0, activation=
     biases = [gate if b is None else b for b in (gate_bias, up_bias)]
     _launch(
         _split_gate_up_kernel, "gated", gate, x, 2 * len(gate), dependent, 1, gate, up, *biases, out, len(gate),
-        BIAS=gate_bias is not None, ACTIVATION=activation,
+        BIAS=gate_bias is not None, ACTIVATION=activation, ALIGNED=alignment(x.shape[1], gate, up),
     )  # fmt: skip
     return out
 
