@@ -107,8 +107,8 @@ def options(warps: int, dependent: int = 0) -> dict[str, Any]:
 def alignment(width: int, *weights: torch.Tensor) -> int:
     """Return the bytes, 16 at most, that the address of each row of `width` elements is a multiple of.
 
-    The compiler does not see it of pointers that a kernel chooses between: gate and up of a tiled GEMM took 160 loads of 2 bytes a
-    thread, and 260 such stores to shared memory (compiled for 9.0, 32 rows of 576 columns by 4 warps).
+    The compiler does not see it of pointers that a kernel chooses between: gate and up of a tiled GEMM took 160 loads of 2
+    bytes a thread, and 260 such stores to shared memory (compiled for 9.0, 32 rows of 576 columns by 4 warps).
     """
     return math.gcd(16, width * weights[0].element_size(), *(weight.data_ptr() for weight in weights))
 
