@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gpubound as gb
-from gpubound.decode import request, transformer
+from gpubound.decode import layer, request, transformer
 from gpubound.decode.layer import attend_lower_right, attend_prompt
 
 from . import cases
@@ -51,16 +51,17 @@ def test_torchs_lower_right_bias_is_the_mask():
 
 
 class Largest(TorchDispatchMode):
-    """keys: of the masks; numbers: of all tensors."""
+    """keys: of the masks; seen: numbers of these; numbers: of all tensors."""
 
     def __init__(self):
         super().__init__()
-        self.keys = self.numbers = 0
+        self.keys = self.seen = self.numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         for tensor in (t for t in tree_leaves(found) if isinstance(t, torch.Tensor)):
             self.keys = max(self.keys, tensor.shape[-1]) if tensor.dtype == torch.bool else self.keys
+            self.seen = max(self.seen, tensor.numel()) if tensor.dtype == torch.bool else self.seen
             self.numbers = max(self.numbers, tensor.numel())
         return found
 
@@ -71,6 +72,16 @@ def test_the_mask_of_a_window_ends_with_the_window():
     with Largest() as largest:
         attend_prompt(q, k, v, 1000, 9, 0.4)
     assert largest.keys == 4 + 9 - 1
+
+
+def test_the_mask_of_capped_scores_is_that_of_the_scores_in_memory(monkeypatch):
+    """2,048 queries at the end of 32,768 positions had one of 64 MB in each layer."""
+    monkeypatch.setattr(layer, "SCORES", B * H * 64 * 5)
+    q, k, v = tensors(32, 64)
+    with Largest() as largest:
+        got = attend_prompt(q, k, v, 32, 0, 0.4, 1.5)
+    assert largest.seen == 5 * 64
+    torch.testing.assert_close(got.double(), definition(q, k, v, 32, 0, 0.4, 1.5), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.5])

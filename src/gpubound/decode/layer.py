@@ -519,12 +519,15 @@ def capped_attend(
     """Return `attend` with capped scores, which SDPA lacks, and sinks. Queries are chunked: their scores are in memory."""
     B, H, T, D = q.shape
     K, S = k.shape[1:3]
-    sees = torch.ones(T, S, device=q.device, dtype=torch.bool).tril(S - T) if mask is None else mask
     step, outputs = max(1, SCORES // (B * H * S)), []
     for at in range(0, T, step):
         some = q[:, :, at : at + step].reshape(B, K, -1, D)  # a group's heads as queries of its one key head
+        if mask is None:
+            sees = torch.ones(min(step, T - at), S, device=q.device, dtype=torch.bool).tril(S - T + at)
+        else:
+            sees = mask[..., at : at + step, :]
         scores = capped_((some @ k.transpose(2, 3)).view(B, H, -1, S).float() * scale, cap)
-        scores = scores.masked_fill(~sees[..., at : at + step, :], float("-inf"))
+        scores = scores.masked_fill(~sees, float("-inf"))
         if sinks is not None:
             scores = torch.cat([scores, sinks.float()[:, None, None].expand(B, H, scores.shape[2], 1)], -1)
         weights = scores.softmax(-1)[..., :S].to(q.dtype)
