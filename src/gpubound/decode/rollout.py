@@ -20,6 +20,7 @@ import torch
 
 from ..errors import GenerateError
 from ..formatting import readable
+from ..kernels.plans import power_of_two
 from ..trace import notice
 from .kv_cache import PAGE, PagePool
 from .request import check_count, check_prompts, note_room, pad, prompt_width, to_device
@@ -417,8 +418,3 @@ def width_of(one: Running, most: int | None = None) -> int:
     """Return the padded length of a prompt without its last token."""
     width = prompt_width(len(one.ids) - 1 - one.start)
     return width if most is None else min(width, most - one.start)
-
-
-def power_of_two(count: int) -> int:
-    """Return the least power of two that is no smaller than `count`."""
-    return 1 << (count - 1).bit_length()
