@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpubound as gb
-from gpubound.decode import cpu_step, kv_cache, rollout
+from gpubound.decode import cpu_step, generate, kv_cache, rollout, runner
 from gpubound.watch import no_stall, watch
 from tests.messages import message, refusal
 
@@ -96,6 +96,48 @@ def test_the_samples_of_a_prompt_share_its_prefill():
     assert len(found.sequences) == 8 and found.prefills == 2
     found = fast.rollout(PROMPTS[2:4], n=16, max_new_tokens=8)
     assert len(found.sequences) == 32 and found.prefills == 2  # rows that are taken later copy from those that go on
+
+
+@pytest.mark.parametrize("options", [{}, {"pages": 14}, {"pages": 8}, {"cache": "fp8"}], ids=["rows", "pages", "few", "fp8"])
+def test_prompts_are_prefilled_ahead_several_at_once(options, monkeypatch, device):
+    given, lengths, batches = cases.prompts(5, 70, 3, 9, 2, 66, 8, 4), [3, 9, 5, 2, 7, 4, 6, 3], []
+    prefill = rollout.Rollout._prefill
+    monkeypatch.setattr(rollout.Rollout, "_prefill", lambda self, *of: (batches.append(len(of[0])), prefill(self, *of)))
+    found = {}
+    for share in (100, 2):
+        monkeypatch.setattr(generate, "SPARE", share)
+        fast = gb.decoder(cases.build("Qwen3", torch.float32, device), 8, cases.ROOM, verify=False, **options)
+        batches.clear()
+        rolled = fast.rollout(given, n=4, max_new_tokens=lengths, seed=3, stop=())
+        found[share] = by_name(rolled.sequences), [*batches], rolled._pages.cache and len(rolled._pages.free)
+    assert found[2][0] == found[100][0] and found[2][2] == found[100][2]
+    if options.get("pages") != 8:
+        assert len(found[2][1]) < len(found[100][1]) and sum(found[2][1]) == sum(found[100][1]) == 8
+
+
+def test_rows_that_have_ended_read_no_keys_while_they_wait(monkeypatch):
+    monkeypatch.setattr(rollout, "SHARE", (1, 1))
+    fast = gb.decoder(cases.build("Qwen3"), 4, cases.ROOM, verify=False)
+    seen, step = [], fast.body.step
+    monkeypatch.setattr(fast.body, "step", lambda token, position: (seen.append(position.tolist()), step(token, position))[1])
+    found = fast.rollout(cases.prompts(9, 8, 7, 6, 5), max_new_tokens=[2, 30, 30, 30, 2], seed=3, stop=())
+    assert [len(one.tokens) for one in found.sequences] == [2, 30, 30, 30, 2]
+    first = [positions[0] for positions in seen[:16]]  # which ends after two steps
+    assert first[:2] == [8, 9] and first[8:] == [0] * 8
+
+
+def test_steps_of_fewer_rows_are_compiled_beside_those_of_all(monkeypatch):
+    """Naming their kernels runs torch's own ops, and here all of a step: no sequence may change by it."""
+    named = []
+    monkeypatch.setattr(runner, "compile_ahead", lambda call, device: (named.append(call.args), call()))
+    fast = gb.decoder(cases.build("Qwen3", torch.float16), 8, cases.ROOM, verify=False)
+    how = {"n": 2, "max_new_tokens": LENGTHS, "seed": 5, "stop": ()}
+    found = []
+    for alike in (False, True, True):
+        monkeypatch.setattr(fast.body, "launches_alike", alike)
+        found.append(by_name(fast.rollout(PROMPTS, **how).sequences))
+    assert found[0] == found[1] == found[2]
+    assert {rows for rows, *_ in named} == {4, 2, 1} and len(named) == len({*named})
 
 
 @pytest.mark.slow
@@ -330,6 +372,23 @@ def test_few_rows_of_two_thousand_keys_have_the_models_log_probabilities(samples
     assert len(found.sequences) == samples and found.variant.many
     for one in found.sequences:
         assert one.logprobs == pytest.approx(fast.score([given + one.tokens])[0][-8:], abs=0.06)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"pages": 150}, {"exact": True}], ids=["rows", "pages", "exact"])
+def test_a_queue_of_unlike_lengths_has_the_models_log_probabilities(options):
+    """Prompts are prefilled ahead, rows that wait read no keys, and kernels of fewer rows are compiled beside the steps."""
+    torch.manual_seed(0)
+    config = gb.DecoderConfig(hidden=512, intermediate=256, layers=4, heads=8, kv_heads=8, vocabulary=512)
+    fast = gb.decoder(gb.Decoder(config).to("cuda", torch.bfloat16), 64, 300, verify=False, **options)
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randint(512, (60 + 3 * at,), generator=draw).tolist() for at in range(30)]
+    lengths = torch.randint(1, 60, (30,), generator=draw).tolist()
+    found = fast.rollout(given, n=8, max_new_tokens=lengths, seed=1, stop=())
+    assert len(found.sequences) == 240 and (options or fast.graphs._begun)
+    for one in found.sequences[::7]:
+        want = fast.score([given[one.prompt] + one.tokens])[0][-len(one.tokens) :]
+        assert one.logprobs == pytest.approx(want, abs=0.0 if "exact" in options else 0.06)
 
 
 @pytest.mark.gpu

@@ -79,6 +79,10 @@ class ExactRunner(ViewRunner):
     def grouped(self) -> Cache:
         return self.cache
 
+    @property
+    def spare(self) -> range:  # type: ignore[override]
+        return range(self.max_batch, self.cache.rows)
+
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         return self.forward(token, position).float()
 

@@ -59,6 +59,7 @@ from .transformer import FusedRunner, gemv_rows, kernel_calls, split_gemm_rows, 
 from .weight_view import HostView, bind, restore_on_error, warn_about_hooks
 
 LADDER = (32, 8, 1)  # steps a launch
+SPARE = 32  # rows for which the cache has a spare one: see Rollout._stage
 TIMED_AT = 256  # the position at which steps are timed
 SPECULATIVE_LADDER = (8, 1)  # a step brings several tokens: a long launch would run on long after the last one
 
@@ -373,7 +374,8 @@ def decoder(
     width = 1 if speculate is None else tokens_a_step(speculate, first.device)
     ladder = tuple(dict.fromkeys((k, 1))) if isinstance(k, int) else LADDER if width == 1 else SPECULATIVE_LADDER
     same_bits = not (isinstance(speculate, Draft) and speculate.tensor_cores)
-    config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages), same_bits=same_bits)
+    spare = max_batch // SPARE if type(max_batch) is int and max_batch >= 2 * SPARE and width == 1 and devices is None else 0
+    config = RunnerConfig(max_batch, max_length, width, weights, CacheLayout(cache, pages), same_bits=same_bits, spare=spare)
     if devices is None and split != "layers":
         raise ValueError(f"decoder: split: got {split!r} without devices; name the GPUs that share the model.")
     gpus = None if devices is None else devices_of(devices, split)

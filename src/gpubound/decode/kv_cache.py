@@ -103,6 +103,7 @@ def write_rows(state: Tensor, new: Tensor, targets: Tensor | None) -> None:
 
 
 PAGE = 64  # positions: a tile of the attention kernel
+COPIED = 1 << 28  # bytes of the copy in between where rows move: all layers at once, where they are short
 Pairs = list[tuple[Tensor, Tensor]]  # a layer's tensor, and what is written to it
 # Tiles that a program takes at least where rows' lengths differ widely. A row's 1,024 keys are one program's by default, where
 # there are many rows: 256 rows of 288 keys on average, H200, ms a step of 0.6b: equal lengths 4.34, exponential ones 5.41.
@@ -256,9 +257,12 @@ class LayerStore:
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` positions of the rows `sources` to the rows `targets`. Pages move by their table instead."""
-        for t in self.tensors if self.pages is None else ():
-            for layer in as_integers(t):
-                layer[targets, :, :length] = layer[sources, :, :length]
+        for t in map(as_integers, self.tensors if self.pages is None else ()):
+            if t.dim() == 5 and not t.shape[-1] * t.itemsize % 8:
+                t = t.view(torch.int64)
+            copied = len(sources) * t[0, 0, :, :length].nbytes  # of a layer
+            for layers in t.split(max(1, COPIED // max(1, copied))):
+                layers[:, targets, :, :length] = layers[:, sources, :, :length]
 
 
 class WindowRing(LayerStore):
@@ -323,7 +327,7 @@ class Cache:
         rings: bool = True,
     ) -> None:
         """layers: by their numbers. rings: False keeps all positions of every layer."""
-        layout, self.rows, self.length = build.cache, build.max_batch, build.max_length
+        layout, self.rows, self.length = build.cache, build.max_batch + build.spare, build.max_length
         self.layout, self.dtype, self.numbers, self.device = layout, dtype, [*layers], device
         self.kind = None if layout.kind is None else KINDS[layout.kind]
         self.layers = {number: layer for number, layer in layers.items() if isinstance(layer, CachedLayer)}

@@ -5,7 +5,8 @@ The host launches a few steps for all rows, and reads the tokens of a launch whi
 ended, their next prompts are prefilled and their state is written between two launches, on the device's stream: the host waits
 for nothing. The samples of a prompt share its prefill: those that begin together get the same keys and values, and one that
 begins later gets a copy from a row that still has them, or that row, if its sequence has ended. In a cache in pages they have
-the prompt's full pages once. When the queue is empty, the last sequences move to fewer rows.
+the prompt's full pages once. Several prompts are prefilled ahead, into spare rows, while few rows are free: a prefill of one
+takes as long. When the queue is empty, the last sequences move to fewer rows.
 
 A sequence's tokens depend on the weights, its prompt, its settings and its seed, which is made of the rollout's seed, the
 prompt's index and the sample's.
@@ -14,6 +15,8 @@ prompt's index and the sample's.
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
 STEPS = 2, 4
 AHEAD = 2  # launches that are not read yet
 # A prefill of few short prompts is bound by its launches, so several rows share one: it waits until a sixteenth of the rows
-# have ended, for at most so many steps.
-SHARE, PATIENCE = 16, 16
+# have ended, for at most so many steps; or a thirty-second, where prompts are prefilled ahead.
+SHARE, PATIENCE = (16, 32), 16
 KEPT = 2048  # tokens of a conversation from which on its cache is kept: fewer are prefilled again sooner, together with others
 # A row that reads more keys than this, and than twice the mean, is long: attention waits for the program that reads them.
 LONG = 512
@@ -46,6 +49,7 @@ FEWEST = 1024
 MOVED = 16  # rows that are moved at once: the copy in between takes memory
 # Tokens of the smallest prefill: 2.4 ms where one prompt of 32 takes 1.8 (H200, 0.6b), and fewer sizes to capture.
 LEAST = 512
+STAGED = 2048  # that are prefilled ahead
 PROMPT_TOKENS = 16384  # padding counted, that are prefilled at once: more would only take memory
 
 
@@ -65,6 +69,7 @@ class Rollout:
         self.most, self.total = self.size, len(self.waiting)
         # Whose keys and values each row has, also once it has ended.
         self._row_owners: list[Running | None] = [None] * self.size
+        self._staged: dict[int, Running] = {}  # prompts that are prefilled ahead, by their spare rows
         self._last: dict[tuple[int, int], Running] = {}  # the last turn of each conversation, by prompt and sample
         self.finished: list[RolloutSequence] = []
         self.each_launch: Callable[[], object] = lambda: None  # called when the tokens of a launch have been read
@@ -75,6 +80,7 @@ class Rollout:
         self._steps = 1  # of a launch
         self._since = 0  # steps since the last refill
         self._uneven = False  # whether some rows are far longer than the others
+        self._unlike = False  # whether a row has ended before others
         self._common = [0] * decoder.max_batch  # first keys of each row that it reads together with others
         self._pages = PagePool(decoder.body.paged)
         notice(
@@ -160,7 +166,7 @@ class Rollout:
                         with decoder.plainly():
                             if self._due():
                                 self._refill()
-                            elif not self.waiting and any(self.rows):
+                            elif any(self.rows):
                                 self._forget()
                                 self._compact()
                             launches = self._launches()
@@ -171,7 +177,12 @@ class Rollout:
                         if ended and not slots.arrived:
                             yield ended.popleft()
                             continue
-                        for one in self._receive():
+                        new = self._receive()
+                        if new and any(self.rows) and not self._unlike:
+                            self._unlike = True
+                            with decoder.plainly():
+                                self._compile_tail()
+                        for one in new:
                             if len(one.ids) + len(one.result.tokens) < KEPT:
                                 ended.append(one.result)
                             else:  # its conversation may go on in its row
@@ -184,8 +195,10 @@ class Rollout:
     def _due(self) -> bool:
         """Return whether ended rows get their next sequences now."""
         free = self.rows.count(None) + self.most - self.size
-        enough = free >= max(1, self.size // SHARE) or self._since >= PATIENCE or free == self.most
-        return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit, self._ended_rows())
+        share = SHARE[self.request.samples > 1 and bool(self.decoder.body.spare)]
+        enough = free >= max(1, self.size // share) or self._since >= PATIENCE or free == self.most
+        unused = [*self._ended_rows(), *self._staged]
+        return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit, unused)
 
     def _ended_rows(self) -> list[int]:
         return [row for row, one in enumerate(self.rows) if one is None]
@@ -199,12 +212,13 @@ class Rollout:
         copied: list[tuple[int, int, int]] = []  # from which row to which, and how many tokens
         # A sequence whose row has a prompt's keys: rather one that goes on, for the others may lose their rows.
         stored = sorted(filter(None, owners), key=lambda one: self.rows[one.row] is one) if body.keeps_prompts else []
-        holders = {one.result.prompt: one for one in stored}
+        self._stage(free, {one.result.prompt for one in stored})
+        holders = {one.result.prompt: one for one in [*stored, *self._staged.values()]}
         while free and self.waiting:
             one, row = self.waiting[0], free[0]
             before = holders.get(one.result.prompt) if not one.result.turn else one.before if body.keeps_prompts else None
             source, tokens = None, 0  # the row that has its first tokens
-            if before is not None and before.row < self.size and owners[before.row] is before:
+            if before is not None and before in (self._staged.get(before.row), *owners[before.row : before.row + 1]):
                 if not one.result.turn:
                     source, tokens = before.row, len(one.ids) - 1
                 elif before.row in free and len(before.ids) >= KEPT:
@@ -212,7 +226,10 @@ class Rollout:
                     source, tokens = before.row, max(0, len(before.ids) + len(before.result.tokens) - 2)
             row = source if source in free else row
             if not self._pages.give(row, one.limit, source, tokens):
-                self._drop([other for other in free if other not in (row, source)])
+                used = {other for other, *_ in copied}
+                if source in self._staged and source not in used:  # its last page is not shared, and may be the one that lacks
+                    source, tokens = None, 0
+                self._drop([other for other in [*free, *self._staged] if other not in (row, source, *used)])
                 if not self._pages.give(row, one.limit, source, tokens):
                     break
             self.waiting.popleft()
@@ -231,7 +248,7 @@ class Rollout:
                 groups[one] = [one]
             elif row != source:
                 copied.append((source, row, tokens))
-        self._since = 0
+        self._since, wanted = 0, {one.result.prompt for one in islice(self.waiting, self.request.samples * len(self._staged))}
         self._place()
         if body.paged:
             self._pages.copy_tails(copied)
@@ -250,8 +267,31 @@ class Rollout:
             [one.choice for one in new],
             self.variant.tempered,
         )
+        self._drop([row for row, one in self._staged.items() if one.result.prompt not in wanted])
         body.begin(slots.rows.token[: self.size])
         self._share()  # after the prefills have been launched, which do not read it
+
+    def _stage(self, free: list[int], held: set[int]) -> None:
+        """Prefill the next prompts into spare rows, once one of them begins: its samples copy the row, or get its pages."""
+        spare = [row for row in self.decoder.body.spare if row not in self._staged]
+        held = held | {one.result.prompt for one in self._staged.values()}
+        nexts: dict[int, Running] = {}
+        begins = {one.result.prompt for one in islice(self.waiting, len(free)) if not one.result.turn} - held
+        if not begins or len(begins) >= len(spare) or self.request.samples == 1 or self.request.chooses:
+            return
+        for one in islice(self.waiting, self.request.samples * len(spare)):
+            number = len(nexts)
+            if one.result.turn or one.result.prompt in held or one.result.prompt in nexts or number == len(spare):
+                continue
+            if power_of_two(number + 1) * width_of(one) > STAGED or not self._pages.give(spare[number], len(one.ids)):
+                break
+            nexts[one.result.prompt] = replace(one, limit=len(one.ids), row=spare[number])
+        if len(nexts) > len(begins):
+            self._staged |= {one.row: one for one in nexts.values()}
+            self._pages.upload()
+            self._prefill([[one] for one in sorted(nexts.values(), key=lambda one: len(one.ids))])
+        else:
+            self._drop([one.row for one in nexts.values()])
 
     def _place(self) -> None:
         """Write the pages and the adapters of the rows as they are now, which have one prompt, and whether some are long."""
@@ -302,18 +342,27 @@ class Rollout:
             ) from error
 
     def _forget(self) -> None:
-        """Let the rows that have ended read no keys and values any more."""
-        if ended := [row for row in self._ended_rows() if self._row_owners[row] is not None]:
+        """Let the rows that have ended read no keys and values any more, but those that the next sequences may need."""
+        begun = next((one.result.prompt for one in self.waiting if not one.result.turn), None)
+        ended = [
+            row
+            for row in self._ended_rows()
+            if (one := self._row_owners[row]) is not None
+            and not (self.waiting and (one.result.prompt == begun or len(one.ids) + len(one.result.tokens) >= KEPT))
+        ]
+        if ended:
             self.decoder.slots.end(ended, forget=True)
             self._drop(ended)
             self._pages.upload()  # before a step writes to position 0, which other rows may read
-            self._share()
+            if not self.waiting:  # else at the next refill: their part of the common keys is computed until then
+                self._share()
 
     def _drop(self, rows: list[int]) -> None:
-        """Drop the keys and values of rows that have ended."""
+        """Drop the keys and values of rows that have ended, or of prompts that were prefilled ahead."""
         for row in rows:
             self._pages.take(row)
-            self._row_owners[row] = None
+            if self._staged.pop(row, None) is None and row < self.size:
+                self._row_owners[row], self._common[row] = None, 0
 
     def _resize(self, size: int) -> None:
         self.rows = self.rows[:size] + [None] * (size - self.size)
@@ -324,7 +373,7 @@ class Rollout:
         """Move the last sequences to the first rows, once these are at most half of the rows."""
         live = [one for one in self.rows if one is not None]
         size = self.decoder.bucket(max(1, len(live)))
-        if not live or size > self.size // 2:
+        if self.waiting or not live or size > self.size // 2:
             return
         free = [row for row in range(size) if self.rows[row] is None]
         moved = [one for one in live if one.row >= size]
@@ -344,6 +393,16 @@ class Rollout:
         self._place()
         self._share()
         self.decoder.body.begin(self.decoder.slots.rows.token[:size])
+
+    def _compile_tail(self) -> None:
+        """Begin to compile the steps of fewer rows, to which the last sequences move: a first rollout waited 10 s for them."""
+        cache, plain = self.decoder.body.grouped, self.variant._replace(uneven=False, most=0, parts=0, many=False)
+        rows = 1 << (self.size // 2).bit_length() >> 1
+        while rows and cache is not None:
+            other = plain._replace(uneven=True, parts=rows) if cache.fills(rows) else plain._replace(many=True)
+            shared = {plain.shared, False} if rows > 1 else {False}
+            self.decoder.graphs.begin_compiling(rows, [one._replace(shared=s) for one in (plain, other) for s in shared])
+            rows //= 2
 
     def _launches(self) -> bool:
         """Return whether the next launch is to begin before the oldest is read."""

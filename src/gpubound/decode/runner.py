@@ -14,7 +14,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from ..errors import GpuboundError
 from ..formatting import readable
 from ..graph.runner import GraphRunner
 from ..kernels import pick, sample
+from ..kernels.dispatch import compile_ahead
 from ..kernels.sampling import SETTINGS, Into, Rows, Settings
 from .kv_cache import PLAIN, CacheLayout
 from .request import PROMPT_TOKENS, STOPS, Choice, Request, draws, to_device
@@ -46,6 +47,7 @@ class RunnerConfig:
     cache: CacheLayout = PLAIN
     redone: int = 0  # of a row's last positions that a later step may write again, as after wrong drafts
     same_bits: bool = True  # whether each of a row's tokens in a step gets the bits that it gets alone
+    spare: int = 0  # rows of the cache besides, for prompts that are prefilled before rows are free: see Rollout._stage
 
     def __post_init__(self) -> None:
         for what, value in (("max_batch", self.max_batch), ("max_length", self.max_length)):
@@ -83,6 +85,7 @@ class ModelRunner(ABC):
     peers: Sequence[Any] = ()  # its devices, where all of them work on each token
     taken = 0  # how often it has read the model's weights: graphs hold the addresses of the last time
     refills = False  # whether `refill` and `move` work
+    spare = range(0)  # rows of the cache that no step reads: see Rollout._stage
     splits_keys = False  # whether steps may split a row's keys by the rows' lengths: see SamplingVariant.uneven and most
     launches_alike = False  # whether a step launches the same kernels, and torch reads no index, whatever its kernels compute
 
@@ -530,6 +533,7 @@ class StepGraphs:
         """Forget every graph, after the weights have moved."""
         self._launches: dict[tuple[int, int, SamplingVariant], Callable[[], None]] = {}
         self._warm: set[tuple[int, SamplingVariant]] = set()
+        self._begun: set[tuple[int, SamplingVariant]] = set()  # to compile
         self._prompts: dict[tuple[torch.Size, ...], tuple[tuple[Tensor, ...], Callable[[], None]] | None] = {}
         self._pools: dict[torch.device, Any] = {}
 
@@ -545,6 +549,19 @@ class StepGraphs:
         if key not in self._launches:
             self._launches[key] = self._make(*key)
         self._launches[key]()
+
+    def begin_compiling(self, rows: int, variants: Iterable[SamplingVariant]) -> None:
+        """Compile the kernels of launches to come in the background, where no result of a kernel is an index for torch."""
+        new = {(rows, variant) for variant in variants} - self._warm - self._begun
+        if not new or not self.body.launches_alike:
+            return
+        self._begun |= new
+        saved = self.state(rows)  # torch's own ops run
+        with self.body.fewer_layers():
+            for key in new:
+                compile_ahead(partial(self.run, rows, 1, key[1]), self.slots.device)
+        for tensor, before in saved:
+            tensor.copy_(before)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """body.prefill(ids (B, T), lengths (B,))."""

@@ -670,6 +670,10 @@ class FusedRunner(ViewRunner):
         return self.cache if usual and self.live.dtype in SIXTEEN_BITS else None
 
     @property
+    def spare(self) -> range:  # type: ignore[override]
+        return range(self.max_batch, self.cache.rows) if self.refills and self.keeps_prompts else range(0)
+
+    @property
     def splits_keys(self) -> bool:  # type: ignore[override]
         return self.grouped is not None  # in fp32 a row's bits do not depend on the other rows
 
