@@ -179,11 +179,7 @@ def test_what_a_program_has_started_is_ended_with_it(tmp_path, monkeypatch):
     child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/stat")
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
         time.sleep(0.01)
-    assert measure.ran_within(300.0, ["sh", "-c", "echo out; echo why >&2; exit 3"], tmp_path) == (
-        3,
-        "out\n",
-        "why\n",
-    )
+    assert measure.ran_within(300.0, ["sh", "-c", "echo out; echo why >&2; exit 3"], tmp_path) == (3, "out\n", "why\n")
 
 
 def test_a_saving_that_scatters_is_neither_as_expected_nor_not():

@@ -535,11 +535,7 @@ def test_the_example_runs_and_learns_to_answer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(root)
     monkeypatch.setattr(data, "python_stdlib_texts", lambda limit: whole(100_000))
     text = (root / "examples" / "train_from_yaml" / "two_phases.yaml").read_text()
-    for whole_run, short in (
-        ("steps: 300", "steps: 10"),
-        ("steps: 60", "steps: 30"),
-        ("eval_every: 60", "eval_every: 5"),
-    ):
+    for whole_run, short in (("steps: 300", "steps: 10"), ("steps: 60", "steps: 30"), ("eval_every: 60", "eval_every: 5")):
         assert whole_run in text
         text = text.replace(whole_run, short)
     (tmp_path / "c.yaml").write_text(text)

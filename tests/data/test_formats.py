@@ -246,10 +246,7 @@ def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
 @pytest.mark.parametrize(
     "row, fact",
     [
-        (
-            {"conversations": [{"from": "nobody", "value": "x"}]},
-            "['conversations'][0]: from: got 'nobody', wanted one of",
-        ),
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, "['conversations'][0]: from: got 'nobody', wanted one of"),
         ({"messages": [{"role": "Asistant", "content": "x"}]}, "['messages'][0]: role: got 'Asistant', wanted 'assistant'"),
         ({"conversations": [{"from": "human", "value": 3}]}, "['conversations'][0]: content: got 3, wanted a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content: got [{'type': 'image'}], wanted a text"),
@@ -259,10 +256,7 @@ def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
         ({"prompt": "a", "completion": "b", "label": False}, "has 'label', a preference without its pair"),
         ({"prompt": "a", "completion": 3}, "['completion']: got a int, wanted a string or a chat"),
         ({"instruction": 3, "output": "x"}, "['instruction']: got 3, wanted a text"),
-        (
-            {"chosen": [ASK], "rejected": [ASK, TELL]},
-            "['chosen']: has no assistant's answer after the messages",
-        ),
+        ({"chosen": [ASK], "rejected": [ASK, TELL]}, "['chosen']: has no assistant's answer after the messages"),
         ({"chosen": [ASK, TELL], "rejected": "x"}, "['chosen']: has no assistant's answer after the messages"),
         ({"question": "x", "answer": "y"}, "has the keys 'question', 'answer', wanted 'text', 'messages'"),
         ({"prompt": None, "completion": "x"}, "its 'prompt' is null, wanted"),

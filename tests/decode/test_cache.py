@@ -182,10 +182,7 @@ def test_the_table():
     assert rows(pages=5) == [
         attention + "decode_attention", message("decode/cache:the_table.2")
     ]  # fmt: skip
-    assert rows(cache="fp8", pages=5)[1:] == [
-        message("decode/cache:the_table.3"),
-        unknown,
-    ]
+    assert rows(cache="fp8", pages=5)[1:] == [message("decode/cache:the_table.3"), unknown]
     report = gb.decoder(cases.build("Qwen2"), 4, cases.ROOM, weights="int8", cache="int8", pages=5, verify=False).body.report()
     assert [row[0] for row in report][-4:] == ["prompts", "weights", "cache", "accuracy"]
 

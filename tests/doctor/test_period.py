@@ -5,15 +5,7 @@ import torch
 
 from gpubound.doctor.finding import Verdict
 from gpubound.doctor.record import located as located_module
-from gpubound.doctor.record.located import (
-    FEWEST,
-    LONGEST,
-    LocatedPhase,
-    SurveyPhase,
-    WatchedPhase,
-    period_of,
-    repeats_after,
-)
+from gpubound.doctor.record.located import FEWEST, LONGEST, LocatedPhase, SurveyPhase, WatchedPhase, period_of, repeats_after
 from gpubound.doctor.record.phases import LoaderClock, Period, Phase, Phases, RecordedPhase, TimedPhase
 from gpubound.doctor.record.run import RunPlan, _timed_and_taped, lines_once, rare_steps, spread
 from gpubound.doctor.report.words import notes, screen

@@ -93,11 +93,7 @@ def test_a_value_whose_name_is_only_shown(capsys):
     def step():
         shown = loss.mean().item()
         decides = loss.mean().item()
-        print(
-            "loss",
-            shown,
-            loss.item(),
-        )
+        print("loss", shown, loss.item())
         if decides > best:
             print("best", decides)
 

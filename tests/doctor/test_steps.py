@@ -66,10 +66,7 @@ def test_a_function_or_an_annotation_can_end_a_step():
 
 @pytest.mark.parametrize("marker", ["torch:no_such", "no_such_module_xyz:f", ":f"])
 def test_a_marker_that_names_nothing_is_a_sentence(marker):
-    with (
-        pytest.raises(ValueError, check=message("doctor/steps:a_marker_that_names_noth")),
-        Steps(lambda: None, marker),
-    ):
+    with pytest.raises(ValueError, check=message("doctor/steps:a_marker_that_names_noth")), Steps(lambda: None, marker):
         pass
 
 

@@ -61,10 +61,7 @@ def replace_module(model):
         (nn.Module.double, moved("0.weight")),
         (replace_parameter, replaced("0.weight", "another tensor")),
         (replace_module, replaced("0.weight", "another tensor")),
-        (
-            lambda model: model.load_state_dict(perceptron().state_dict(), assign=True),
-            replaced("0.weight", "another tensor"),
-        ),
+        (lambda model: model.load_state_dict(perceptron().state_dict(), assign=True), replaced("0.weight", "another tensor")),
         (nn.Module.eval, baked("training", "False", "True")),
     ],
     ids=["moved", "moved to another dtype", "parameter", "module", "load_state_dict by assignment", "evaluation mode"],

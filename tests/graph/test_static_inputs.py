@@ -21,10 +21,7 @@ def captured():
 
 
 def given(x=None, scale=2, bias=None):
-    return (
-        torch.ones(3) if x is None else x,
-        {"scale": scale, "bias": torch.ones(3) if bias is None else bias},
-    )
+    return (torch.ones(3) if x is None else x, {"scale": scale, "bias": torch.ones(3) if bias is None else bias})
 
 
 def test_as_captured(captured):

@@ -87,19 +87,10 @@ MORE = {
         lambda: example_of("divergence", 4099, 1.0, 1.0, 1.0, False, False),
     ),
     "divergence forward, mixed": ("divergence", lambda: example_of("divergence", 4096, 0.5, 0.0, 1.0)),
-    "norm_gate_up with adapters": (
-        "norm_gate_up",
-        lambda: adapted("norm_gate_up", 0.0, "silu", 16, True, dependent=2, at=7),
-    ),
-    "norm_product with adapters": (
-        "norm_product",
-        lambda: adapted("norm_product", 0.0, 0.0, 256, False, dependent=1, at=11),
-    ),
+    "norm_gate_up with adapters": ("norm_gate_up", lambda: adapted("norm_gate_up", 0.0, "silu", 16, True, dependent=2, at=7)),
+    "norm_product with adapters": ("norm_product", lambda: adapted("norm_product", 0.0, 0.0, 256, False, dependent=1, at=11)),
     "norm_product of one weight with a bias": ("norm_product", lambda: one_biased_weight("norm_product", None, None)),
-    "tiled_norm_product of one weight with a bias": (
-        "tiled_norm_product",
-        lambda: one_biased_weight("tiled_norm_product"),
-    ),
+    "tiled_norm_product of one weight with a bias": ("tiled_norm_product", lambda: one_biased_weight("tiled_norm_product")),
     "decode_attention of tokens together": ("decode_attention", lambda: together("decode_attention")),
     "quantized_decode_attention of tokens together": (
         "quantized_decode_attention",
@@ -132,23 +123,14 @@ MORE = {
     ),
     "lora_product transposed, h and b by descriptors, and in two parts": (
         "lora_product",
-        lambda: (
-            torch.randn(4096, 64),
-            torch.randn(64, 4096).t(),
-            None,
-            torch.randn(4096, 16),
-            torch.randn(16, 4096).t(),
-        ),
+        lambda: (torch.randn(4096, 64), torch.randn(64, 4096).t(), None, torch.randn(4096, 16), torch.randn(16, 4096).t()),
     ),
     "lora_product by pointers": (
         "lora_product",
         lambda: (torch.randn(40, 63), torch.randn(30, 63), torch.randn(30), torch.randn(40, 130), torch.randn(30, 130)),
     ),
     "richards with tail": ("richards", lambda: (torch.randn(3, 40), torch.zeros(3), curve(("nu", "k", "m"), True))),
-    "rg_lru from a state": (
-        "rg_lru",
-        lambda: (torch.randn(2, 150, 60), torch.randn(20), torch.randn(2, 20)),
-    ),
+    "rg_lru from a state": ("rg_lru", lambda: (torch.randn(2, 150, 60), torch.randn(20), torch.randn(2, 20))),
     "sparse_attention of wide heads, up to a limit": (
         "sparse_attention",
         lambda: example_of("sparse_attention", 512, True, False, True),

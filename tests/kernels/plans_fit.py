@@ -68,14 +68,7 @@ SHAPES: dict[str, list[tuple]] = {
     "layer_norm": NORMS,
     "layer_norm_rows": [(), (False, 0.0)],
     "linear_cross_entropy": [(8208, False, False), (8208, False, False, True, True)],
-    "lora_down": [
-        (16, False),
-        (32, True),
-        (64, False),
-        (130, False),
-        (128, False, True),
-        (16, False, False, 3, False),
-    ],
+    "lora_down": [(16, False), (32, True), (64, False), (130, False), (128, False, True), (16, False, False, 3, False)],
     "lora_gradients": [
         (768, 768, 16, False),
         (2048, 2048, 32, True),
@@ -113,10 +106,7 @@ SHAPES: dict[str, list[tuple]] = {
     ],
     "norm_products": [(), (1.0,), (None,), (0.0, True, True), (None, True, False)],
     "norm_rows": [(), (1.0,), (0.0, True)],
-    "poly_attention": [
-        (8, 64, 8, 3, 0.0, False, False, True, 256),
-        (4, 128, 2, 3, 8.0, True, True, False, 256),
-    ],
+    "poly_attention": [(8, 64, 8, 3, 0.0, False, False, True, 256), (4, 128, 2, 3, 8.0, True, True, False, 256)],
     "poly_attention_step": [(8, 64, 8), (8, 128, 2, 3, 0.0, False, False)],
     "quantized_routed_gate_up": [("int4",), ("fp4",), ("int8", "gelu_tanh")],
     "quantized_add_routed": [("int8",), ("fp4",)],

@@ -95,12 +95,7 @@ def test_one_verdict_an_op_device_and_dtype(x, monkeypatch):
     for dtype in (FP32, FP32, torch.float16, torch.bfloat16, torch.float16):
         kernels.rms_norm(x.to(dtype))
     kernels.add_rms_norm(x, x)
-    assert asked == [
-        ("rms_norm", FP32),
-        ("rms_norm", torch.float16),
-        ("rms_norm", torch.bfloat16),
-        ("add_rms_norm", FP32),
-    ]
+    assert asked == [("rms_norm", FP32), ("rms_norm", torch.float16), ("rms_norm", torch.bfloat16), ("add_rms_norm", FP32)]
 
 
 def test_the_doors_hand_on_their_callers_shape(monkeypatch):

@@ -121,9 +121,7 @@ TEMPLATE = """{% for m in messages %}{% if m.role == 'assistant' %}{% generation
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [{"packing": True}, {"assistant_only_loss": True}, {"packing": True, "assistant_only_loss": True}],
-    ids="-".join,
+    "settings", [{"packing": True}, {"assistant_only_loss": True}, {"packing": True, "assistant_only_loss": True}], ids="-".join
 )
 def test_a_placed_model_trains_on_packed_rows_and_on_answers_alone(settings, folder, tmp_path):
     """Packed examples are one row whose positions restart, and the placed model keeps them apart as transformers does."""

@@ -15,7 +15,7 @@ from .objectives.test_causal_lm import SIZES, batch
 
 peft = pytest.importorskip("peft")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),  # PEFT asks for a name that transformers has renamed
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks for a name that transformers has renamed
 ]
 
 

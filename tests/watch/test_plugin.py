@@ -34,10 +34,7 @@ def test_an_error_inside_is_not_hidden(host_budget, sim):
 
 
 def test_bad_limits_are_refused_before_the_step_runs(host_budget):
-    with (
-        pytest.raises(ValueError, check=message("watch/plugin:bad_limits_are_refused_b")),
-        host_budget(sync=0),
-    ):
+    with pytest.raises(ValueError, check=message("watch/plugin:bad_limits_are_refused_b")), host_budget(sync=0):
         raise AssertionError("not reached")
 
 

@@ -223,8 +223,5 @@ def test_codes_that_do_not_divide():
 
 def test_a_slice_that_does_not_fit(monkeypatch):
     monkeypatch.setattr("gpubound.models.deepseek_v4.decode.sliced.free_bytes", lambda devices: [2**40, 1000])
-    with pytest.raises(
-        ValueError,
-        check=message("decode/tensors/compressed:a_slice_that_does_not_fi"),
-    ):
+    with pytest.raises(ValueError, check=message("decode/tensors/compressed:a_slice_that_does_not_fi")):
         sliced()

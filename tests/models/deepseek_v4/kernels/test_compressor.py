@@ -112,10 +112,7 @@ def test_a_call_that_could_overwrite_what_it_reads_is_two_launches(device, monke
 
 
 WRONG = {
-    "an entry of the store, 4, or hold two series, 8, got 5": {
-        "kv": torch.ones(1, 1, 5),
-        "gate": torch.ones(1, 1, 5),
-    },
+    "an entry of the store, 4, or hold two series, 8, got 5": {"kv": torch.ones(1, 1, 5), "gate": torch.ones(1, 1, 5)},
     "a slot for each of the 4 tokens of an entry, got 3": {"pending": Pending(torch.ones(1, 3, 8), torch.ones(1, 3, 8))},
     r"each position up to 4 and at most 2 pairs, got \(4, 1\) and \(5, 1\)": {"cos": torch.ones(4, 1)},
     r"position must be a contiguous torch.int32 \(1,\)": {"position": torch.zeros(2, dtype=torch.int32)},
