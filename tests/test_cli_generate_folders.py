@@ -148,14 +148,11 @@ def chatting(ckpt, tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    "fields,sentence",
-    [
-        ({"eos_token": 5}, "eos_token: got 5, wanted a token's text or null."),
-        ({"eos_token": {"text": []}, "pad_token": []}, "pad_token: got [], wanted a token's text or null."),
-        ({"eos_token": "nowhere"}, "the end-of-text token 'nowhere' is not in its vocabulary; name one that is."),
-    ],
-)
+@pytest.mark.parametrize("fields,sentence", [
+    ({"eos_token": 5}, "eos_token: got 5, wanted a token's text or null."),
+    ({"eos_token": {"text": []}, "pad_token": []}, "pad_token: got [], wanted a token's text or null."),
+    ({"eos_token": "nowhere"}, "the end-of-text token 'nowhere' is not in its vocabulary; name one that is."),
+])  # fmt: skip
 def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
     assert refused(run, chatting(**fields)).endswith(sentence)
 

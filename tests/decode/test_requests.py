@@ -228,15 +228,12 @@ def strided(model):
     weight.data = weight.data.t().contiguous().t()
 
 
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (mixed, "its weights differ in dtype or device: torch.float32 on cpu, torch.float64 on cpu"),
-        (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
-        (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
-        (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
-    ],
-)
+@pytest.mark.parametrize(("change", "why"), [
+    (mixed, "its weights differ in dtype or device: torch.float32 on cpu, torch.float64 on cpu"),
+    (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
+    (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
+    (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
+])  # fmt: skip
 def test_why_the_fused_kernels_cannot_run_a_model(change, why):
     model = cases.build("Llama")
     change(model)

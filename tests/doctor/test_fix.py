@@ -91,16 +91,14 @@ print(parts, total, mean, right, hits, name, flag, first)
 """
 KEPT_READS = {
     "a mean of comparisons": "mean += (a == b).float().mean().item()",
-    "a share of comparisons": "mean += (a == b).sum().item() / len(a)",
-    "a count from 0": "right += (a == b).sum().item()",
+    "a share of comparisons": "mean += (a == b).sum().item() / len(a)", "a count from 0": "right += (a == b).sum().item()",
     "a count from 0.0": "hits += torch.sum(a == b).item()",
     "a count by a name": "same = a == b; right += (same & (a > 1)).sum().item()",
-    "an index": "name = a.float().argmax().item()",
-    "a truth": "flag = (a == b).any().item()",
+    "an index": "name = a.float().argmax().item()", "a truth": "flag = (a == b).any().item()",
     "whole numbers in a list": "parts.append((a == b).sum().item())",
     "a product in brackets": "total += (a.float().mean() * 0.3).item()",
     "a value on a condition": "total = torch.where(a > 1, a, 0.5).mean().item()",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", KEPT_READS)

@@ -31,10 +31,8 @@ def as_kineto(tape: Tape, hip: bool = False) -> dict:
         if call.kind == "sync" or call.name == "cudaStreamWaitEvent":
             source = next((c for c in tape.calls if call.record and c.correlation == call.record), None)
             where = {
-                "stream": -1 if call.stream is None else call.stream,
-                "device": call.device,
-                "correlation": call.correlation,
-            }
+                "stream": -1 if call.stream is None else call.stream, "device": call.device, "correlation": call.correlation,
+            }  # fmt: skip
             if source is not None:
                 where |= {"wait_on_stream": source.stream, "wait_on_cuda_event_record_corr_id": call.record}
             events.append(x("cuda_sync", "Sync", call.start, 1.0, pid=0, tid=7, **where))

@@ -262,16 +262,13 @@ def compared(eager: list, replayed: list, made: tuple = (None, None)) -> str:
     return refusal(GraphError, lambda: certify._compare(one, other))
 
 
-@pytest.mark.parametrize(
-    ("eager", "replayed", "sentence"),
-    [
-        ([torch.ones(2)], [], "outputs: eager returns 1, the graph 0"),
-        ([1.0], [2.0], "output 0: the graph always returns 2.0, eager returns 1.0"),
-        ([True], [1], "output 0: the graph always returns 1, eager returns True"),
-        ([torch.ones(2)], [torch.ones(3)], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
-        ([torch.ones(2)], [torch.ones(2).double()], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
-    ],
-)
+@pytest.mark.parametrize(("eager", "replayed", "sentence"), [
+    ([torch.ones(2)], [], "outputs: eager returns 1, the graph 0"),
+    ([1.0], [2.0], "output 0: the graph always returns 2.0, eager returns 1.0"),
+    ([True], [1], "output 0: the graph always returns 1, eager returns True"),
+    ([torch.ones(2)], [torch.ones(3)], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
+    ([torch.ones(2)], [torch.ones(2).double()], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
+])  # fmt: skip
 def test_outputs_of_two_kinds_are_no_rounding_error(eager, replayed, sentence):
     assert compared(eager, replayed).startswith(sentence)
 

@@ -130,11 +130,9 @@ def test_forward_alone_makes_no_gradient(device, monkeypatch):
 
 
 MODES = {
-    "inference mode": torch.inference_mode,
-    "no grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference mode": torch.inference_mode, "no grad": torch.no_grad, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "default device": lambda: torch.device("meta"),
-}
+}  # fmt: skip
 
 
 def test_a_self_test_runs_on_its_device(monkeypatch):

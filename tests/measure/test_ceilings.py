@@ -138,16 +138,13 @@ def test_another_torch_is_another_machine(measured, monkeypatch, tmp_path):
     assert measured == [False, False] and len(kept(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (lambda row: '{"copy', "Unterminated string starting at: line 1 column 2 (char 1)"),
-        (lambda row: "[]", "its fields are not this version's: list"),
-        (lambda row: json.dumps(row | {"old_gbps": 1.0}), "its fields are not this version's: old_gbps"),
-        (lambda row: json.dumps(row | {"launch_us": -1.0}), "launch_us is -1.0"),
-        (lambda row: json.dumps(row | {"copy_bytes_per_s": "fast"}), "copy_bytes_per_s is 'fast'"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "why"), [
+    (lambda row: '{"copy', "Unterminated string starting at: line 1 column 2 (char 1)"),
+    (lambda row: "[]", "its fields are not this version's: list"),
+    (lambda row: json.dumps(row | {"old_gbps": 1.0}), "its fields are not this version's: old_gbps"),
+    (lambda row: json.dumps(row | {"launch_us": -1.0}), "launch_us is -1.0"),
+    (lambda row: json.dumps(row | {"copy_bytes_per_s": "fast"}), "copy_bytes_per_s is 'fast'"),
+])  # fmt: skip
 def test_a_corrupt_cache_is_measured_again_and_said(measured, tmp_path, capsys, spoil, why):
     found = measure.ceilings("cpu")
     (file,) = kept(tmp_path)

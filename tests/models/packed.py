@@ -15,11 +15,9 @@ def packed(rows, width, pieces=None):
     that a row may have, which sets the length of cu_seqlens."""
     pieces = pieces or max(map(len, rows)) + 1
     batch = {
-        "input_ids": torch.zeros(len(rows), width, dtype=torch.int64),
-        "labels": torch.full((len(rows), width), IGNORED),
-        "position_ids": torch.zeros(len(rows), width, dtype=torch.int64),
-        "segment_ids": torch.full((len(rows), width), -1),
-    }
+        "input_ids": torch.zeros(len(rows), width, dtype=torch.int64), "labels": torch.full((len(rows), width), IGNORED),
+        "position_ids": torch.zeros(len(rows), width, dtype=torch.int64), "segment_ids": torch.full((len(rows), width), -1),
+    }  # fmt: skip
     starts = []
     for r, row in enumerate(rows):
         at = 0

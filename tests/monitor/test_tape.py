@@ -116,30 +116,21 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
         RunTape.open(tmp_path).steps()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (b"{", "run.json: is not JSON (Expecting property name"),
-        (b"[" * 100_000, "run.json: is not JSON ("),
-        (b"\xff", "run.json: is not JSON ('utf-8' codec"),
-        (b"[]", "run.json: holds a JSON list, wanted an object; restore it, or move it away and "),
-        (b"null", "run.json: holds a JSON NoneType, wanted an object; "),
-        (b'{"config": []}', "run.json: config is a list, wanted an object; "),
-        (b'{"machine": "x"}', "run.json: machine is a text, wanted an object; "),
-        (b'{"name": 5}', "run.json: name is a number, wanted a text; "),
-        (b'{"placement": {}}', "run.json: placement is an object, wanted a text; "),
-        (b'{"fallbacks": 5}', "run.json: fallbacks is a number, wanted a list; "),
-        (
-            b'{"fallbacks": [{"what": 1}]}',
-            "run.json: fallbacks holds {'what': 1}, wanted objects with what (a text), why (a text), times (a number); ",
-        ),
-        (b'{"starts": ["now"]}', "run.json: starts holds 'now', wanted objects with date (a text), command (a text); "),
-        (
-            b'{"starts": [{"date": "", "command": 1e999}]}',
-            "run.json: starts holds {'command': inf, 'date': ''}, wanted objects ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    (b"{", "run.json: is not JSON (Expecting property name"), (b"[" * 100_000, "run.json: is not JSON ("),
+    (b"\xff", "run.json: is not JSON ('utf-8' codec"),
+    (b"[]", "run.json: holds a JSON list, wanted an object; restore it, or move it away and "),
+    (b"null", "run.json: holds a JSON NoneType, wanted an object; "),
+    (b'{"config": []}', "run.json: config is a list, wanted an object; "),
+    (b'{"machine": "x"}', "run.json: machine is a text, wanted an object; "),
+    (b'{"name": 5}', "run.json: name is a number, wanted a text; "),
+    (b'{"placement": {}}', "run.json: placement is an object, wanted a text; "),
+    (b'{"fallbacks": 5}', "run.json: fallbacks is a number, wanted a list; "),
+    (b'{"fallbacks": [{"what": 1}]}',
+        "run.json: fallbacks holds {'what': 1}, wanted objects with what (a text), why (a text), times (a number); "),
+    (b'{"starts": ["now"]}', "run.json: starts holds 'now', wanted objects with date (a text), command (a text); "),
+    (b'{"starts": [{"date": "", "command": 1e999}]}', "run.json: starts holds {'command': inf, 'date': ''}, wanted objects "),
+])  # fmt: skip
 def test_a_run_json_that_is_none_is_named(tmp_path, text, said):
     (tmp_path / "run.json").write_bytes(text)
     for read in (RunTape.open, RunTape.create):

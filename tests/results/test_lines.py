@@ -64,14 +64,10 @@ def test_the_newest_of_each_case_and_peer_counts():
     assert newest([later, same_second]) == [same_second]
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("{'a': 1}", "not a JSON line (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "),
-        ('{"bench": "kernels"}', "the fields differ from a result line's: "),
-        ("3", "the fields differ from a result line's: int."),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("{'a': 1}", "not a JSON line (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "),
+    ('{"bench": "kernels"}', "the fields differ from a result line's: "), ("3", "the fields differ from a result line's: int."),
+])  # fmt: skip
 def test_a_foreign_line_is_named(tmp_path, text, sentence):
     file = tmp_path / "h200.jsonl"
     file.write_text(json.dumps(asdict(LINE)) + "\n" + text + "\n")

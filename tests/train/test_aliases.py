@@ -95,21 +95,17 @@ def test_sources_with_weights(data, paths, weights):
     assert (phase.data, phase.data_weights) == (paths, weights)
 
 
-@pytest.mark.parametrize(
-    "values, names",
-    [
-        ({"data": [{"path": "a", "type": "alpaca"}]}, ["alpaca", "weight: 2", "format"]),
-        ({"data": [{"path": "a", "weight": 0}]}, ["data_weights", "above 0"]),
-        ({"data": ["a", "b"], "data_weights": [1]}, ["data_weights", "2 paths"]),
-        ({"data": {"a": 2}, "data_weights": [1]}, ["data_weights", "give one of them"]),
-        ({"data": [{"path": "a", "weight": "many"}]}, ["data_weights", "many"]),
-        ({"eval_data": [{"path": "a", "weight": 2}]}, ["eval_data", "weight"]),
-        ({"buckets": 9}, ["buckets", "8"]),
-        ({"buckets": 2, "pack": "examples"}, ["buckets", "'examples'"]),
-        ({"eval_every": 3, "evals_per_epoch": 1}, ["eval_every", "evals_per_epoch"]),
-        ({"saves_per_epoch": -1}, ["saves_per_epoch", "-1"]),
-    ],
-)
+@pytest.mark.parametrize("values, names", [
+    ({"data": [{"path": "a", "type": "alpaca"}]}, ["alpaca", "weight: 2", "format"]),
+    ({"data": [{"path": "a", "weight": 0}]}, ["data_weights", "above 0"]),
+    ({"data": ["a", "b"], "data_weights": [1]}, ["data_weights", "2 paths"]),
+    ({"data": {"a": 2}, "data_weights": [1]}, ["data_weights", "give one of them"]),
+    ({"data": [{"path": "a", "weight": "many"}]}, ["data_weights", "many"]),
+    ({"eval_data": [{"path": "a", "weight": 2}]}, ["eval_data", "weight"]), ({"buckets": 9}, ["buckets", "8"]),
+    ({"buckets": 2, "pack": "examples"}, ["buckets", "'examples'"]),
+    ({"eval_every": 3, "evals_per_epoch": 1}, ["eval_every", "evals_per_epoch"]),
+    ({"saves_per_epoch": -1}, ["saves_per_epoch", "-1"]),
+])  # fmt: skip
 def test_recipes_that_are_refused(values, names):
     refused = refusal(ValueError, lambda: make_recipe(model="tiny", **values))
     assert all(name in refused for name in names), refused

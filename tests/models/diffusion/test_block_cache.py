@@ -242,10 +242,8 @@ def test_models_that_are_not_cached():
     hooked = random_model()
     hooked.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
     others = {
-        "BothWays": BothWays(),
-        "PolyAttention": RichardsDecoder(RichardsConfig(**SIZES, attention="poly")),
-        "hooks": hooked,
-    }
+        "BothWays": BothWays(), "PolyAttention": RichardsDecoder(RichardsConfig(**SIZES, attention="poly")), "hooks": hooked,
+    }  # fmt: skip
     for named, model in others.items():
         assert named in why_uncached(model)
         with pytest.raises(ValueError, match=f"^generate: cache: got True, but .*{named}"):

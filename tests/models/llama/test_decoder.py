@@ -168,15 +168,12 @@ def test_presets_are_their_size(name, millions):
     assert PRESETS[name].product_parameters == count - table - small
 
 
-@pytest.mark.parametrize(
-    "change,named",
-    [
-        ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3, llada, Dream"),
-        ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
-        ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),
-    ],
-)
+@pytest.mark.parametrize("change,named", [
+    ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3, llada, Dream"),
+    ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
+    ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),
+])  # fmt: skip
 def test_what_it_cannot_do_is_refused(change, named, tmp_path):
     save_hf(Decoder(PRESETS["tiny"]), tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
@@ -206,19 +203,11 @@ def test_shapes_that_do_not_divide():
     assert str(error.value) == message("models/llama/decoder:shapes_that_do_not_divid")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(
-            (name, value)
-            for name in ("hidden", "layers", "heads", "vocabulary", "positions")
-            for value in ("a", 2.0, None, True)
-        ),
-        *((name, value) for name in ("eps", "rope_theta") for value in ("a", None, float("nan"), 0.0, -1.0, True)),
-        *(("tied", value) for value in ("yes", 1, None)),
-        *(("head_width", value) for value in ("a", 8.0, 0, -8)),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    *((name, value) for name in ("hidden", "layers", "heads", "vocabulary", "positions") for value in ("a", 2.0, None, True)),
+    *((name, value) for name in ("eps", "rope_theta") for value in ("a", None, float("nan"), 0.0, -1.0, True)),
+    *(("tied", value) for value in ("yes", 1, None)), *(("head_width", value) for value in ("a", 8.0, 0, -8)),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [DecoderConfig, RichardsConfig])
 def test_values_of_another_type_are_refused_by_name(kind, name, value):
     sizes = {"hidden": 16, "intermediate": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vocabulary": 32}

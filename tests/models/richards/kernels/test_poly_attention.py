@@ -231,11 +231,9 @@ def test_a_coefficients_gradient_goes_to_its_accumulator(device):
 
 
 STEPS = {
-    "plain": (3, 0.0, 0, False, 2, 2),
-    "gates and a clip": (3, 2.0, 0, True, 4, 2),
-    "a window": (5, 0.0, 6, False, 2, 1),
+    "plain": (3, 0.0, 0, False, 2, 2), "gates and a clip": (3, 2.0, 0, True, 4, 2), "a window": (5, 0.0, 6, False, 2, 1),
     "gates and a window": (1, 0.0, 4, True, 2, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", STEPS.values(), ids=STEPS)
