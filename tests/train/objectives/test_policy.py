@@ -84,7 +84,7 @@ def test_the_heads_trial_holds_the_logits_of_few_tokens(monkeypatch):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_loss_and_gradients_are_the_formulas(monkeypatch, variant, old, whole):
     model, given = decoder(seed=0).double(), batch(old)
-    for numbers in ((0.0, 0.0, None, 1.0), (0.1, 0.0, 1.2, 0.8), (0.05, 0.02, 2.0, 1.5))[whole:][:2]:
+    for numbers in ((0.0, 0.0, None, 1.0), (0.1, 0.0, 1.2, 0.8), (0.05, 0.02, 2.0, 1.5))[1 - whole :: 1 + whole]:
         options = dict(zip(("kl", "entropy", "truncate", "temperature"), numbers))
         objective = Policy(variant, max_tokens=16, **options)
         objective.prepare(model, given)
