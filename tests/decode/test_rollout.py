@@ -126,7 +126,7 @@ def test_rows_that_have_ended_read_no_keys_while_they_wait(monkeypatch):
     assert first[:2] == [8, 9] and first[8:] == [0] * 8
 
 
-def test_steps_of_fewer_rows_are_compiled_beside_those_of_all(monkeypatch):
+def test_steps_are_compiled_beside_the_prefill_and_those_of_fewer_rows_beside_steps(monkeypatch):
     """Naming their kernels runs torch's own ops, and here all of a step: no sequence may change by it."""
     named = []
     monkeypatch.setattr(runner, "compile_ahead", lambda call, device: (named.append(call.args), call()))
@@ -137,7 +137,7 @@ def test_steps_of_fewer_rows_are_compiled_beside_those_of_all(monkeypatch):
         monkeypatch.setattr(fast.body, "launches_alike", alike)
         found.append(by_name(fast.rollout(PROMPTS, **how).sequences))
     assert found[0] == found[1] == found[2]
-    assert {rows for rows, *_ in named} == {4, 2, 1} and len(named) == len({*named})
+    assert [*dict.fromkeys(rows for rows, *_ in named)] == [8, 4, 2, 1] and len(named) == len({*named})
 
 
 @pytest.mark.slow

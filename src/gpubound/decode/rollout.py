@@ -162,6 +162,7 @@ class Rollout:
                         light = decoder.body.bytes_a_step([1] * self.size) < HEAVY
                         longest = max((one.limit - len(one.ids) for one in self.waiting), default=1)
                         self._steps = min(STEPS[light], max(decoder.ladder), longest)
+                        self._begin_compiling(self.size)
                     while self.waiting or any(self.rows) or ended:
                         with decoder.plainly():
                             if self._due():
@@ -181,7 +182,8 @@ class Rollout:
                         if new and any(self.rows) and not self._unlike:
                             self._unlike = True
                             with decoder.plainly():
-                                self._compile_tail()
+                                for halved in range(1, self.size.bit_length()):
+                                    self._begin_compiling(decoder.bucket(self.size >> halved))
                         for one in new:
                             if len(one.ids) + len(one.result.tokens) < KEPT:
                                 ended.append(one.result)
@@ -394,15 +396,16 @@ class Rollout:
         self._share()
         self.decoder.body.begin(self.decoder.slots.rows.token[:size])
 
-    def _compile_tail(self) -> None:
-        """Begin to compile the steps of fewer rows, to which the last sequences move: a first rollout waited 10 s for them."""
+    def _begin_compiling(self, rows: int) -> None:
+        """Begin to compile the steps of so many rows: one kernel after the other, a first rollout waited for them.
+
+        Those of fewer rows, to which the last sequences move, took 10 s.
+        """
         cache, plain = self.decoder.body.grouped, self.variant._replace(uneven=False, most=0, parts=0, many=False)
-        rows = 1 << (self.size // 2).bit_length() >> 1
-        while rows and cache is not None:
+        if cache is not None:
             other = plain._replace(uneven=True, parts=rows) if cache.fills(rows) else plain._replace(many=True)
-            shared = {plain.shared, False} if rows > 1 else {False}
+            shared = {False, rows > 1 and self._grouped is not None}
             self.decoder.graphs.begin_compiling(rows, [one._replace(shared=s) for one in (plain, other) for s in shared])
-            rows //= 2
 
     def _launches(self) -> bool:
         """Return whether the next launch is to begin before the oldest is read."""
