@@ -125,13 +125,15 @@ def test_several_tokens_of_a_single_row(device):
 @pytest.mark.parametrize("tokens", [2, 5, 16])
 @pytest.mark.parametrize("dependent", [0, EARLY])
 @pytest.mark.parametrize("window", [0, 2, 20])
+@pytest.mark.parametrize("splits", [1, 3, 6])
 @pytest.mark.parametrize("form", [
     {}, {"kind": "int8", "paged": True}, {"kind": "fp8"}, {"paged": True, "normed": True, "offset": 1.0},
     {"gated": True, "interleaved": True, "cap": 5.0, "pairs": 4}, {"new": 1, "v_eps": 1e-6}, {"new": 0},
     {"normed": True, "whole": True},
 ])  # fmt: skip
-def test_tokens_of_a_row_together_agree_with_the_reference(device, tokens, dependent, window, form):
-    """From the start, before, at and behind the borders of tiles of 16 keys, and up to the last place."""
+def test_tokens_of_a_row_together_agree_with_the_reference(device, tokens, dependent, window, splits, form):
+    """From the start, before, at and behind the borders of tiles of 16 keys, and up to the last place. The new keys are a
+    separate part beyond one part of others, where there is room for it."""
     kv = 2 if "paged" in form else 1
     begins = [15, L - tokens] if "whole" in form else [0, 15, 17, 64, L - tokens]  # each token has programs of its own there
     case = Case(device, torch.float32, begins, kv=kv, tokens=tokens, **form)
@@ -140,7 +142,7 @@ def test_tokens_of_a_row_together_agree_with_the_reference(device, tokens, depen
     size = 4 if "kind" in form else case.caches[0].element_size()
     job = plans.job_of("decode_attention", "", (2 * tokens, 8, 2, size), case.caches[0])
     with plans.trying(job, AttentionPlan(16, 2, 4)):
-        parity(case, 1e-5, window=window, splits=6, dependent=dependent, together=True)
+        parity(case, 1e-5, window=window, splits=splits, dependent=dependent, together=True)
 
 
 def test_tokens_together_where_the_cache_has_no_place_for_some(device):

@@ -555,12 +555,14 @@ def _together_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, page
                      SPLITS: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
                      INTERLEAVED: tl.constexpr, Q: tl.constexpr, V_EPS: tl.constexpr, NEW: tl.constexpr, CAP: tl.constexpr,
                      WIDE: tl.constexpr, TOKENS: tl.constexpr, FRESH: tl.constexpr, PAGE: tl.constexpr, MOST: tl.constexpr,
-                     KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr,
+                     KIND: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, AHEAD: tl.constexpr, APART: tl.constexpr,
                      DEPENDENT: tl.constexpr):  # fmt: skip
     """All TOKENS of a row: their queries are the rows of one tile, which reads the cached keys once. The last part adds the new
-    keys, a tile of FRESH that each query sees up to its own. Names as in `_decode_attention_kernel`."""
+    keys, a tile of FRESH that each query sees up to its own. APART: beyond one part of cached keys it has none of these, and
+    waits for no tile of them. H200, a step of 2, 3, 4 and 5 tokens of 135m at 300 keys: 507, 518, 526 and 533 us, and 496, 507,
+    513 and 525 so; of 6 with 32 lines 567 and 583. Names as in `_decode_attention_kernel`."""
     _begin(DEPENDENT)
-    b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1)
+    b, kv, split, splits = tl.program_id(0) // KV, tl.program_id(0) % KV, tl.program_id(1), tl.num_programs(1) - APART
     D: tl.constexpr = 2 * HALF
     ROWS: tl.constexpr = TOKENS * GROUP
     LINE: tl.constexpr = (Q * GROUP + NEW) * KV * D  # of a token, in the product
@@ -579,7 +581,8 @@ def _together_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, page
     if WINDOW > 0:
         begin = tl.maximum(first + 1 - WINDOW, 0)
     chunk = tl.maximum(tl.cdiv(tl.cdiv(first - begin, splits), N * TILES), 1) * (N * TILES)
-    parts = tl.where(there, tl.maximum(tl.cdiv(first - begin, chunk), 1), 0)
+    parts = tl.maximum(tl.cdiv(first - begin, chunk), 1)
+    parts = tl.where(there, tl.where(parts > 1, parts + APART, 1), 0)
     lo = begin + split * chunk
     hi = tl.minimum(lo + chunk, first)
     if PAGE is None:
@@ -633,8 +636,9 @@ def _together_kernel(qkv_ptr, position_ptr, k_ptr, v_ptr, k_scale, v_scale, page
         acc_a, acc_b = tl.zeros([G, HP], tl.float32), tl.zeros([G, HP], tl.float32)
         oldest = query_place - WINDOW if WINDOW > 0 else query_place * 0 - 1
         if AHEAD:
-            sees = live[None] & ((lo + n)[None] > oldest[:, None])
-            m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, sees, CAP, KIND, WIDE)
+            if not APART or lo < hi:
+                sees = live[None] & ((lo + n)[None] > oldest[:, None])
+                m, weight, acc_a, acc_b = _part(qa, qb, m, weight, acc_a, acc_b, ka, kb, va, vb, ks, vs, sees, CAP, KIND, WIDE)
             lo += N
         for start in range(lo, hi, N):
             live = start + n < hi
@@ -744,12 +748,13 @@ def decode_attention(qkv, position, cache, heads, scratch, out, dependent=0):
         )  # fmt: skip
 
     def run_together(plan: AttentionPlan) -> None:
-        fresh, lines = max(16, power_of_two(tokens)), power_of_two(group * tokens)
-        _together_kernel[(len(position) * KV, along(plan))](
+        fresh, lines, programs = max(16, power_of_two(tokens)), power_of_two(group * tokens), along(plan)
+        separate = way == "" and lines <= 16 and programs > 1 and splits > 2
+        _together_kernel[(len(position) * KV, min(splits, programs + separate))](
             qkv, position, *cache[:5], cos, sin, q_weight, k_weight, sinks, eps, scale, partial, finished, out, len(cos),
             len(cache.k), KV, group, lines, max(16, lines), D // 2, HP, plan.keys, splits, window, cos.shape[1], norms[0],
             offset, interleaved, heads.q_width, v_eps, new, cap, interpreted(), tokens, fresh, pages, most, kind, tiles,
-            TOGETHER, ahead, num_stages=plan.stages, **options(plan.warps, dependent),
+            TOGETHER, ahead, int(separate), num_stages=plan.stages, **options(plan.warps, dependent),
         )  # fmt: skip
 
     launch(job_of("decode_attention", way, jobs, cache.k), run_together if together else run)
