@@ -1,5 +1,7 @@
 """Kernels that are compiled ahead: each kind once, in threads, not launched, before any self-test."""
 
+import os
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -13,6 +15,8 @@ import torch
 
 from gpubound.kernels import dispatch, dispatch as ahead
 from gpubound.kernels.dispatch import compile_ahead
+
+from .apart import apart
 
 THERE = torch.device("cuda", 0)
 
@@ -130,6 +134,54 @@ def test_functions_are_hashed_before_the_kernels_that_call_them(monkeypatch):
     assert order == ["row", "product", "kernel", "compile", "compile"]
 
 
+FORKED = """
+import os, tempfile
+from collections import defaultdict
+os.environ["TRITON_CACHE_DIR"], here = tempfile.mkdtemp(), os.getpid()
+from triton.backends.compiler import GPUTarget
+from triton.compiler import compiler
+from triton.runtime.jit import JITFunction
+from gpubound.kernels import dispatch
+from gpubound.kernels.triton.adamw import _adamw_squares_kernel as kernel
+
+def make_ir(source, *arguments):
+    print("in this process" if os.getpid() == here else "in another", source.constants[3,], flush=True)
+    return own(source, *arguments)
+
+def compile_for(block):
+    signature = {"x_ptr": "*bf16", "partial_ptr": "*fp32", "n": "i32", "BLOCK": "constexpr"}
+    compiled = kernel._do_compile(block, signature, 0, {(3,): block}, backend.parse_options({}), {}, True)
+    assert compiled.asm["cubin"] and cache[block] is compiled
+
+own, compiler.ASTSource.make_ir = compiler.ASTSource.make_ir, make_ir
+dispatch.compile_once(JITFunction)
+target, cache = GPUTarget("cuda", 90, 32), {}
+kernel.compile, kernel.ASTSource, backend = compiler.compile, compiler.ASTSource, compiler.make_backend(target)
+kernel.device_caches = {0: (cache, {}, target, backend, None)}
+os.cpu_count = lambda: 2
+compile_for(16)
+dispatch._processes.cache_clear()
+os.cpu_count = lambda: 4
+for block in (32, 64, 32):
+    compile_for(block)
+processes = dispatch._processes()
+gone = [processes.get() for _ in range(dispatch._at_a_time())]
+for process in gone:
+    process.close()
+    processes.put(process)
+for block in (128, 32):
+    compile_for(block)
+assert [processes.get() for _ in gone].count(None) == 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="nothing is forked elsewhere")
+def test_kernels_are_compiled_in_other_processes():
+    """On two cores in this one, and where the others are gone; what is in the cache is compiled nowhere."""
+    assert apart(FORKED).splitlines() == ["in this process 16", "in another 32", "in another 64", "in this process 128"]
+
+
 def test_other_threads_launch_meanwhile(kernel):
     def call():
         other = threading.Thread(target=kernel.run, args=(None, 1), kwargs={"grid": (1,), "warmup": False}, name="other")
@@ -226,3 +278,29 @@ def test_a_self_test_compiles_no_kernel_that_was_not_named(device, monkeypatch):
     assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in calls] == [None] * len(calls)
     assert len(compiled) >= 6 and {name.partition("_")[0] for name in compiled} == {"gpubound-selftest"}
     assert "gpubound-selftest" not in compiled  # the name of a test's own thread, which those of the pool number
+
+
+BESIDE_A_GPU = """
+import os, tempfile
+os.environ["TRITON_CACHE_DIR"], here = tempfile.mkdtemp(), os.getpid()
+import torch
+from triton.compiler import compiler
+from gpubound.kernels import dispatch
+
+def make_ir(source, *arguments):
+    print("in this process" if os.getpid() == here else "in another", flush=True)
+    return own(source, *arguments)
+
+own, compiler.ASTSource.make_ir = compiler.ASTSource.make_ir, make_ir
+there, calls = torch.ones(8, device="cuda").device, [("rms_norm", (328,)), ("swiglu", (344, True))]
+dispatch.start_self_tests(calls, there, torch.bfloat16, compile_first=True)
+assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in calls] == [None] * 2
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="kernels are compiled in one process there")
+def test_kernels_are_compiled_in_processes_forked_beside_a_gpu():
+    """No kernel is compiled twice, and those of the tests agree with their references."""
+    lines = apart(BESIDE_A_GPU).splitlines()
+    assert set(lines) == {"in another"} and len(lines) >= 4

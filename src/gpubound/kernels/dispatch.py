@@ -16,14 +16,24 @@ kernels depend on the sizes of its weights and on its launch mode, so self-tests
 they were compiled one after the other: 14 s to the first token at 350m with an empty cache.
 """
 
+import gc
 import os
+import pickle
+import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
+from hashlib import sha256
 from importlib import import_module
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -152,22 +162,26 @@ def start_self_tests(
 def threads() -> ThreadPoolExecutor:
     """Return the threads that compile ahead, shared by all callers: compiling takes as many cores as there are threads.
 
-    8 had up to 2.8 s of work waiting for them, as a first decoder's 25 kernels on 32 cores.
+    8 had up to 2.8 s of work waiting for them, as a first decoder's 25 kernels on 32 cores, and 16 still 0.9.
     """
-    count = max(8, min(16, os.cpu_count() or 1))
     compile_once(import_module("triton.runtime.jit").JITFunction)
-    return ThreadPoolExecutor(count, thread_name_prefix="gpubound-selftest", initializer=partial(_begin, Lock(), Lock()))
+    initializer = partial(_begin, Lock(), Lock())
+    return ThreadPoolExecutor(_at_a_time(), thread_name_prefix="gpubound-selftest", initializer=initializer)
+
+
+def _at_a_time() -> int:
+    return max(8, min(24, 2 * (os.cpu_count() or 1)))
 
 
 def compile_once(jit: Any) -> None:
-    """Let threads that need the same kernel at a time compile it once: 6 of a first step's 37 were compiled two or three times,
-    and Python's part of one, a fifth, holds up all other threads.
+    """Let threads that need the same kernel at a time compile it once, in another process: 6 of a first step's 37 were compiled
+    two or three times.
 
     jit  Triton's class of kernels, whose method is replaced
     """
     if (compile_kernel := getattr(jit, "_do_compile", None)) is None:
         return
-    running, lock, hashing = dict[Any, Future](), Lock(), Lock()
+    running, lock = dict[Any, Future](), Lock()
 
     def compile_or_wait(kernel: Any, key: Any, signature: Any, device: Any, *rest: Any, **options: Any) -> Any:
         with lock:
@@ -176,8 +190,10 @@ def compile_once(jit: Any) -> None:
         if not first:
             return compiled.result()
         try:
-            with hashing:
+            with _forking:
                 _find_keys(kernel)
+            with suppress(Exception):  # what fails there fails again here, and is raised
+                _compile_apart(kernel, signature, device, *rest)
             compiled.set_result(compile_kernel(kernel, key, signature, device, *rest, **options))
         except BaseException as error:
             compiled.set_exception(error)
@@ -186,6 +202,42 @@ def compile_once(jit: Any) -> None:
         return compiled.result()
 
     jit._do_compile = compile_or_wait
+
+
+_forking = Lock()  # held where a kernel's own lock is taken, too: a forked process would find it taken for ever
+BEGINS, LONGEST, IDLE = 5, 120, 60  # seconds that a process has to begin, to compile a kernel, and waits for the next one
+FORKED = 8 << 30  # bytes of a process that is forked: copying the page tables of more takes longer than it saves
+
+
+def _compile_apart(kernel: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any) -> None:
+    """Let another process put one of our kernels into Triton's cache, where this one finds it, unless it is there.
+
+    Triton's front end is Python, which holds up all other threads for 65 ms a kernel, in decoding 115: a first token of 350m
+    took 6.2 s, and 4.2 with 16 processes.
+    """
+    if not kernel.__module__.startswith(__name__.partition(".")[0] + "."):
+        return
+    compiler, (_, _, target, backend, _) = import_module("triton.compiler.compiler"), kernel.device_caches[device]
+    source = kernel.ASTSource(kernel, signature, constants, attributes)
+    with _forking:
+        key = compiler.get_cache_key(source, backend, options, compiler.get_cache_invalidating_env_vars())
+        folder = compiler.get_cache_manager(sha256(key.encode()).hexdigest())
+        if folder.get_file(f"{source.name[:150]}.json") is not None:
+            return
+        processes = _processes()
+    work = pickle.dumps((kernel.__module__, kernel.__name__, signature, constants, attributes, target, vars(options)))
+    process = processes.get()
+    try:
+        if process is not None and process.poll(BEGINS):
+            process.recv()  # it is ready
+            process.send_bytes(work)
+            if process.poll(LONGEST):
+                return
+        process = None
+    except (OSError, EOFError):  # it has ended
+        process = None
+    finally:
+        processes.put(process)
 
 
 def _find_keys(function: Any) -> None:
@@ -199,6 +251,69 @@ def _find_keys(function: Any) -> None:
         if getattr(called, "hash", "") is None and called is not function:
             _find_keys(called)
     _ = function.cache_key
+
+
+@cache
+def _processes() -> SimpleQueue[Connection | None]:
+    """Fork processes that compile kernels. Return connections to them, and None for each that is gone or cannot be forked.
+
+    They use nothing that this process's threads may hold: no lock, nor the GPU.
+    """
+    free, cores = SimpleQueue[Connection | None](), os.cpu_count() or 1
+    if cores < 4 or sys.platform != "linux" or _ranks() or _private_bytes() > FORKED:
+        free.put(None)
+        return free
+    pairs = [Pipe() for _ in range(_at_a_time())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python's own, of forks beside threads
+        if not (first := os.fork()):
+            try:
+                gc.disable()  # what it frees may be on a GPU
+                works = [work for _, work in pairs]
+                while len(works) > 1:  # each forks half of the others: one after the other, 16 took 0.5 s
+                    half = len(works) // 2
+                    works = works[:half] if os.fork() else works[half:]
+                _compile_what_comes(works[0])
+            finally:
+                os._exit(0)
+    threading.Thread(target=_reap, args=(first,), daemon=True).start()
+    for process, work in pairs:
+        work.close()
+        free.put(process)
+    return free
+
+
+def _reap(process: int) -> None:
+    with suppress(ChildProcessError):  # a handler of signals has
+        os.waitpid(process, 0)
+
+
+def _ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _private_bytes() -> int:
+    """Return how much memory of this process a forked one would get a copy of."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) << 10
+
+
+def _compile_what_comes(work: Connection) -> None:
+    """Compile kernels, of which each goes into Triton's cache, until none has come for a while or who sends them has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number != work.fileno():  # open, the GPU's would hold its memory after the end of who sends kernels
+            with suppress(OSError):
+                os.close(number)
+    compiler = import_module("triton.compiler")
+    with suppress(EOFError, OSError):
+        work.send(None)
+        while work.poll(IDLE):
+            module, name, signature, constants, attributes, target, options = pickle.loads(work.recv_bytes())
+            with suppress(Exception):  # it is compiled again, and raises, where it is needed
+                _find_keys(kernel := getattr(import_module(module), name))
+                compiler.compile(compiler.ASTSource(kernel, signature, constants, attributes), target, options)
+            work.send(None)
 
 
 def _begin(hashing: Lock, building: Lock) -> None:
