@@ -115,6 +115,24 @@ def test_prompts_are_prefilled_ahead_several_at_once(options, monkeypatch, devic
         assert len(found[2][1]) < len(found[100][1]) and sum(found[2][1]) == sum(found[100][1]) == 8
 
 
+@pytest.mark.parametrize(("samples", "rows"), [(1, 2), (2, 1)])
+def test_fewer_rows_have_ended_at_a_refill_where_prompts_are_prefilled_ahead(samples, rows, monkeypatch):
+    for module, name, value in (
+        (generate, "SPARE", 2),
+        (rollout, "SHARE", (2, 4)),
+        (rollout, "MANY", 4),
+        (rollout, "STEPS", (1, 1)),
+    ):
+        monkeypatch.setattr(module, name, value)
+    fast, free = gb.decoder(cases.build("Qwen3"), 4, cases.ROOM, verify=False), []
+    refill = rollout.Rollout._refill
+    monkeypatch.setattr(rollout.Rollout, "_refill", lambda self: (free.append(self.rows.count(None)), refill(self)))
+    found = fast.rollout(cases.prompts(*[3] * (12 // samples)), n=samples, max_new_tokens=9, seed=3, stop=())
+    for ended, one in enumerate(found.waiting):
+        one.limit -= ended % 4  # rows end one after the other
+    assert list(found) and min(free) == rows
+
+
 def test_rows_that_have_ended_read_no_keys_while_they_wait(monkeypatch):
     monkeypatch.setattr(rollout, "SHARE", (1, 1))
     fast = gb.decoder(cases.build("Qwen3"), 4, cases.ROOM, verify=False)

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 STEPS = 2, 4
 AHEAD = 2  # launches that are not read yet
 # A prefill of few short prompts is bound by its launches, so several rows share one: it waits until a sixteenth of the rows
-# have ended, for at most so many steps; or a thirty-second, where prompts are prefilled ahead.
-SHARE, PATIENCE = (16, 32), 16
+# have ended, for at most so many steps. Where prompts are prefilled ahead, a refill is shorter, and MANY rows wait until a
+# thirty-second has; not tried with fewer, whose steps are shorter, too.
+SHARE, MANY, PATIENCE = (16, 32), 256, 16
 KEPT = 2048  # tokens of a conversation from which on its cache is kept: fewer are prefilled again sooner, together with others
 # A row that reads more keys than this, and than twice the mean, is long: attention waits for the program that reads them.
 LONG = 512
@@ -69,7 +70,8 @@ class Rollout:
         self.most, self.total = self.size, len(self.waiting)
         # Whose keys and values each row has, also once it has ended.
         self._row_owners: list[Running | None] = [None] * self.size
-        self._staged: dict[int, Running] = {}  # prompts that are prefilled ahead, by their spare rows
+        self._ahead = bool(decoder.body.spare) and request.samples > 1 and not request.chooses  # prompts are prefilled ahead
+        self._staged: dict[int, Running] = {}  # these, by their spare rows
         self._last: dict[tuple[int, int], Running] = {}  # the last turn of each conversation, by prompt and sample
         self.finished: list[RolloutSequence] = []
         self.each_launch: Callable[[], object] = lambda: None  # called when the tokens of a launch have been read
@@ -197,7 +199,7 @@ class Rollout:
     def _due(self) -> bool:
         """Return whether ended rows get their next sequences now."""
         free = self.rows.count(None) + self.most - self.size
-        share = SHARE[self.request.samples > 1 and bool(self.decoder.body.spare)]
+        share = SHARE[self._ahead and self.size >= MANY]
         enough = free >= max(1, self.size // share) or self._since >= PATIENCE or free == self.most
         unused = [*self._ended_rows(), *self._staged]
         return free > 0 and enough and bool(self.waiting) and self._pages.fits(self.waiting[0].limit, unused)
@@ -279,7 +281,7 @@ class Rollout:
         held = held | {one.result.prompt for one in self._staged.values()}
         nexts: dict[int, Running] = {}
         begins = {one.result.prompt for one in islice(self.waiting, len(free)) if not one.result.turn} - held
-        if not begins or len(begins) >= len(spare) or self.request.samples == 1 or self.request.chooses:
+        if not self._ahead or not begins or len(begins) >= len(spare):
             return
         for one in islice(self.waiting, self.request.samples * len(spare)):
             number = len(nexts)
