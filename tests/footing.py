@@ -26,6 +26,7 @@ def stay_open(file) -> None:
 
 
 os.fsync = stay_open
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5  # of 5 s, which a worker that is gone or hangs is waited for
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of any scope
