@@ -1,11 +1,13 @@
 """Sampling settings of a model's generation config: used where they are asked for, and an explicit setting wins."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 import gpubound as gb
 from gpubound.decode.request import Choice, describe_sampling, model_sampling
+from gpubound.decode.rollout_request import RolloutRequest
 
 from . import cases
 
@@ -28,6 +30,22 @@ PROMPT = cases.prompts(5)[0]
 )
 def test_settings_of_a_generation_config(config, want):
     assert Choice(**model_sampling(config)) == want
+
+
+@pytest.mark.parametrize(
+    "settings, filtered",
+    [
+        ({}, False),
+        ({"temperature": 1.0, "repetition_penalty": 1.3}, False),
+        ({"top_k": 5}, False),  # of the greatest logit alone
+        *(({"temperature": 1.0, name: value}, True) for name, value in (("top_k", 5), ("top_p", 0.9), ("min_p", 0.1))),
+    ],
+)
+def test_only_requests_under_top_k_top_p_or_min_p_have_their_launch(settings, filtered):
+    """By the options of a launch; a row of rollouts may be one of few."""
+    assert Choice(**settings).filtered == filtered
+    running = [SimpleNamespace(choice=Choice()), SimpleNamespace(choice=Choice(**settings))]
+    assert RolloutRequest(running, (), (), False, 1, False).variant.filtered == filtered
 
 
 def test_the_line_names_what_is_in_force_and_what_is_not():

@@ -55,6 +55,11 @@ class Choice:
         """True where each token is the one with the greatest logit."""
         return self.temperature == 0 and self.repetition_penalty == 1
 
+    @property
+    def filtered(self) -> bool:
+        """True where some tokens cannot be drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
 
 @dataclass(frozen=True)
 class Request:

@@ -86,7 +86,7 @@ class RolloutRequest:
         choices = [one.choice for one in self.sequences]
         greedy, penalty = all(one.greedy for one in choices), any(one.repetition_penalty != 1 for one in choices)
         tempered = self.logprobs and any(one.temperature not in (0, 1) for one in choices)
-        return SamplingVariant(greedy, penalty, self.logprobs, tempered)
+        return SamplingVariant(greedy, penalty, self.logprobs, tempered, any(one.filtered for one in choices))
 
 
 def rollout_request(

@@ -449,6 +449,7 @@ class SamplingVariant(NamedTuple):
     penalty: bool = False
     logprobs: bool = False
     tempered: bool = False  # log-probabilities after the temperature
+    filtered: bool = False  # some rows are under top-k, top-p or min-p
     shared: bool = False  # attention reads what rows have in common once
     uneven: bool = False  # attention splits the keys of long rows among more programs
     most: int = 0  # keys that attention reads of a row at most; 0: all positions
@@ -480,7 +481,7 @@ class Stepper:
             if variant.tempered:
                 logits.mul_(slots.scale[:rows, None])
             logprob = slots.logprobs[step, :rows] if variant.logprobs else None
-            choose(body, logits, state, settings, into_body(body, slots.emitted[step, :rows]), logprob)
+            choose(body, logits, state, settings, into_body(body, slots.emitted[step, :rows]), logprob, variant.filtered)
 
     def prefill(self, ids: Tensor, lengths: Tensor) -> None:
         """Store what the stepper needs of prompts (B, T), right-padded, which are without their last tokens."""
@@ -510,14 +511,15 @@ def into_body(body: Any, emitted: Tensor) -> Into:
 
 
 def choose(
-    body: Any, logits: Tensor, state: Rows, settings: Settings | None, into: Into, logprob: Tensor | None = None
-) -> None:
+    body: Any, logits: Tensor, state: Rows, settings: Settings | None, into: Into, logprob: Tensor | None = None,
+    filtered: bool = True,
+) -> None:  # fmt: skip
     """Choose the next token of each row. Without settings: the likeliest, from the runner's partial maxima."""
     rows = len(into.emitted)
     if settings is None:
         pick(body.best[:rows], body.arg[:rows], state, into, dependent=body.chained(rows))
     else:
-        sample(logits, state, settings, into, logprob, body.chained(rows))
+        sample(logits, state, settings, into, logprob, body.chained(rows), filtered)
 
 
 class StepGraphs:

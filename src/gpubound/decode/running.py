@@ -146,7 +146,9 @@ class RunningRequest:
         self.in_flight: deque[tuple[int, bool]] = deque()  # steps launched and not read yet, and whether these are plain
         self.ends = [min(len(prompt) + request.max_new_tokens, decoder.max_length) for prompt in request.prompts]
         self.rows = decoder.bucket(len(request.prompts))
-        self.variant = SamplingVariant(request.choice.greedy, request.choice.repetition_penalty != 1, request.logprobs)
+        choice = request.choice
+        penalty = choice.repetition_penalty != 1
+        self.variant = SamplingVariant(choice.greedy, penalty, request.logprobs, filtered=choice.filtered)
         self.sequences = [Generated(prompt) for prompt in request.prompts]
         self.generation = Generation(self.sequences)
         self.texts = [TextStream(decoder.text, request.stop_strings, request.stops) for _ in self.sequences]

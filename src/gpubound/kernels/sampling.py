@@ -97,8 +97,9 @@ def pick_reference(best, arg, rows, into, seen=None, dependent=False):
 
 
 def sample(
-    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False
-) -> tuple[Tensor, ...]:
+    logits: Tensor, rows: Rows, settings: Settings, into: Into, logprob: Tensor | None = None, dependent: bool = False,
+    filtered: bool = True,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Draw a token per row from the logits (B, V), in fp32 or 16 bits, by the row's settings. Then `rows` take their step, as
     in `pick`.
 
@@ -106,6 +107,7 @@ def sample(
     on seed, row, position and logits alone, so it is the same in any slot, batch and graph.
 
     logprob   float32 (B,): of the new token under softmax(logits), before any setting; NaN where none is emitted
+    filtered  False: no row is under top-k, top-p or min-p, and the launch for such rows is left out
 
     Returns what it changed: emitted, token, position, alive, bad, then seen, logprob and x where given.
     """
@@ -123,11 +125,11 @@ def sample(
         require("sample", "settings.seen", settings.seen, torch.uint8, (batch, words), logits.device)
     if logprob is not None:
         require("sample", "logprob", logprob, torch.float32, (batch,), logits.device)
-    return implementation("sample", logits)(logits, rows, settings, into, logprob, dependent)
+    return implementation("sample", logits)(logits, rows, settings, into, logprob, dependent, filtered)
 
 
 @definition(lambda g: (frozen(draw(g, 4, 300)), example_rows(), _settings(), _into(g)))
-def sample_reference(logits, rows, settings, into, logprob=None, dependent=False):
+def sample_reference(logits, rows, settings, into, logprob=None, dependent=False, filtered=True):
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scaled, top = _scaled(logits, settings)
     warm, sampled = settings.temperature > 0, scaled.argmax(1)

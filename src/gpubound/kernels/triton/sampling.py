@@ -2,11 +2,11 @@
 
 `sample` has three launches. The programs of the first take a chunk of a row each. They read its logits once, for the largest
 and the sum of exponentials, before and after penalty and temperature. The second has a program a row: by those it draws a
-chunk, or takes the one with the largest logit, and then a token of it. The third does so for rows under top-k, top-p or min-p,
-which it reads itself: one pass is for the largest, another sets candidates aside, the thresholds are searched and the race is
-run among them. In one launch with the second, the registers of a search left room for a row a multiprocessor: of 256 rows
-without, 17 us (H200). Disabled settings are skipped at run time, by their values on the device. Chunks are of one size, so that
-a row's bits do not depend on how many others there are.
+chunk, or takes the one with the largest logit, and then a token of it. The third, if asked for, does so for rows under top-k,
+top-p or min-p, which it reads itself: one pass is for the largest, another sets candidates aside, the thresholds are searched
+and the race is run among them. In one launch with the second, the registers of a search left room for a row a multiprocessor:
+of 256 rows without, 17 us (H200). Disabled settings are skipped at run time, by their values on the device. Chunks are of one
+size, so that a row's bits do not depend on how many others there are.
 
 Of a row that it reads, results are kept for each lane until the end: reductions over a program are rare. Values are scaled so
 that the largest is 0. With 32 bits of noise an E_v is between 1.2e-10 and 22.9, so a token below log(1.2e-10 / 22.9) = -26.0
@@ -479,7 +479,7 @@ def pick(best, arg, rows, into, seen=None, dependent=False):
 
 
 @in_place
-def sample(logits, rows, settings, into, logprob=None, dependent=False):
+def sample(logits, rows, settings, into, logprob=None, dependent=False, filtered=True):
     *scalars, seen = settings
     emitted, embed, x = into
     (batch, words), device = logits.shape, logits.device
@@ -490,14 +490,14 @@ def sample(logits, rows, settings, into, logprob=None, dependent=False):
     _chunks_kernel[(batch, chunks)](
         logits, *scalars[:5], rows.alive, seen, masses, logits.stride(0), words, chunk, **options(CHUNK_WARPS, dependent)
     )
-    room = batch * cdiv(words, shape[2]) * shape[2]  # for what is set aside; at worst everything
+    room = batch * cdiv(words, shape[2]) * shape[2] * filtered  # for what is set aside; at worst everything
     values = torch.empty(room, device=device, dtype=torch.float32)
     quads = torch.empty(room // 4, device=device, dtype=torch.int32)
-    for filtered in (False, True):
+    for searched in (False, True)[: 1 + filtered]:
         _sample_kernel[(batch,)](
             logits, *scalars, *rows, emitted, seen, logprob, embed, x, masses, values, quads, logits.stride(0), words, chunks,
-            *_shape(embed), shape[0], max(4, power_of_two(chunks)), chunk, *shape[1:], filtered,
-            **(launch if filtered else options(DRAW_WARPS, dependent)),
+            *_shape(embed), shape[0], max(4, power_of_two(chunks)), chunk, *shape[1:], searched,
+            **(launch if searched else options(DRAW_WARPS, dependent)),
         )  # fmt: skip
     written = changed(rows, emitted, seen, logprob, x)
     return written
