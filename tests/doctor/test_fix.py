@@ -8,6 +8,7 @@ import yaml
 
 from gpubound.doctor.finding import Finding
 from gpubound.doctor.fix.repair import PATCHES, Repair, Target, repair, targets
+from gpubound.doctor.rules.remedies import ACTED, AT_ONCE
 from gpubound.watch import watch
 from gpubound.watch.events import Site
 from tests.messages import message, refusal, same_texts
@@ -142,6 +143,20 @@ def test_a_refusal(why, tmp_path):
     text, made = mended(tmp_path, before, (kind, "# here"))
     (reason,) = made.refused.values()
     assert why in reason and text == before and not made.changes
+
+
+@pytest.mark.parametrize(
+    ("line", "remedy", "why"),
+    [
+        ("obs = envs.step(action.cpu().numpy())", ACTED, ACTED),
+        ("scaler.step(optimizer)", "train in bf16", "by hand: train in bf16"),
+        ("x = a[numbers]", AT_ONCE, "elements: no comprehension or loop of the line"),
+    ],
+)
+def test_a_refusal_says_what_to_do_by_hand(tmp_path, line, remedy, why):
+    _, made = mended(tmp_path, f"import torch\nfor step in range(9):\n    {line}  # here\n", ("sync", "# here"), remedy=remedy)
+    (reason,) = made.refused.values()
+    assert why in reason
 
 
 def test_tf32_is_taken_when_it_is_asked_for(tmp_path):

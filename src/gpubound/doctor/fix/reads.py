@@ -363,7 +363,9 @@ def propose_elements(source: SourceText, line: int) -> list[Edit]:
                 Edit(source.end(use), source.end(use) + len(".item()"), "") for use in uses if _is_item(source.parents[use])
             ]
     if not edits:
-        raise NotHere("no comprehension of the line reads the elements of one tensor by int(), float() or .item() alone")
+        raise NotHere(
+            "no comprehension or loop of the line reads the elements of one tensor by int(), float() or .item() alone"
+        )
     return edits
 
 
@@ -477,7 +479,7 @@ def propose_read_later(source: SourceText, line: int) -> list[Edit]:
     """Propose to show or collect what a line reads when it has arrived: the same text and values, at most 8 steps later."""
     statement = source.statement_at(line, *SHOWING, *COLLECTING)
     shows, value = [statement], {}
-    if isinstance(statement, ast.Assign) and name_of(statement.targets[0]) and len(statement.targets) == 1:
+    if isinstance(statement, ast.Assign) and name_of(statement.targets[0]) and _reads(statement.value, {}):
         value = {name_of(statement.targets[0]): statement.value}
         shows = _shows_of(source, statement, *value)
     calls = [each.value for each in shows if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]

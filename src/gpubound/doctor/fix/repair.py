@@ -25,6 +25,7 @@ from ...files import reading, replacing
 from ...formatting import hint
 from ...watch.events import shorten
 from ..finding import Finding, Verdict
+from ..rules.remedies import ACTED
 from .calls import (
     BF16,
     COPIES,
@@ -250,6 +251,8 @@ def _first_that_fits(
 
     read_later is the `last`: it takes what other patches have left on the device as well.
     """
+    if target.remedy == ACTED:
+        raise Refused(ACTED)
     reasons, on_request = dict[str, Refused](), list[str]()
     for patch in PATCHES.values():
         if target.kind not in patch.kinds or (patch.pinned and not target.pinned):
@@ -273,6 +276,8 @@ def _first_that_fits(
     usual = (READS.name, STAGED.name, READ_LATER.name)
     order = lambda name: (name not in special, isinstance(reasons[name], NotHere), name not in usual)  # noqa: E731
     nearest = min(reasons, key=order, default="")
+    if target.remedy and not on_request and nearest and isinstance(reasons[nearest], NotHere) and nearest not in special:
+        raise Refused(f"by hand: {target.remedy}")
     refused = [f"{name}: {reasons[name]}" for name in reasons if name in asked or (name == nearest and not on_request)]
     raise Refused("; ".join(refused + on_request) or f"no patch is written for {target.kind}")
 

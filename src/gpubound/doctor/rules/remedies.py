@@ -46,6 +46,7 @@ STAYING = "; if the mask stays the same, index by its nonzero() from before the 
 CLOCKED = "it is there for a clock: time many steps at once, or take torch.cuda.Event(enable_timing=True)"
 OFTEN = 0.5  # a step
 SELDOM = "every n steps"  # in remedies: the line may do so already
+LISTING = re.compile(r"\.(values|items|parameters|named_parameters)\(")  # loops over a list of tensors
 SEVERAL = 8  # reads of a comprehension a step: it goes over a tensor
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -161,15 +162,16 @@ def _of_several(statement: ast.AST, count: float, scope: ast.AST) -> str:
     """Return the remedy of a comprehension or loop that reads a value for each element of a tensor, or of a list of them."""
     loops = [n for n in ast.walk(scope) if isinstance(n, ast.For) and statement in ast.walk(n)]
     counters = {n.id for loop in loops[-1:] for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-    if any(
-        isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name) and x.slice.id in counters for x in _read_in(statement)
-    ):
-        return AT_ONCE
+    for x in _read_in(statement):
+        if isinstance(x, ast.Subscript) and isinstance(x.slice, ast.Name) and x.slice.id in counters:
+            return AT_ONCE
+        if isinstance(x, ast.Name) and x.id in counters and LISTING.search(ast.unparse(loops[-1].iter)):
+            return STACKED
     for each in (n for n in ast.walk(statement) if isinstance(n, COMPREHENSIONS)):
         over, parts = each.generators[0], [each.key, each.value] if isinstance(each, ast.DictComp) else [each.elt]
         own = {n.id for n in ast.walk(over.target) if isinstance(n, ast.Name)}
         read = [x for part in parts for x in _read_in(part)]
-        listed = re.search(r"\.(values|items|parameters)\(", ast.unparse(over.iter))
+        listed = LISTING.search(ast.unparse(over.iter))
         if read and (listed or not all(isinstance(x, ast.Name) and x.id in own for x in read)):
             return STACKED
         if count >= SEVERAL:
