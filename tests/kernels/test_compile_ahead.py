@@ -155,6 +155,7 @@ def compile_for(block):
 
 own, compiler.ASTSource.make_ir = compiler.ASTSource.make_ir, make_ir
 dispatch.compile_once(JITFunction)
+dispatch.BEGINS = dispatch.LONGEST = dispatch.IDLE = 1000
 target, cache = GPUTarget("cuda", 90, 32), {}
 kernel.compile, kernel.ASTSource, backend = compiler.compile, compiler.ASTSource, compiler.make_backend(target)
 kernel.device_caches = {0: (cache, {}, target, backend, None)}
@@ -292,6 +293,7 @@ def make_ir(source, *arguments):
     return own(source, *arguments)
 
 own, compiler.ASTSource.make_ir = compiler.ASTSource.make_ir, make_ir
+dispatch.BEGINS = dispatch.LONGEST = dispatch.IDLE = 1000
 there, calls = torch.ones(8, device="cuda").device, [("rms_norm", (328,)), ("swiglu", (344, True))]
 dispatch.start_self_tests(calls, there, torch.bfloat16, compile_first=True)
 assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in calls] == [None] * 2
