@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import gpubound as gb
 from gpubound.decode import layer, request, transformer
-from gpubound.decode.layer import attend_lower_right, attend_prompt
+from gpubound.decode.layer import attend_lower_right, attend_prompt, merged
 
 from . import cases
 
@@ -48,6 +48,15 @@ def test_torchs_lower_right_bias_is_the_mask():
     q, k, v = tensors(5, 12)
     got = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(5, 12), scale=0.4, enable_gqa=True)
     torch.testing.assert_close(got.transpose(1, 2).double(), definition(q, k, v, 7, 0, 0.4, 0.0), atol=1e-5, rtol=1e-5)
+
+
+def test_attention_to_two_sets_of_keys_is_merged_by_their_sums():
+    q, k, v = tensors(5, 12, heads=(H, H))
+    k[:, :, :7] -= 2.0 * q.mean(2, keepdim=True)  # the sums differ
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    parts = [attend(q, k[:, :, at], v[:, :, at], scale=0.4) for at in (slice(0, 7), slice(7, 12))]
+    got = merged(*(t for y, lse in parts for t in (y, lse[..., None])))
+    torch.testing.assert_close(got.transpose(1, 2).double(), definition(q, k, v, 11, 0, 0.4, 0.0)[:, -5:], atol=1e-5, rtol=1e-5)
 
 
 class Largest(TorchDispatchMode):
@@ -124,6 +133,7 @@ def test_long_prompts_are_padded_to_whole_chunks(monkeypatch):
 )
 def test_no_dense_mask_on_a_gpu(dtype, width):
     """2,048 queries after 6,144 positions: a mask would take 16 MB, and repeated keys and values 67 MB."""
+    torch.use_deterministic_algorithms(False)  # which would rule cuDNN's attention out
     T, S = 2048, 8192
     q, k, v = tensors(T, S, dtype, "cuda", heads=(8, 2), width=width)
     attend_lower_right(q, k, v, width**-0.5)
@@ -133,7 +143,8 @@ def test_no_dense_mask_on_a_gpu(dtype, width):
     got = attend_lower_right(q, k, v, width**-0.5)
     grown = torch.cuda.max_memory_allocated() - before - got.nbytes
     flash = dtype != torch.float32 and width <= 256
-    more = 0 if flash else 8 * k.nbytes + 4 * got.numel()  # k and v for 8 heads instead of 2, and sums in fp32
+    # Of the chunk's own keys, of those before it, of both; their sums. Or k and v for 8 heads instead of 2, and sums in fp32.
+    more = 2 * got.nbytes + 5 * 4 * B * 8 * T if flash else 8 * k.nbytes + 4 * got.numel()
     assert grown <= more + 4 * B * 8 * T + (1 << 20)  # and one fp32 for each query and head
     at = slice(T - 64, T)  # the definition of the last queries: that of all would take 2 GB
     want = definition(q[:, :, at], k, v, S - 64, 0, width**-0.5, 0.0)

@@ -55,6 +55,7 @@ from ..models.decoding import (
 )
 from .kv_cache import Cache
 from .lora import AdapterRouter
+from .request import CHUNK
 
 GEMV_ROWS = 8  # the most rows of a GEMV, whose kernels give a row the same bits among 1 row or 8
 # Programs that share the keys of a row and kv head, and the tiles that each takes at least, up to GEMV_ROWS rows and beyond.
@@ -68,6 +69,7 @@ MANY_SPLITS = 16, 64  # where every row and kv head has a program already: those
 # attention is on tensor cores, of 8 warps with 128 registers.
 BY_QUERY = 256, 2, 2048
 EARLY_BYTES = 12_000_000
+CUDNN: Any = torch._C._SDPBackend.CUDNN_ATTENTION.value  # as SDPA's choice
 SCORES = 1 << 26  # capped scores of a prompt that are in memory at a time
 
 
@@ -500,17 +502,30 @@ def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     torch's bias of that name runs flash attention on a GPU: a dense mask of 2,048 x 32,768 would be 64 MB in each layer, and
     rule flash attention out. Without flash attention (fp32, heads wider than 256) the memory-efficient kernel takes the bias,
     for equal head counts alone.
+
+    Where SDPA runs cuDNN's attention, which has no such mask, whole chunks do, too: by themselves, and over the keys before
+    them. It compiles each shape, in 0.06 s. H200, 32,768 tokens by flash attention: 0.53 of SDPA's rate with heads of 128.
     """
+    (T, S), sixteen_bits = (q.shape[2], k.shape[2]), q.dtype in SIXTEEN_BITS
     if not q.is_cuda:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        return attend(q, k, v, mask, scale)
-    if q.dtype == torch.float32 or q.shape[-1] > 256:
+        return attend(q, k, v, torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T), scale)
+    if sixteen_bits and T == CHUNK and S % T == 0 and torch._fused_sdp_choice(q, k, v, enable_gqa=True) == CUDNN:
+        run = torch.ops.aten._scaled_dot_product_cudnn_attention
+        own = run(q, k[:, :, S - T :], v[:, :, S - T :], None, True, 0.0, True, scale=scale)
+        before = run(q, k[:, :, : S - T], v[:, :, : S - T], None, True, scale=scale)
+        return merged(*own[:2], *before[:2]).transpose(1, 2)
+    if not sixteen_bits or q.shape[-1] > 256:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     from torch.nn.attention.bias import causal_lower_right  # with dynamo, as long as torch itself
 
-    bias = causal_lower_right(q.shape[2], k.shape[2])
+    bias = causal_lower_right(T, S)
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
     return y.transpose(1, 2)
+
+
+def merged(y: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Return the attention to two sets of keys from that to each, (B, H, T, D), and its logarithms of sums, (B, H, T, 1)."""
+    return y.lerp(other, (other_lse - lse).sigmoid().to(y.dtype))
 
 
 def capped_attend(
