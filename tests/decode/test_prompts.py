@@ -152,6 +152,25 @@ def test_no_dense_mask_on_a_gpu(dtype, width):
 
 
 @pytest.mark.gpu
+def test_chunks_of_a_long_prompt_round_as_the_models_own_forward_does():
+    """Three whole chunks, by the kernel that SDPA chooses, and 57 tokens more."""
+    torch.use_deterministic_algorithms(False)
+    length = 3 * request.CHUNK + 57
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": length}
+    model = cases.build("Llama", torch.bfloat16, "cuda", **sizes)
+    with torch.no_grad():
+        for weight in (p for p in model.parameters() if p.dim() > 1):
+            weight.mul_(0.5)  # so that attention spreads over many keys
+    ids = torch.randint(cases.VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1)).cuda()
+    fast, following = gb.decoder(model, 1, length, verify=False), ids[0, 1:, None]
+    found = torch.tensor(fast.score(ids.tolist())[0], device="cuda")
+    with torch.no_grad():
+        logits = [model(ids).logits, model.float()(ids).logits]
+        own, wide = (one[0, :-1].float().log_softmax(-1).gather(-1, following)[:, 0] for one in logits)
+    assert (found - wide).norm() <= 2 * (own - wide).norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "width", "window", "sunk"),
     [
