@@ -7,7 +7,7 @@ Training: forward and backward of a placed model, beside Liger where it has a pa
 is a process, which holds one family after the other. Some have fewer layers than published; the case's name says so.
 
 Where FLA is installed, transformers computes a gated delta rule by it. Peers are then called "graph-fla", "liger-fla", ... It
-tunes 100 configurations of its kernels at their first launch.
+tunes 100 configurations of its kernels at their first launch. With Triton 3.4 to 3.7.0, FLA 0.6 refuses to train on Hopper.
 """
 
 import random
