@@ -1,12 +1,14 @@
 """Files that are written in another thread: which lines are taken, what is written, and what an error does."""
 
+import runpy
 import threading
 
 import pytest
 import torch
 
 from gpubound.doctor.fix.step import HELPER, NAME
-from gpubound.doctor.rules.remedies import AT_ONCE
+from gpubound.doctor.rules.remedies import AT_ONCE, STAYING
+from gpubound.watch import watch
 
 from .proofs import patched
 from .test_fix import mended
@@ -196,3 +198,21 @@ def test_what_would_be_shown_or_computed_otherwise_is_left(tmp_path, before, aft
     kind = "h2d" if mark == "weights = " else "d2h" if mark in ("gather(", "rows.extend") else "sync"
     _, made = mended(tmp_path, text, (kind, mark), remedy=AT_ONCE if mark == "if best[i]" else "")
     assert why in str(made) and not made.changes, made
+
+
+@pytest.mark.gpu
+def test_a_gpu_shows_the_same_and_waits_at_the_ends_of_loops(tmp_path, device, capsys):
+    """All but the number that is computed with, which is rounded elsewhere."""
+    kinds = {"d2h": ("gather(", "kept.append", "rows.extend"), "h2d": ("weights =", "x = x.to")}
+    reads = ("loss = (", 'logs["a"].append', 'logs["b"].append', "shown = {", "print(f")
+    found = [(kind, mark) for kind, marks in kinds.items() for mark in marks] + [("sync", mark) for mark in reads]
+    text, made = mended(tmp_path, TRAINED, *found, remedy=STAYING)
+    assert not made.refused and made.equal, made
+    seen = []
+    for number, source in enumerate((TRAINED, text)):
+        (tmp_path / f"{number}.py").write_text(source)
+        with watch(device=device) as ledger:
+            runpy.run_path(str(tmp_path / f"{number}.py"))
+        seen.append((capsys.readouterr().out, ledger.totals["syncs"]))
+    assert seen[0][0] == seen[1][0]
+    assert seen[0][1] - seen[1][1] > 16 * 8, "each step waits for `alpha`, and four times for `best`"

@@ -460,7 +460,7 @@ def {AWAITED}(use=None, *values):  # calls use(*values) when they have arrived; 
         sent = [v.detach().to("cpu", copy=True, non_blocking=v.is_cuda) for v in tensors]
         copies = [sent.pop(0) if isinstance(v, torch.Tensor) else v for v in values]
         queue.append((use, copies, [torch.cuda.current_stream(v.device).record_event() for v in tensors if v.is_cuda]))
-    while queue and (use is None or len(queue) > 8 or all(event.query() for event in queue[0][2])):
+    while queue and (use is None or len(queue) > 32 or all(event.query() for event in queue[0][2])):
         then, copies, events = queue.pop(0)
         for event in events:
             event.synchronize()
@@ -476,7 +476,7 @@ INNER = frozenset(("items", "values", "parameters", "named_parameters", "zip")) 
 
 
 def propose_read_later(source: SourceText, line: int) -> list[Edit]:
-    """Propose to show or collect what a line reads when it has arrived: the same text and values, at most 8 steps later."""
+    """Propose to show or collect what a line reads when it has arrived: the same text and values, a few steps later."""
     statement = source.statement_at(line, *SHOWING, *COLLECTING)
     shows, value = [statement], {}
     if isinstance(statement, ast.Assign) and name_of(statement.targets[0]) and _reads(statement.value, {}):
