@@ -109,14 +109,16 @@ def train(
     counts = torch.bincount(torch.tensor([token for row in rows for token in row]), minlength=model.config.vocab_size)
     known = counts.sort(descending=True, stable=True)
     words = known.indices[:VOCABULARY].sort().values
-    loss, covered = DraftLoss(model, tokens=GUESSES), (known.values[:VOCABULARY].sum() / counts.sum()).item()
+    loss = DraftLoss(model, tokens=GUESSES)
+    covered, half = ((known.values[:most].sum() / counts.sum()).item() for most in (VOCABULARY, VOCABULARY // 2))
     head = gpubound.DraftHead.for_model(model, tokens=words, intermediate=WIDTH)
     step = gpubound.TrainStep(head, loss, gpubound.AdamW(lr=LR * FINAL, betas=(0.9, 0.95)), clip=1.0)
     held_out = next(batches(rows[:VALIDATED][:ROWS], device))
     source, begun = batches(rows[VALIDATED // ROWS * ROWS :], device), time.perf_counter()
     first = float(step([next(source)]).loss)
-    facts: dict[str, Any] = {"first": first, "first_step_s": time.perf_counter() - begun, "covered": covered, "curve": []}
-    say("first step: KL {first:.2f}, {first_step_s:.1f} s, {covered:.1%} of the words".format(**facts))
+    facts: dict[str, Any] = {"first": first, "first_step_s": time.perf_counter() - begun, "covered": covered, "half": half}
+    facts["curve"] = []
+    say("first step: KL {first:.2f}, {first_step_s:.1f} s, {covered:.1%} of the words, half: {half:.1%}".format(**facts))
     begun, number, losses, parts = time.perf_counter(), 1, list[Any](), 0
     while (done := (time.perf_counter() - begun) / seconds) < 1:
         if number % 8 == 1:  # the host runs ahead of the device by no more steps than these
