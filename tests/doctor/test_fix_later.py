@@ -187,6 +187,8 @@ def test_a_loop_of_public_scripts_waits_no_more_and_shows_the_same(tmp_path, sim
     ("print(f", "if step: print(logs, f", "print(logs", "logs is changed in line 46"),
     ("print(f", "if step: print(f", "print(f", "reads a value inside sorted"),
     ("reshape(-1, 1).to(t.device)", "numpy()", "gather(", "may be needed on the host"),
+    ("        print(f", "        with bar as g:\n            if g: print(g, f", "print(g", "g ends with its block"),
+    ("bar.set_postfix(**", "[bar][step].set_postfix(**", "shown = {", "step is another object"),
     ("- alpha * out", "- 2 * alpha * out", "        alpha = ", "alpha is used in every step"),
     ("            if best[i]", "            best[0] = 1\n            if best[i]", "if best[i]", "best changes in the loop"),
 ])  # fmt: skip

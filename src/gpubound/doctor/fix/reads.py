@@ -495,7 +495,7 @@ def propose_read_later(source: SourceText, line: int) -> list[Edit]:
     over = iterated(loop)[0] if isinstance(loop, ast.For) else ""
     if over in INNER and source.loop(loop) is not None:
         raise Refused("the loop around this line is a part of a step; read all of its values at once")
-    owners = {next(n.id for n in ast.walk(call.func) if isinstance(n, ast.Name)) for call in calls}
+    owners = {n.id for call in calls for n in ast.walk(call.func) if isinstance(n, ast.Name)}
     if changed := owners & stored(loop):
         raise Refused(f"{min(changed)} is another object in each step")
     for call in calls if names & {*COLLECTING} else ():
@@ -631,6 +631,8 @@ def _check_same(source: SourceText, node: ast.expr, loop: ast.stmt) -> None:
     if not isinstance(node, ast.Name):
         return  # an expression has its value now
     for each in ast.walk(loop):
+        if isinstance(each, ast.withitem) and each.optional_vars is not None and node.id in stored(each.optional_vars):
+            raise Refused(f"{node.id} ends with its block, before it would be used")
         method = isinstance(each, ast.Attribute) and each.attr in CHANGING
         written = isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store)
         if (method or written) and node.id == next((n.id for n in ast.walk(each) if isinstance(n, ast.Name)), ""):
