@@ -226,7 +226,8 @@ def _maker(source: SourceText, node: ast.expr, met: frozenset[str]) -> str:
             node = node.value
     if not isinstance(node, ast.Name) or node.id in met:
         return ""
-    values = source.assigned(source.statement(node), node.id)
+    scope = source.scope(node)  # the module's names are not those of its functions
+    values = [value for value in source.assigned(source.statement(node), node.id) if source.scope(value) is scope]
     made = [_maker(source, value, met | {node.id}) for value in values if isinstance(value, (ast.Call, ast.Subscript))]
     return made[0] if made and all(made) and len(made) == len(values) else ""
 
