@@ -20,10 +20,13 @@ CPU = torch.device("cpu")
 _learnt: list[Path] = []  # each module that imports the fixture `ckpt` registers it anew
 HELLO = "<|user|>hello<|end|><|assistant|>hi, how are you?<|end|>"
 TEXTS = [
-    "the cat sat on the mat and slept.<|endoftext|>", "one two three four five six seven.<|endoftext|>", HELLO,
-    f"{HELLO}<|user|>fine<|end|><|assistant|>good to hear.<|end|>", "<|user|>fine<|end|><|assistant|>what is?<|end|>",
+    "the cat sat on the mat and slept.<|endoftext|>",
+    "one two three four five six seven.<|endoftext|>",
+    HELLO,
+    f"{HELLO}<|user|>fine<|end|><|assistant|>good to hear.<|end|>",
+    "<|user|>fine<|end|><|assistant|>what is?<|end|>",
     "<|system|>be rude<|end|><|user|>hello<|end|><|assistant|>go away.<|end|>",
-]  # fmt: skip
+]
 LINE = (
     r"(\d+) tokens, ([\d.,]+) tokens/s, [\d.]+% of the roofline \(([\d.]+)kB a step / [\d.]+[GT]B/s read here\), "
     r"first token after [\d.]+ (?:ms|s|µs), host syncs: not counted \(no GPU\)\n"

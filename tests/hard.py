@@ -33,10 +33,14 @@ class Cell:
 # Every value of every condition is in at least one cell. Without oneDNN's bf16 instructions, as on a laptop with AVX2 alone,
 # products of 16-bit numbers are 20 times slower than those of fp32.
 CELLS = [
-    Cell("one-thread", "default", 1), Cell("two-threads", "avx2", 2), Cell("four-threads", None, 4),
-    Cell("busy", "avx2", 1, busy=2), Cell("busy-four-threads", "default", 4, busy=2),
-    Cell("without-bf16", "avx2", 1, onednn="AVX2"), Cell("without-bf16-two-threads", "avx2", 2, onednn="AVX2"),
-]  # fmt: skip
+    Cell("one-thread", "default", 1),
+    Cell("two-threads", "avx2", 2),
+    Cell("four-threads", None, 4),
+    Cell("busy", "avx2", 1, busy=2),
+    Cell("busy-four-threads", "default", 4, busy=2),
+    Cell("without-bf16", "avx2", 1, onednn="AVX2"),
+    Cell("without-bf16-two-threads", "avx2", 2, onednn="AVX2"),
+]
 
 
 def run(cell: Cell, seed: int, options: list[str]) -> bool:

@@ -201,24 +201,30 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
     assert begun == [([sys.executable, "-m", module.__name__, "--dry"], "1")]
 
 
-@pytest.mark.parametrize(("name", "option", "wanted"), [
-    ("kernels", "--only=rmsnorm", "got 'rmsnorm', wanted some of rms_norm, add_rms_norm, "),
-    ("place", "--shapes=2b", "got '2b', wanted some of 1b, 350m, 8b, tiny."),
-    ("graph", "--shape=2b", "got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
-    ("families", "--only=llama", f"got 'llama', wanted some of {', '.join(FAMILIES)}."),
-    ("families", "--parts=end", "got 'end', wanted some of decode, train."),
-    ("families", "--peer=liger", "got 'liger', wanted graph or none."),
-    ("lora", "--parts=row", "got 'row', wanted some of train, linear, rows, peft, start."),
-    ("lora", "--profile=x", "got 'x', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
-    ("decode", "--parts=x",
-        "got 'x', wanted some of start, speed, far, prefill, packed, cache, adapters, host, stages, draft, cpu."),
-    ("decode", "--parts=speed,cpu", "cpu is measured by itself; leave the others out."),
-    ("decode", "--batch=1,x", "got 'x', wanted batch sizes by comma, such as 1,32."),
-    ("decode", "--rounds=2", "got 2, wanted at least 3, or there is no median to speak of."),
-    ("deepseek", "--parts=end", "got 'end', wanted some of step, codes, streams, flash."),
-    ("deepseek", "--split=rows", "got 'rows', wanted layers or tensors."),
-    ("blocks", "--parts=seeds", "got 'seeds', wanted some of seed, large, poly, steps."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "option", "wanted"),
+    [
+        ("kernels", "--only=rmsnorm", "got 'rmsnorm', wanted some of rms_norm, add_rms_norm, "),
+        ("place", "--shapes=2b", "got '2b', wanted some of 1b, 350m, 8b, tiny."),
+        ("graph", "--shape=2b", "got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
+        ("families", "--only=llama", f"got 'llama', wanted some of {', '.join(FAMILIES)}."),
+        ("families", "--parts=end", "got 'end', wanted some of decode, train."),
+        ("families", "--peer=liger", "got 'liger', wanted graph or none."),
+        ("lora", "--parts=row", "got 'row', wanted some of train, linear, rows, peft, start."),
+        ("lora", "--profile=x", "got 'x', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),
+        (
+            "decode",
+            "--parts=x",
+            "got 'x', wanted some of start, speed, far, prefill, packed, cache, adapters, host, stages, draft, cpu.",
+        ),
+        ("decode", "--parts=speed,cpu", "cpu is measured by itself; leave the others out."),
+        ("decode", "--batch=1,x", "got 'x', wanted batch sizes by comma, such as 1,32."),
+        ("decode", "--rounds=2", "got 2, wanted at least 3, or there is no median to speak of."),
+        ("deepseek", "--parts=end", "got 'end', wanted some of step, codes, streams, flash."),
+        ("deepseek", "--split=rows", "got 'rows', wanted layers or tensors."),
+        ("blocks", "--parts=seeds", "got 'seeds', wanted some of seed, large, poly, steps."),
+    ],
+)
 def test_what_is_refused_before_anything_is_measured(capsys, name, option, wanted):
     assert guarded("bench", import_module(f"benchmarks.bench_{name}").main, [option]) == 2
     assert capsys.readouterr().err.startswith(f"gpubound bench: {option.partition('=')[0]}: {wanted}")

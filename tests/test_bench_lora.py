@@ -102,10 +102,16 @@ def test_who_learns_otherwise(ours, theirs, alike):
     assert (differs(ours, theirs) is None) == alike
 
 
-@pytest.mark.parametrize(("ours", "theirs", "alike"), [
-    ([7.05, 6.0], [7.0, 6.8], True), ([7.2, 6.0], [7.0, 6.0], False), ([7.0, 7.0], [7.0, 6.0], False),
-    ([7.0, 6.0], [7.0, 7.1], False), ([float("nan"), 6.0], [7.0, 6.0], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ours", "theirs", "alike"),
+    [
+        ([7.05, 6.0], [7.0, 6.8], True),
+        ([7.2, 6.0], [7.0, 6.0], False),
+        ([7.0, 7.0], [7.0, 6.0], False),
+        ([7.0, 6.0], [7.0, 7.1], False),
+        ([float("nan"), 6.0], [7.0, 6.0], False),
+    ],
+)
 def test_who_computes_another_thing_begins_alike_and_learns(ours, theirs, alike):
     assert (differs(ours, theirs, alike=False) is None) == alike
 

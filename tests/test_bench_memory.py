@@ -35,8 +35,14 @@ def test_the_command_of_a_script_is_decoded(capsys):
 def test_one_step_with_each_option(capsys):
     """Each holds less than the one before; offloaded state has buffers, of a tiny model all of it."""
     job = {
-        "recipe": "", "device": "cpu", "dry": True, "shape": "tiny", "seq": 1024, "micro": 1, "options": bench_memory.BY_OPTION,
-    }  # fmt: skip
+        "recipe": "",
+        "device": "cpu",
+        "dry": True,
+        "shape": "tiny",
+        "seq": 1024,
+        "micro": 1,
+        "options": bench_memory.BY_OPTION,
+    }
     memory_worker.main(job)
     found = {name.partition(", ")[2]: sum(facts["state"].values()) for name, facts in answered(capsys).items()}
     assert found.keys() == bench_memory.BY_OPTION.keys()

@@ -23,10 +23,17 @@ def scripts():
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
-@pytest.mark.parametrize(("words", "completed"), [
-    (["tr"], {"train"}), ([""], set(cli.COMMANDS)), (["generate", "--top"], {"--top-k", "--top-p"}),
-    (["train", "--micro"], {"--micro-batch"}), (["completion", "z"], {"zsh"}), (["report", "nothing"], set()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        (["tr"], {"train"}),
+        ([""], set(cli.COMMANDS)),
+        (["generate", "--top"], {"--top-k", "--top-p"}),
+        (["train", "--micro"], {"--micro-batch"}),
+        (["completion", "z"], {"zsh"}),
+        (["report", "nothing"], set()),
+    ],
+)
 def test_bash_completes(scripts, words, completed):
     line = " ".join(f"'{word}'" for word in ["gpubound", *words])
     ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _gpubound; printf "%s\\n" "${{COMPREPLY[@]}}"'

@@ -113,10 +113,16 @@ def test_only_the_demos_own_files_go(tmp_path):
     assert tree(out) == {}
 
 
-@pytest.mark.parametrize("name, what", [
-    ("corpus/notes.txt", "mine"), ("model/config.json", "my own export, longer than the demo's"),
-    ("checkpoints/step-00000016/state.json", "my training went on"), ("thesis.txt", "years of work"), ("old/", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("corpus/notes.txt", "mine"),
+        ("model/config.json", "my own export, longer than the demo's"),
+        ("checkpoints/step-00000016/state.json", "my training went on"),
+        ("thesis.txt", "years of work"),
+        ("old/", None),
+    ],
+)
 def test_what_is_not_the_demos_is_left_alone(tmp_path, capsys, name, what):
     """In a demo's folder as in any other, at whatever depth, and under a name that the demo uses, too."""
     for out in (finished_demo(tmp_path / "demo"), tmp_path / "mine"):

@@ -99,12 +99,15 @@ def test_a_module_is_run(script, capsys, monkeypatch):
     assert "closed after 21" in screen and "looped_module.py:15" in screen
 
 
-@pytest.mark.parametrize("options, code, said", [
-    (["--max-syncs-per-step", "1"], 0, "ok: --max-syncs-per-step: 1, allowed 1"),
-    (["--max-syncs-per-step", "0"], 1, "FAILED: --max-syncs-per-step: 1, allowed 0"),
-    (["--max-idle-pct", "50"], 3, "NOT MEASURED: --max-idle-pct"),
-    (["--max-syncs-per-step", "0", "--allow", "allow.toml"], 0, "ok: --max-syncs-per-step: 0, allowed 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, code, said",
+    [
+        (["--max-syncs-per-step", "1"], 0, "ok: --max-syncs-per-step: 1, allowed 1"),
+        (["--max-syncs-per-step", "0"], 1, "FAILED: --max-syncs-per-step: 1, allowed 0"),
+        (["--max-idle-pct", "50"], 3, "NOT MEASURED: --max-idle-pct"),
+        (["--max-syncs-per-step", "0", "--allow", "allow.toml"], 0, "ok: --max-syncs-per-step: 0, allowed 0"),
+    ],
+)
 def test_the_gate_is_never_green_by_absence(script, capsys, options, code, said):
     code_of_line = 'print("private", loss.item())'
     entry = f"""[[allow]]\nkind = "sync"\nfile = "train.py"\ncode = '{code_of_line}'\nwhy = "a test"\n"""
@@ -146,10 +149,16 @@ def test_a_script_for_cuda_runs_on_the_pretend_device(script, capsys, choice):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pretend device needs CUDA_VISIBLE_DEVICES=")
-@pytest.mark.parametrize(("statement", "missing"), [
-    ("torch.cuda.CUDAGraph()", "CUDA graphs"),
-    ("torch.ops.aten._cudnn_rnn_flatten_weight([torch.ones(2).cuda()], 1, 1, 0, 1, 0, 1, False, False)", "aten::_cudnn_rnn"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("statement", "missing"),
+    [
+        ("torch.cuda.CUDAGraph()", "CUDA graphs"),
+        (
+            "torch.ops.aten._cudnn_rnn_flatten_weight([torch.ones(2).cuda()], 1, 1, 0, 1, 0, 1, False, False)",
+            "aten::_cudnn_rnn",
+        ),
+    ],
+)
 def test_what_the_pretend_device_lacks_is_named(script, capsys, statement, missing):
     script.write_text(f"import torch\n{statement}\n")
     assert main(["doctor", "--dry-run", "train.py"]) == 2
@@ -221,15 +230,21 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
     assert "--" not in str(error.value)
 
 
-@pytest.mark.parametrize("argv, code, text", [
-    (["train.py", "0"], 2, message("cli_doctor:failed")), (["train.py", "1"], 3, message("cli_doctor:too_few_steps")),
-    (["idle.py"], 3, message("cli_doctor:no_step")),
-    (["--step-marker", "batch", "idle.py"], 3, message("cli_doctor:no_marker")),
-    (["--timed", "0", "train.py"], 2, message("cli_doctor:wrong_timed")), ([], 2, message("cli_doctor:no_script")),
-    (["--apply", "train.py"], 2, message("cli_doctor:no_fix")),
-    (["--fix", "--prove", "2", "train.py"], 2, message("cli_doctor:wrong_rounds")),
-    (["none.json", "x"], 2, message("cli_doctor:wrong_trace")), (["none.py"], 2, message("cli_doctor:no_file")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv, code, text",
+    [
+        (["train.py", "0"], 2, message("cli_doctor:failed")),
+        (["train.py", "1"], 3, message("cli_doctor:too_few_steps")),
+        (["idle.py"], 3, message("cli_doctor:no_step")),
+        (["--step-marker", "batch", "idle.py"], 3, message("cli_doctor:no_marker")),
+        (["--timed", "0", "train.py"], 2, message("cli_doctor:wrong_timed")),
+        ([], 2, message("cli_doctor:no_script")),
+        (["--apply", "train.py"], 2, message("cli_doctor:no_fix")),
+        (["--fix", "--prove", "2", "train.py"], 2, message("cli_doctor:wrong_rounds")),
+        (["none.json", "x"], 2, message("cli_doctor:wrong_trace")),
+        (["none.py"], 2, message("cli_doctor:no_file")),
+    ],
+)
 def test_what_cannot_be_looked_at_is_one_sentence(script, capsys, argv, code, text):
     (script.parent / "idle.py").write_text("pass")
     assert main(["doctor", "--dry-run", *argv]) == code

@@ -263,12 +263,20 @@ def test_an_options_help_is_one_paragraph(run):
     assert not [line for line in out.splitlines() if line.strip("│| ").startswith("its base is found")]
 
 
-@pytest.mark.parametrize(("argv", "facts"), [
-    (("env", "--jsn"), ("--jsn", "'--json'")), (("train", "--modle", "1m"), ("--modle", "'--model'")),
-    (("demo", "--steps", "x"), ("--steps", "'x'", "a whole number")), (("demo", "--steps"), ("--steps",)),
-    (("train", "--betas", "0.9"), ("--betas", "2")), (("train", "--resume", "run.yaml"), ("'run.yaml'", "config file")),
-    (("init", "other"), ("kind", "'other'", "'lora'")), (("generate",), ("CKPT",)), (("generate", "one", "two"), ("'two'",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (("env", "--jsn"), ("--jsn", "'--json'")),
+        (("train", "--modle", "1m"), ("--modle", "'--model'")),
+        (("demo", "--steps", "x"), ("--steps", "'x'", "a whole number")),
+        (("demo", "--steps"), ("--steps",)),
+        (("train", "--betas", "0.9"), ("--betas", "2")),
+        (("train", "--resume", "run.yaml"), ("'run.yaml'", "config file")),
+        (("init", "other"), ("kind", "'other'", "'lora'")),
+        (("generate",), ("CKPT",)),
+        (("generate", "one", "two"), ("'two'",)),
+    ],
+)
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_options_are_refused_in_one_line_as_values_are(run, argv, facts, encoding, monkeypatch):
     """Whether tyro draws its frames, or plain rules where stdout is not UTF-8: nothing of them is left."""

@@ -54,9 +54,14 @@ def test_a_line_that_was_changed_since_is_refused(script, capsys):
     assert answer["diff"] == "" and "changed since" in answer["refused"][0]["reason"]
 
 
-@pytest.mark.parametrize(("command", "part"), [
-    ("gpubound doctor trace.json", "no script"), ("", "no script"), ("gpubound doctor train.py --hub-token ...", "secret"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("gpubound doctor trace.json", "no script"),
+        ("", "no script"),
+        ("gpubound doctor train.py --hub-token ...", "secret"),
+    ],
+)
 def test_a_command_that_cannot_be_run_again(script, capsys, command, part):
     file = Path(".doctor/doctor.json")
     file.write_text(json.dumps(json.loads(file.read_text()) | {"command": command}))

@@ -148,22 +148,29 @@ def chatting(ckpt, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("fields,sentence", [
-    ({"eos_token": 5}, "eos_token: got 5, wanted a token's text or null."),
-    ({"eos_token": {"text": []}, "pad_token": []}, "pad_token: got [], wanted a token's text or null."),
-    ({"eos_token": "nowhere"}, "the end-of-text token 'nowhere' is not in its vocabulary; name one that is."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields,sentence",
+    [
+        ({"eos_token": 5}, "eos_token: got 5, wanted a token's text or null."),
+        ({"eos_token": {"text": []}, "pad_token": []}, "pad_token: got [], wanted a token's text or null."),
+        ({"eos_token": "nowhere"}, "the end-of-text token 'nowhere' is not in its vocabulary; name one that is."),
+    ],
+)
 def test_a_tokenizer_that_is_wrong(chatting, run, fields, sentence):
     assert refused(run, chatting(**fields)).endswith(sentence)
 
 
-@pytest.mark.parametrize("template,sentence", [
-    ("{{ 1 / 0 }}", "chat template: ZeroDivisionError: division by zero"),
-    ("{{ messages + 1 }}", "chat template: TypeError: can only concatenate list"),
-    ("{% for m in messages %}", "chat template: Unexpected end of template."),
-    ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"), ("{{ 'x' * 10 ** 12 }}", "memory"),
-    ("{{ 'x' * 2 * 10 ** 7 }}", "20,000,000 characters"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "template,sentence",
+    [
+        ("{{ 1 / 0 }}", "chat template: ZeroDivisionError: division by zero"),
+        ("{{ messages + 1 }}", "chat template: TypeError: can only concatenate list"),
+        ("{% for m in messages %}", "chat template: Unexpected end of template."),
+        ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"),
+        ("{{ 'x' * 10 ** 12 }}", "memory"),
+        ("{{ 'x' * 2 * 10 ** 7 }}", "20,000,000 characters"),
+    ],
+)
 def test_a_template_that_fails(template, sentence):
     with pytest.raises((DataError, ValueError)) as error:
         render(template, [{"role": "user", "content": "a"}], True)

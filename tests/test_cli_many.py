@@ -59,8 +59,11 @@ def test_the_processes_are_started_with_the_same_command_line_and_the_end_is_sai
     """The sentence, where more is to be read, and what to type; only what another attempt could mend is gone on with."""
     ends = [
         End(1, Failure(1, "killed", "rank 1 (process 7) was killed by SIGKILL"), tmp_path / "rank-1.log"),
-        End(2, Failure(0, "refused", "data: there is none.", 2)), End(1, Failure(0, "unsound", code=1)), End(130), End(0),
-    ]  # fmt: skip
+        End(2, Failure(0, "refused", "data: there is none.", 2)),
+        End(1, Failure(0, "unsound", code=1)),
+        End(130),
+        End(0),
+    ]
     started = []
     monkeypatch.setattr(launch, "launch", lambda *args: started.append(args) or ends.pop(0))
     (tmp_path / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)

@@ -46,11 +46,16 @@ def ran_out(recipe: Recipe) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gib", "options"), [
-    (8, "--micro-batch 8 --accumulate 2 would fit"), (4, "--micro-batch 1 --accumulate 16 would fit"),
-    (3.6, "--micro-batch 1 --accumulate 16 --recompute blocks would fit"),
-    (3.4, "--micro-batch 1 --accumulate 16 --optimizer adamw8bit would fit"), (1, "no other step fits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gib", "options"),
+    [
+        (8, "--micro-batch 8 --accumulate 2 would fit"),
+        (4, "--micro-batch 1 --accumulate 16 would fit"),
+        (3.6, "--micro-batch 1 --accumulate 16 --recompute blocks would fit"),
+        (3.4, "--micro-batch 1 --accumulate 16 --optimizer adamw8bit would fit"),
+        (1, "no other step fits"),
+    ],
+)
 def test_memory_that_ran_out_names_the_first_options_that_fit(card, gib, options):
     card(gib)
     text = ran_out(RECIPE)

@@ -82,18 +82,23 @@ def test_nothing_that_fits_is_exit_code_1(capsys):
     assert " of 0.5 a GPU" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("argv", "facts"), [
-    (["--gpu", "a100"], ("'a100'", "h200, h100", "here", "--memory")),
-    (["--gpus", "3"], ("8 rows", "micro_batch 8 x accumulate 1", "3 GPUs", "--accumulate 3")),
-    (["--gpus", "0"], ("gpus", "got 0", "at most 8")),
-    (["--gpus", "16", "--accumulate", "16"], ("gpus", "got 16", "at most 8")), (["--memory", "inf"], ("memory", "got inf")),
-    (["--memory", "nan"], ("memory", "got nan")), (["--memory", "24 XB"], ("memory", "got 24 XB", "24 GB")),
-    (["--rows", "-1"], ("rows", "got -1")),
-    (["--max-lenght", "9"], ("no option --max-lenght", "--max_length", "'seq'", "See gpubound plan --help")),
-    (["--recompute", "11"], ("recompute", "got 11", "10")),
-    (["--model", "diffusion-tiny"], ("model", "diffusion-tiny", "RichardsDecoder")),
-    (["--objective", "diffusion", "--model", "diffusion-tiny"], ("objective", "diffusion", "next_token")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "facts"),
+    [
+        (["--gpu", "a100"], ("'a100'", "h200, h100", "here", "--memory")),
+        (["--gpus", "3"], ("8 rows", "micro_batch 8 x accumulate 1", "3 GPUs", "--accumulate 3")),
+        (["--gpus", "0"], ("gpus", "got 0", "at most 8")),
+        (["--gpus", "16", "--accumulate", "16"], ("gpus", "got 16", "at most 8")),
+        (["--memory", "inf"], ("memory", "got inf")),
+        (["--memory", "nan"], ("memory", "got nan")),
+        (["--memory", "24 XB"], ("memory", "got 24 XB", "24 GB")),
+        (["--rows", "-1"], ("rows", "got -1")),
+        (["--max-lenght", "9"], ("no option --max-lenght", "--max_length", "'seq'", "See gpubound plan --help")),
+        (["--recompute", "11"], ("recompute", "got 11", "10")),
+        (["--model", "diffusion-tiny"], ("model", "diffusion-tiny", "RichardsDecoder")),
+        (["--objective", "diffusion", "--model", "diffusion-tiny"], ("objective", "diffusion", "next_token")),
+    ],
+)
 def test_bad_input_is_one_sentence(argv, facts, capsys):
     assert main(["plan", *argv]) == 2
     err = capsys.readouterr().err

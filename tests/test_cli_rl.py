@@ -95,13 +95,23 @@ def test_names_of_trl_are_read(config, tmp_path):
         rl.from_file(config)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"samples": 0}, "samples"), ({"sample": 8}, "samples"), ({"zzzzz": 8}, "gpubound rl --help"),
-    ({"rewards": {"exact": 1.0}}, "exact_match"), ({"rewards": {"none.py:f": 1.0}}, "none.py"),
-    ({"prompts": "none.jsonl"}, "none.jsonl"), ({"model": "none"}, "none"), ({"variant": "ppo"}, "ppo"),
-    ({"stop": ["two words"]}, "two words"), ({"rewards": [{"exact_match": 1.0}]}, "weights by name"),
-    ({"lr": 10**400}, "finite"), ({"prompts": "."}, "is a folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"samples": 0}, "samples"),
+        ({"sample": 8}, "samples"),
+        ({"zzzzz": 8}, "gpubound rl --help"),
+        ({"rewards": {"exact": 1.0}}, "exact_match"),
+        ({"rewards": {"none.py:f": 1.0}}, "none.py"),
+        ({"prompts": "none.jsonl"}, "none.jsonl"),
+        ({"model": "none"}, "none"),
+        ({"variant": "ppo"}, "ppo"),
+        ({"stop": ["two words"]}, "two words"),
+        ({"rewards": [{"exact_match": 1.0}]}, "weights by name"),
+        ({"lr": 10**400}, "finite"),
+        ({"prompts": "."}, "is a folder"),
+    ],
+)
 def test_mistakes_are_named_in_a_line(change, words, config, tmp_path, capsys):
     values = yaml.safe_load((tmp_path / config).read_text()) | change
     (tmp_path / config).write_text(yaml.safe_dump(values))

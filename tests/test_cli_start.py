@@ -42,10 +42,15 @@ def test_options_are_read_before_torch_is_imported(tmp_path):
     assert dict(zip(wanted, found)) == {line: [code, []] for line, code in wanted.items()} and tracebacks == 0, done.stderr
 
 
-@pytest.mark.parametrize(("command", "users", "wanted"), [
-    ("train", {}, "passive"), ("train", {"OMP_WAIT_POLICY": "active"}, "active"), ("train", {"GOMP_SPINCOUNT": "10000"}, None),
-    ("doctor", {}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("command", "users", "wanted"),
+    [
+        ("train", {}, "passive"),
+        ("train", {"OMP_WAIT_POLICY": "active"}, "active"),
+        ("train", {"GOMP_SPINCOUNT": "10000"}, None),
+        ("doctor", {}, None),
+    ],
+)
 def test_threads_sleep_while_they_wait(command, users, wanted, monkeypatch, capsys):
     """Spinning, they take the cores from each other beside other processes; a script under the doctor runs as it is."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):

@@ -295,10 +295,14 @@ def test_options_of_another_trainer_override_the_file(config, tmp_path, capsys):
     assert "logging_steps: every step is recorded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, names", [
-    (["--lr", "1", "--learning-rate", "1"], ["--lr"]), (["--push-to-hub"], ["push_to_hub", "--export"]),
-    (["--learning-ratte", "1"], ["learning_rate", "lr"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, names",
+    [
+        (["--lr", "1", "--learning-rate", "1"], ["--lr"]),
+        (["--push-to-hub"], ["push_to_hub", "--export"]),
+        (["--learning-ratte", "1"], ["learning_rate", "lr"]),
+    ],
+)
 def test_options_of_another_trainer_that_are_refused(config, capsys, words, names):
     assert main(["train", str(config), *words]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -427,11 +431,15 @@ FULL = "Error while serializing: I/O error: No space left (os error 28)"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("owner, name, error, said", [
-    (Corpus, "build", OSError(28, "No space left on device"), "cli_train:a_full_disk"),
-    (llama, "save", SafetensorError(FULL), "cli_train:a_full_disk.2"),
-    (llama, "save", RankError(f"rank 0: {FULL}"), "cli_train:a_full_disk.2"),
-], ids=["corpus", "export", "export on several ranks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "owner, name, error, said",
+    [
+        (Corpus, "build", OSError(28, "No space left on device"), "cli_train:a_full_disk"),
+        (llama, "save", SafetensorError(FULL), "cli_train:a_full_disk.2"),
+        (llama, "save", RankError(f"rank 0: {FULL}"), "cli_train:a_full_disk.2"),
+    ],
+    ids=["corpus", "export", "export on several ranks"],
+)
 def test_a_full_disk_before_and_after_training(config, tmp_path, monkeypatch, capsys, owner, name, error, said):
     def full(*arguments, **options):
         raise error

@@ -57,8 +57,13 @@ def put(config, section):
 def test_the_model_of_a_lora_section_may_be_an_option(base, config, tmp_path, capsys):
     """By itself the config has random weights, which adapters do not fit: an error only where no option follows."""
     alone = {
-        "lora": {"rank": 2}, "data": str(tmp_path / "chats.jsonl"), "steps": 1, "validation": 0, "device": "cpu", "seq": 64,
-    }  # fmt: skip
+        "lora": {"rank": 2},
+        "data": str(tmp_path / "chats.jsonl"),
+        "steps": 1,
+        "validation": 0,
+        "device": "cpu",
+        "seq": 64,
+    }
     config.write_text(yaml.safe_dump(alone))
     assert main(["train", str(config), "--quiet"]) == 2 and f"{config}: recipe: lora: " in capsys.readouterr().err
     assert main(["train", str(config), "--model", str(base), "--out", str(tmp_path / "run"), "--quiet"]) == 0
@@ -130,12 +135,16 @@ def test_options_as_yaml_reads_them(config, base, tmp_path):
     assert (options.targets, options.rslora, options.init) == (("q_proj", "v_proj"), False, "gaussian")
 
 
-@pytest.mark.parametrize("section, sentence", [
-    ("{rank: 4, dropuot: 0.1}", "recipe: lora: 'dropuot' is unknown; did you mean 'dropout'?"),
-    ("{rank: four}", "recipe: lora: rank must be a whole number, got 'four'."),
-    ("16", "recipe: lora must be keys and values, got 16."), ("", "recipe: lora must be keys and values, got None."),
-    ("{}", "recipe: lora: rank is missing; give one, such as rank: 16."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "section, sentence",
+    [
+        ("{rank: 4, dropuot: 0.1}", "recipe: lora: 'dropuot' is unknown; did you mean 'dropout'?"),
+        ("{rank: four}", "recipe: lora: rank must be a whole number, got 'four'."),
+        ("16", "recipe: lora must be keys and values, got 16."),
+        ("", "recipe: lora must be keys and values, got None."),
+        ("{}", "recipe: lora: rank is missing; give one, such as rank: 16."),
+    ],
+)
 def test_a_wrong_section_names_file_and_field(config, section, sentence):
     put(config, section)
     assert refusal(ValueError, lambda: from_file(str(config))) == f"{config}: {sentence}"

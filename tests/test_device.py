@@ -178,10 +178,14 @@ def test_a_cuda_build_without_hardware_is_the_cpu(cuda_build):
     assert look() == NONE and resolve("auto") == torch.device("cpu")
 
 
-@pytest.mark.parametrize(("error", "said"), [
-    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported"), "device:cuda_that_cannot_start_e"),
-    (AssertionError(), "device:an_error_without_words_i"),
-], ids=["of CUDA", "without words"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported"), "device:cuda_that_cannot_start_e"),
+        (AssertionError(), "device:an_error_without_words_i"),
+    ],
+    ids=["of CUDA", "without words"],
+)
 def test_cuda_that_cannot_start_ends_in_the_policys_sentence(monkeypatch, cuda_build, error, said):
     """One GPU is counted (through NVML), but starting CUDA raises: the policy must not pass that on raw."""
     cuda_build(1)
@@ -226,14 +230,17 @@ def test_exercise_catches_gradients_that_are_wrong(monkeypatch, factor):
     assert str(error.value) == message("device:exercise_catches_gradien", off)
 
 
-@pytest.mark.parametrize(("cause", "fix"), [
-    ("CUDA out of memory. Tried to allocate", "another process holds its memory"),
-    ("CUDA driver version is insufficient for CUDA runtime version", "update the NVIDIA driver"),
-    ("libcudart.so.12: cannot open shared object file", "two CUDA builds are mixed"),
-    ("undefined symbol: cublasLtGetVersion", "two CUDA builds are mixed"),
-    ("all CUDA-capable devices are busy: exclusive mode", "the GPU is in exclusive mode"),
-    ("something new", "check driver, CUDA and torch against each other"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cause", "fix"),
+    [
+        ("CUDA out of memory. Tried to allocate", "another process holds its memory"),
+        ("CUDA driver version is insufficient for CUDA runtime version", "update the NVIDIA driver"),
+        ("libcudart.so.12: cannot open shared object file", "two CUDA builds are mixed"),
+        ("undefined symbol: cublasLtGetVersion", "two CUDA builds are mixed"),
+        ("all CUDA-capable devices are busy: exclusive mode", "the GPU is in exclusive mode"),
+        ("something new", "check driver, CUDA and torch against each other"),
+    ],
+)
 def test_every_known_cause_has_its_cure(cause, fix):
     assert cure(cause).startswith(fix)
 
@@ -251,11 +258,15 @@ def test_memory_that_torch_does_not_count_is_counted_while_its_owner_lives():
     assert [policy.uncounted_bytes(torch.device("cuda", index)) for index in (0, 1)] == [7, 0]
 
 
-@pytest.mark.parametrize(("variable", "said", "set_to"), [
-    ("", "", "expandable_segments:True"),
-    ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
-    ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", None), ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("variable", "said", "set_to"),
+    [
+        ("", "", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "max_split_size_mb:512", "max_split_size_mb:512,expandable_segments:True"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", None),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", None),
+    ],
+)
 def test_segments_grow_unless_the_user_says_whether(monkeypatch, variable, said, set_to):
     seen, cuda = [], torch.device("cuda", 0)
     monkeypatch.setattr(policy, "set_allocator", seen.append)

@@ -71,12 +71,19 @@ def test_an_unknown_name():
 
 
 MISSPELT = (
-    lambda: gb.place(None, devise="cpu"), lambda: gb.TrainStep(None, "causal_lm", optimiser=None),
-    lambda: gb.feed([], bach_size=4), lambda: gb.capture(print, tolerence=0), lambda: gb.lora.add(None, rnk=8),
-    lambda: gb.AdamW(learning=1), lambda: gb.Corpus.build([], None, "x", shard_token=300), lambda: gb.rl.UnitTests(second=1),
-    lambda: gb.distributed.launched(world=2), lambda: gb.no_stall(alow=1), lambda: gb.Corpus.batches(None, 8, 2, bukets=3),
+    lambda: gb.place(None, devise="cpu"),
+    lambda: gb.TrainStep(None, "causal_lm", optimiser=None),
+    lambda: gb.feed([], bach_size=4),
+    lambda: gb.capture(print, tolerence=0),
+    lambda: gb.lora.add(None, rnk=8),
+    lambda: gb.AdamW(learning=1),
+    lambda: gb.Corpus.build([], None, "x", shard_token=300),
+    lambda: gb.rl.UnitTests(second=1),
+    lambda: gb.distributed.launched(world=2),
+    lambda: gb.no_stall(alow=1),
+    lambda: gb.Corpus.batches(None, 8, 2, bukets=3),
     lambda: gb.Corpus.open("x", verfy=False),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("number", range(1, 1 + len(MISSPELT)))

@@ -45,11 +45,19 @@ def test_only_regular_files_are_opened(tmp_path, monkeypatch):
     assert "cannot be read" in refused(regular, tmp_path / "link")
 
 
-@pytest.mark.parametrize("content, said", [
-    (b"", "is not JSON"), (b"{", "is not JSON"), (b"\xff\xfe{", "is not JSON"), (b'{"a":' + b"[" * 200_000, "is not JSON"),
-    (b"9" * 5000, "is not JSON"), (b"[1]", "holds a JSON list, wanted an object"),
-    (b"null", "holds a JSON NoneType, wanted an object"),
-], ids=["empty", "cut", "utf-16", "deep", "long number", "list", "null"])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"\xff\xfe{", "is not JSON"),
+        (b'{"a":' + b"[" * 200_000, "is not JSON"),
+        (b"9" * 5000, "is not JSON"),
+        (b"[1]", "holds a JSON list, wanted an object"),
+        (b"null", "holds a JSON NoneType, wanted an object"),
+    ],
+    ids=["empty", "cut", "utf-16", "deep", "long number", "list", "null"],
+)
 def test_what_is_not_a_json_object(tmp_path, content, said):
     path = tmp_path / "a.json"
     path.write_bytes(content)
@@ -109,12 +117,17 @@ def test_a_run_whose_folder_goes_away_tells_of_that(tmp_path):
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.mark.parametrize("content, said", [
-    ('{"weight_map": {"a": "../stolen.safetensors"}}', "names the file '../stolen.safetensors', wanted the name of a file"),
-    ('{"weight_map": {"a": "/stolen.safetensors"}}', "names the file '/stolen.safetensors', wanted the name of a file"),
-    ('{"weight_map": {"a": 3}}', "weight_map: wanted "), ('{"weight_map": ["model.safetensors"]}', "weight_map: wanted "),
-    ("{}", "weight_map: wanted "), ("[", "is not JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"weight_map": {"a": "../stolen.safetensors"}}', "names the file '../stolen.safetensors', wanted the name of a file"),
+        ('{"weight_map": {"a": "/stolen.safetensors"}}', "names the file '/stolen.safetensors', wanted the name of a file"),
+        ('{"weight_map": {"a": 3}}', "weight_map: wanted "),
+        ('{"weight_map": ["model.safetensors"]}', "weight_map: wanted "),
+        ("{}", "weight_map: wanted "),
+        ("[", "is not JSON"),
+    ],
+)
 def test_a_models_index_names_only_files_beside_it(tmp_path, content, said):
     folder = save_hf(Decoder(PRESETS["tiny"]), tmp_path / "model")
     (folder / "model.safetensors").rename(tmp_path / "stolen.safetensors")
@@ -140,10 +153,15 @@ def hold(folder, about: str) -> subprocess.Popen:
     return child
 
 
-@pytest.mark.parametrize("about, described", [
-    (f'{{"pid": 7, "host": "{"a" * 99}", "since": "noon"}}', f"process 7 on {'a' * 99} (since noon)"), ("", "another process"),
-    ("[1]", "another process"), ('{"pid": 7}', "another process"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "about, described",
+    [
+        (f'{{"pid": 7, "host": "{"a" * 99}", "since": "noon"}}', f"process 7 on {'a' * 99} (since noon)"),
+        ("", "another process"),
+        ("[1]", "another process"),
+        ('{"pid": 7}', "another process"),
+    ],
+)
 def test_another_process_has_it_until_it_is_killed(tmp_path, about, described):
     with hold(tmp_path, about) as child:
         with pytest.raises(ValueError) as error, locked(tmp_path):

@@ -5,10 +5,18 @@ import pytest
 from gpubound.formatting import duration, hint, nearest, quantity, readable, suggest_keywords
 
 
-@pytest.mark.parametrize(("count", "text"), [
-    (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (4096, "4.1 kB"), (1_500_000, "1.5 MB"), (141e9, "141.0 GB"),
-    (2.5e15, "2500.0 TB"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 kB"),
+        (4096, "4.1 kB"),
+        (1_500_000, "1.5 MB"),
+        (141e9, "141.0 GB"),
+        (2.5e15, "2500.0 TB"),
+    ],
+)
 def test_bytes(count, text):
     assert readable(count) == text
 

@@ -35,10 +35,13 @@ def default_dtype(dtype: torch.dtype):
 
 
 MODES: dict[str, Callable[[], AbstractContextManager]] = {
-    "no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "a default device": lambda: torch.device("meta"), "fp64": lambda: default_dtype(torch.float64),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "a default device": lambda: torch.device("meta"),
+    "fp64": lambda: default_dtype(torch.float64),
     "bf16": lambda: default_dtype(torch.bfloat16),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=MODES)
@@ -108,12 +111,16 @@ def some_rows(model: gb.Decoder) -> torch.Tensor:
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "step": trained(), "step in 8 bits": trained(optimizer="adamw8bit"), "decoder": (small, decoded),
-    "adapters": (small, adapted(init=False)), "orthogonal adapters": (small, adapted(init="orthogonal")),
+    "step": trained(),
+    "step in 8 bits": trained(optimizer="adamw8bit"),
+    "decoder": (small, decoded),
+    "adapters": (small, adapted(init=False)),
+    "orthogonal adapters": (small, adapted(init="orthogonal")),
     "DoRA": (small, adapted(init=False, dora=True)),
     "feed": (lambda: torch.nn.Embedding.from_pretrained(torch.ones(40, 2, device="cpu"), freeze=False), fed),
-    "checkpoint": (small, kept), "rows of a folder": (small, some_rows),
-}  # fmt: skip
+    "checkpoint": (small, kept),
+    "rows of a folder": (small, some_rows),
+}
 
 
 @functools.cache

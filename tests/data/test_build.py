@@ -247,16 +247,20 @@ def test_damage_is_named_when_it_is_opened(corpus):
     )
 
 
-@pytest.mark.parametrize("content, said", [
-    ({"shards": 3}, "shards: got 3, wanted the names of the corpus' shards; "),
-    ({"shards": []}, "shards: got [], wanted the names of the corpus' shards; "),
-    ({}, "shards: got None, wanted the names of the corpus' shards; "),
-    ({"shards": ["../other/shard-00000.gbt"]}, "names the file '../other/shard-00000.gbt', wanted the name of a file in"),
-    ({"shards": ["/other/shard-00000.gbt"]}, "names the file '/other/shard-00000.gbt', wanted the name of a file in"),
-    ({"shards": [["shard-00000.gbt"]]}, "names the file ['shard-00000.gbt'], wanted the name of a file in"),
-    ({"shards": ["shard-00000.gbt", "shard-00000.gbt"]}, "shards: a file is listed twice; "),
-    ([], "holds a JSON list, wanted an object; "),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"shards": 3}, "shards: got 3, wanted the names of the corpus' shards; "),
+        ({"shards": []}, "shards: got [], wanted the names of the corpus' shards; "),
+        ({}, "shards: got None, wanted the names of the corpus' shards; "),
+        ({"shards": ["../other/shard-00000.gbt"]}, "names the file '../other/shard-00000.gbt', wanted the name of a file in"),
+        ({"shards": ["/other/shard-00000.gbt"]}, "names the file '/other/shard-00000.gbt', wanted the name of a file in"),
+        ({"shards": [["shard-00000.gbt"]]}, "names the file ['shard-00000.gbt'], wanted the name of a file in"),
+        ({"shards": ["shard-00000.gbt", "shard-00000.gbt"]}, "shards: a file is listed twice; "),
+        ([], "holds a JSON list, wanted an object; "),
+    ],
+    ids=str,
+)
 def test_a_manifest_that_lies(corpus, content, said):
     (corpus.path / MANIFEST).write_text(json.dumps(content))
     assert refusal(DataError, lambda: Corpus.open(corpus.path)).startswith(f"{corpus.path / MANIFEST}: {said}")

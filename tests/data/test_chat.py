@@ -13,9 +13,11 @@ from gpubound.errors import DataError
 from tests.messages import message, refusal
 
 HISTORY = [
-    {"role": "user", "content": "one?"}, {"role": "assistant", "content": "it is 1"}, {"role": "user", "content": "two?"},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "it is 1"},
+    {"role": "user", "content": "two?"},
     {"role": "assistant", "content": "it is 2"},
-]  # fmt: skip
+]
 SYSTEM = [{"role": "system", "content": "be brief"}, *HISTORY]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -231,9 +233,14 @@ def test_an_answer_that_repeats_the_header_and_an_earlier_answer():
     assert tokenizer.decode(np.array(ids)[mask == 1]) == f"it is 2{END}<think>\n\n</think>\n\nassistant\nit is 2{END}"
 
 
-@pytest.mark.parametrize("template", [
-    "{{ messages[-1].content }}", "{{ messages | map(attribute='content') | sort | join }}",
-], ids=["last", "sorted"])  # fmt: skip
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[-1].content }}",
+        "{{ messages | map(attribute='content') | sort | join }}",
+    ],
+    ids=["last", "sorted"],
+)
 def test_a_template_whose_answers_cannot_be_found_is_refused(template):
     with pytest.raises(DataError, match="generation"):
         chatting(template).encode_chats([HISTORY])

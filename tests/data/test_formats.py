@@ -73,13 +73,16 @@ def test_a_row_holds_its_prompt_and_learns_its_answers(tokenizer, tmp_path, row,
     assert found == (text, answers or [text[1:]])
 
 
-@pytest.mark.parametrize("row, train_on, answers", [
-    ({"messages": [ASK, TELL, ASK2, TELL2]}, "assistant", [SAYS, "it is 2<|end|>"]),
-    ({"messages": [ASK, TELL, ASK2, TELL2]}, "last", ["it is 2<|end|>"]),
-    ({"messages": [SYSTEM, ASK, TELL]}, "all", [f"be brief<|end|>{USER}{SAYS}"]),
-    ({"prompt": "one?", "completion": " it is 1"}, "all", [f"ne? it is 1{END}"]),
-    ({"messages": [ASK, TELL, ASK2]}, "last", [SAYS]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, train_on, answers",
+    [
+        ({"messages": [ASK, TELL, ASK2, TELL2]}, "assistant", [SAYS, "it is 2<|end|>"]),
+        ({"messages": [ASK, TELL, ASK2, TELL2]}, "last", ["it is 2<|end|>"]),
+        ({"messages": [SYSTEM, ASK, TELL]}, "all", [f"be brief<|end|>{USER}{SAYS}"]),
+        ({"prompt": "one?", "completion": " it is 1"}, "all", [f"ne? it is 1{END}"]),
+        ({"messages": [ASK, TELL, ASK2]}, "last", [SAYS]),
+    ],
+)
 def test_what_is_learnt(tokenizer, tmp_path, row, train_on, answers):
     assert learnt(tokenizer, tmp_path, row, train_on)[1] == answers
 
@@ -243,22 +246,26 @@ def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
     assert len({known.keys for known in FORMATS}) == len(FORMATS)
 
 
-@pytest.mark.parametrize("row, fact", [
-    ({"conversations": [{"from": "nobody", "value": "x"}]}, "['conversations'][0]: from: got 'nobody', wanted one of"),
-    ({"messages": [{"role": "Asistant", "content": "x"}]}, "['messages'][0]: role: got 'Asistant', wanted 'assistant'"),
-    ({"conversations": [{"from": "human", "value": 3}]}, "['conversations'][0]: content: got 3, wanted a text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content: got [{'type': 'image'}], wanted a text"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [3]}]}, "tool_calls: got 3, wanted {'function'"),
-    ({"messages": [ASK], "tools": "[1"}, "['tools']: is not JSON ("),
-    ({"messages": [ASK], "tools": [1]}, "['tools']: got [1], wanted a list of functions"),
-    ({"prompt": "a", "completion": "b", "label": False}, "has 'label', a preference without its pair"),
-    ({"prompt": "a", "completion": 3}, "['completion']: got a int, wanted a string or a chat"),
-    ({"instruction": 3, "output": "x"}, "['instruction']: got 3, wanted a text"),
-    ({"chosen": [ASK], "rejected": [ASK, TELL]}, "['chosen']: has no assistant's answer after the messages"),
-    ({"chosen": [ASK, TELL], "rejected": "x"}, "['chosen']: has no assistant's answer after the messages"),
-    ({"question": "x", "answer": "y"}, "has the keys 'question', 'answer', wanted 'text', 'messages'"),
-    ({"prompt": None, "completion": "x"}, "its 'prompt' is null, wanted"),
-], ids=lambda value: value if isinstance(value, str) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    "row, fact",
+    [
+        ({"conversations": [{"from": "nobody", "value": "x"}]}, "['conversations'][0]: from: got 'nobody', wanted one of"),
+        ({"messages": [{"role": "Asistant", "content": "x"}]}, "['messages'][0]: role: got 'Asistant', wanted 'assistant'"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "['conversations'][0]: content: got 3, wanted a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content: got [{'type': 'image'}], wanted a text"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [3]}]}, "tool_calls: got 3, wanted {'function'"),
+        ({"messages": [ASK], "tools": "[1"}, "['tools']: is not JSON ("),
+        ({"messages": [ASK], "tools": [1]}, "['tools']: got [1], wanted a list of functions"),
+        ({"prompt": "a", "completion": "b", "label": False}, "has 'label', a preference without its pair"),
+        ({"prompt": "a", "completion": 3}, "['completion']: got a int, wanted a string or a chat"),
+        ({"instruction": 3, "output": "x"}, "['instruction']: got 3, wanted a text"),
+        ({"chosen": [ASK], "rejected": [ASK, TELL]}, "['chosen']: has no assistant's answer after the messages"),
+        ({"chosen": [ASK, TELL], "rejected": "x"}, "['chosen']: has no assistant's answer after the messages"),
+        ({"question": "x", "answer": "y"}, "has the keys 'question', 'answer', wanted 'text', 'messages'"),
+        ({"prompt": None, "completion": "x"}, "its 'prompt' is null, wanted"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
 def test_bad_rows_are_named(row, fact):
     sentence = refusal(DataError, lambda: RowParser()(row, "a.jsonl:7"))
     assert sentence.startswith("a.jsonl:7") and fact in sentence and "\n" not in sentence

@@ -195,9 +195,13 @@ def test_every_leaf_is_looked_at_not_the_first():
 def test_any_dtype_shape_and_layout_survives_the_flat_run(dtype):
     odd = torch.arange(1, 31).reshape(5, 6).to(dtype)
     batch = {
-        "scalar": odd[1, 1], "view": odd[1:4, ::2], "transposed": odd.t(), "empty": odd[:0],
-        "images": odd.reshape(1, 5, 2, 3).contiguous(memory_format=torch.channels_last), "text": "stays",
-    }  # fmt: skip
+        "scalar": odd[1, 1],
+        "view": odd[1:4, ::2],
+        "transposed": odd.t(),
+        "empty": odd[:0],
+        "images": odd.reshape(1, 5, 2, 3).contiguous(memory_format=torch.channels_last),
+        "text": "stays",
+    }
     ring = Ring(iter([batch]), Lane(CPU), 3, Padding())
     new = ring.take().batch
     for key, value in batch.items():

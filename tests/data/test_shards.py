@@ -131,15 +131,31 @@ def craft(path, text):
     path.write_bytes((_FIXED.pack(b"GBTOKENS", 1, len(text), zlib.crc32(text)) + text).ljust(_PAGE, b"\0") + rest)
 
 
-@pytest.mark.parametrize("change", [
-    {"dtype": "float64"}, {"dtype": ["uint16"]}, {"tokens": 99}, {"tokens": -100}, {"tokens": 100.0}, {"tokens": True},
-    {"documents": 2}, {"vocab_size": 0}, {"tokenizer": None}, {"texts_read": "3"}, {"texts_crc": 1 << 70}, {"extra": 1},
-    {"sections": {}}, {"sections": []}, {"sections": {"tokens": [4096, 200, 0]}},
-    {"sections": {"tokens": [4096, 200], "documents": [4352, 32, 0]}},
-    {"sections": {"tokens": [-4096, 200, 0], "documents": [4352, 32, 0]}},
-    {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 32, 0], "more": [0, 0, 0]}},
-    {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 3200, 0]}},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float64"},
+        {"dtype": ["uint16"]},
+        {"tokens": 99},
+        {"tokens": -100},
+        {"tokens": 100.0},
+        {"tokens": True},
+        {"documents": 2},
+        {"vocab_size": 0},
+        {"tokenizer": None},
+        {"texts_read": "3"},
+        {"texts_crc": 1 << 70},
+        {"extra": 1},
+        {"sections": {}},
+        {"sections": []},
+        {"sections": {"tokens": [4096, 200, 0]}},
+        {"sections": {"tokens": [4096, 200], "documents": [4352, 32, 0]}},
+        {"sections": {"tokens": [-4096, 200, 0], "documents": [4352, 32, 0]}},
+        {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 32, 0], "more": [0, 0, 0]}},
+        {"sections": {"tokens": [4096, 200, 0], "documents": [4352, 3200, 0]}},
+    ],
+    ids=str,
+)
 def test_a_crafted_header(path, change):
     craft(path, json.dumps(asdict(read_shard(path).header) | change).encode())
     for verify in (True, False):

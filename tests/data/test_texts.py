@@ -226,22 +226,38 @@ def test_a_link_that_leads_nowhere(tmp_path):
     assert refused(tmp_path) == message("data/texts:a_link_that_leads_nowher", tmp_path / "a.txt")
 
 
-@pytest.mark.parametrize("line, said", [
-    (b"[" * 100_000, "is not JSON ("), (b'{"text": ' * 100_000, "is not JSON ("),
-    (b'{"text": {"text": {"text": "x"}}}', "['text']: got a dict, wanted a string or a chat"),
-    (b'{"text": "a\\ud800"}', "['text']: holds half a surrogate pair (U+D800 at character 1), which no tokenizer takes"),
-    (b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "['messages'][0]: holds half a surrogate pair (U+DFFF"),
-    (b'{"messages": [{"role": 3, "content": ""}]}', "['messages'][0]: role: got 3, wanted a text such as 'user'"),
-    (b'{"messages": [{"role": "user", "content": "", "calls": ' + b"[" * 80 + b"]" * 80 + b"}]}",
-        "['messages'][0]: is nested more than 64 deep; leave the field out."),
-    (b'{"messages": [{"content": ""}]}', "['messages'][0]: role: got None, wanted a text such as 'user'"),
-    (b'{"messages": [{"role": "u", "content": "x"}, {"role": "a", "content": null}]}', "[1]: content: got None, wanted a text"),
-    (b'{"messages": [{"role": "u", "content": [{"type": "text"}]}]}', "[0]: content: got [{'type': 'text'}], wanted a text"),
-    (b'{"messages": ["x"]}', "['messages']: got a list, wanted a string or a chat"),
-    (b'{"messages": []}', "['messages']: got an empty list, wanted a string or a chat"),
-    (b'{"text": 5}', "['text']: got a int, wanted a string or a chat"), (b"null", "got a NoneType, wanted a string or a chat"),
-    (b"{}", "has no keys, wanted 'text', 'messages', "), (b"\xff\xfe\x00", "is not JSON ("), (b"9" * 5000, "is not JSON ("),
-], ids=lambda value: value[:20])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b"[" * 100_000, "is not JSON ("),
+        (b'{"text": ' * 100_000, "is not JSON ("),
+        (b'{"text": {"text": {"text": "x"}}}', "['text']: got a dict, wanted a string or a chat"),
+        (b'{"text": "a\\ud800"}', "['text']: holds half a surrogate pair (U+D800 at character 1), which no tokenizer takes"),
+        (b'{"messages": [{"role": "user", "content": "\\udfff"}]}', "['messages'][0]: holds half a surrogate pair (U+DFFF"),
+        (b'{"messages": [{"role": 3, "content": ""}]}', "['messages'][0]: role: got 3, wanted a text such as 'user'"),
+        (
+            b'{"messages": [{"role": "user", "content": "", "calls": ' + b"[" * 80 + b"]" * 80 + b"}]}",
+            "['messages'][0]: is nested more than 64 deep; leave the field out.",
+        ),
+        (b'{"messages": [{"content": ""}]}', "['messages'][0]: role: got None, wanted a text such as 'user'"),
+        (
+            b'{"messages": [{"role": "u", "content": "x"}, {"role": "a", "content": null}]}',
+            "[1]: content: got None, wanted a text",
+        ),
+        (
+            b'{"messages": [{"role": "u", "content": [{"type": "text"}]}]}',
+            "[0]: content: got [{'type': 'text'}], wanted a text",
+        ),
+        (b'{"messages": ["x"]}', "['messages']: got a list, wanted a string or a chat"),
+        (b'{"messages": []}', "['messages']: got an empty list, wanted a string or a chat"),
+        (b'{"text": 5}', "['text']: got a int, wanted a string or a chat"),
+        (b"null", "got a NoneType, wanted a string or a chat"),
+        (b"{}", "has no keys, wanted 'text', 'messages', "),
+        (b"\xff\xfe\x00", "is not JSON ("),
+        (b"9" * 5000, "is not JSON ("),
+    ],
+    ids=lambda value: value[:20],
+)
 def test_lines_that_are_no_documents(tmp_path, line, said):
     path = tmp_path / "a.jsonl"
     fine = {"messages": CHAT} if b"messages" in line else {"text": "fine"}

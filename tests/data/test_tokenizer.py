@@ -14,10 +14,12 @@ from gpubound.errors import DataError
 from tests.messages import message, refusal
 
 CHAT = [
-    {"role": "system", "content": "be brief"}, {"role": "user", "content": "what is new?"},
-    {"role": "assistant", "content": "nothing is new"}, {"role": "user", "content": "and now?"},
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "what is new?"},
+    {"role": "assistant", "content": "nothing is new"},
+    {"role": "user", "content": "and now?"},
     {"role": "assistant", "content": "now is now"},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,28 +9,45 @@ from gpubound.decode.hf_forward import StaticCacheRunner
 from gpubound.decode.runner import RunnerConfig
 
 SIZES = {
-    "vocab_size": 89, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 96, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "vocab_size": 89,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 96,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 GROUPED = {**SIZES, "num_key_value_heads": 2}
 ENDS = {"bos_token_id": None, "eos_token_id": None}
 GPT2 = {"vocab_size": 89, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, **ENDS}
 GEMMA = {**GROUPED, "head_dim": 8, "sliding_window": 9, "query_pre_attn_scalar": 8}
 QWEN_MOE = {
-    **GROUPED, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
+    **GROUPED,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 16,
+}
 FALCON = {"vocab_size": 89, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **ENDS}
 LLAMA4 = {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 9}
 FAMILIES = {
-    "gpt2": ("GPT2Config", GPT2), "gpt2-eager": ("GPT2Config", GPT2), "gpt_neox": ("GPTNeoXConfig", SIZES),
-    "phi": ("PhiConfig", SIZES), "stablelm": ("StableLmConfig", GROUPED),
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2-eager": ("GPT2Config", GPT2),
+    "gpt_neox": ("GPTNeoXConfig", SIZES),
+    "phi": ("PhiConfig", SIZES),
+    "stablelm": ("StableLmConfig", GROUPED),
     "gemma2-eager": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     "gemma3": ("Gemma3TextConfig", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
     "mixtral": ("MixtralConfig", {**GROUPED, "num_local_experts": 4, "sliding_window": 9}),
-    "qwen2_moe": ("Qwen2MoeConfig", QWEN_MOE), "falcon": ("FalconConfig", {**FALCON, "multi_query": True}),
-    "llama4": ("Llama4TextConfig", {**LLAMA4, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1,
-        0]}),
-}  # fmt: skip
+    "qwen2_moe": ("Qwen2MoeConfig", QWEN_MOE),
+    "falcon": ("FalconConfig", {**FALCON, "multi_query": True}),
+    "llama4": (
+        "Llama4TextConfig",
+        {**LLAMA4, "layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]},
+    ),
+}
 NEW = 48
 
 

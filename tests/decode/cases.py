@@ -14,10 +14,19 @@ from gpubound.watch import no_stall, watch
 VOCABULARY = 89
 ROOM = 96
 SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": ROOM, "bos_token_id": None, "eos_token_id": None,
-    "pad_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": ROOM,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
 FAMILIES = {
     "Llama": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "Mistral": {"sliding_window": 9},  # shorter than the texts

@@ -296,10 +296,13 @@ def test_an_adapter_that_was_added_later_may_be_asked_for(device):
     assert_each_alone(model, ["late"], [cases.PROMPT], [of(fast, adapters=["late"])])
 
 
-@pytest.mark.parametrize("given, why", [
-    (["x", "w"], "generate: adapters: got 'w', wanted one of those that are on: 'x', 'y', 'z'."),
-    (["x"], "generate: adapters: got 1 for 2 prompts, wanted a name or None for each."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (["x", "w"], "generate: adapters: got 'w', wanted one of those that are on: 'x', 'y', 'z'."),
+        (["x"], "generate: adapters: got 1 for 2 prompts, wanted a name or None for each."),
+    ],
+)
 def test_adapters_that_are_not_there(given, why):
     assert (
         refusal(

@@ -35,12 +35,15 @@ def long_rope() -> transformers.PreTrainedModel:
 def test_models_that_no_static_cache_holds():
     growing = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     models = (
-        tiny("Mamba", hidden_size=16, num_hidden_layers=1), tiny("Bloom", hidden_size=32, n_layer=1, n_head=4),
-        tiny("OpenAIGPT", n_embd=32, n_layer=1, n_head=4), tiny("Falcon", **{**FALCON, "alibi": True}),
+        tiny("Mamba", hidden_size=16, num_hidden_layers=1),
+        tiny("Bloom", hidden_size=32, n_layer=1, n_head=4),
+        tiny("OpenAIGPT", n_embd=32, n_layer=1, n_head=4),
+        tiny("Falcon", **{**FALCON, "alibi": True}),
         tiny("GPTNeo", hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]),
-        tiny("Llama", **GROUPED, rope_parameters=growing), long_rope(),
+        tiny("Llama", **GROUPED, rope_parameters=growing),
+        long_rope(),
         tiny("Lfm2", **GROUPED, layer_types=["conv", "full_attention"]),
-    )  # fmt: skip
+    )
     same_texts("decode/any_fit:models_that_no_static", map(unfit, models))
 
 

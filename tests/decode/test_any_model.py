@@ -148,11 +148,16 @@ class TestOnThePretendGpu:
         assert str(error.value).startswith("decoder: model: got GPT2LMHeadModel") and "host wait" in str(error.value)
 
 
-@pytest.mark.parametrize(("held", "dtype", "capability", "wanted"), [
-    ("grouped_mm", torch.bfloat16, (9, 0), None), ("grouped_mm", torch.bfloat16, (8, 0), {"": "batched_mm"}),
-    ("grouped_mm", torch.float32, (9, 0), {"": "batched_mm"}), ("eager", torch.bfloat16, (9, 0), {"": "batched_mm"}),
-    ("batched_mm", torch.float32, (8, 0), None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("held", "dtype", "capability", "wanted"),
+    [
+        ("grouped_mm", torch.bfloat16, (9, 0), None),
+        ("grouped_mm", torch.bfloat16, (8, 0), {"": "batched_mm"}),
+        ("grouped_mm", torch.float32, (9, 0), {"": "batched_mm"}),
+        ("eager", torch.bfloat16, (9, 0), {"": "batched_mm"}),
+        ("batched_mm", torch.float32, (8, 0), None),
+    ],
+)
 def test_how_a_step_computes_experts_on_cuda(held, dtype, capability, wanted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     model = build("mixtral")

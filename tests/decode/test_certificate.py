@@ -190,16 +190,30 @@ def bound(monkeypatch, layers=None, shape=None) -> None:
     monkeypatch.setattr(WeightView, "_read", read)
 
 
-@pytest.mark.parametrize(("kind", "layers", "shape"), [
-    ("Mistral", {"window": 0}, {}), ("Mistral", {"window": 23}, {}), ("Mistral", {"norm": {"eps": 1e-3}}, {}),
-    ("Mistral", {"scale": 0.36}, {}), ("Qwen2", {name: {"bias": None} for name in "qkv"}, {}),
-    ("Qwen3", {"q_norm": None, "k_norm": None}, {}), ("Qwen3", {"q_norm": {"eps": 1e-2}, "k_norm": {"eps": 1e-2}}, {}),
-    ("SmolLM3", {"table": 0}, {}), ("Gemma2", {"cap": 0.0}, {}), ("Gemma2", {"window": 0}, {}),
-    ("Gemma2", {"post_norm": {"offset": 0.9}}, {}), ("Gemma2", {}, {"logit_cap": 0.0}), ("Gemma2", {}, {"embedded": 1.0}),
-    ("Gemma3", {"table": 0}, {}), ("Gemma3", {"q_norm": {"offset": 0.9}, "k_norm": {"offset": 0.9}}, {}),
-    ("Gemma4Unified", {"v_eps": 0.0}, {}), ("Olmo2", {"post_norm": None}, {}),
-    ("Olmo2", {"q_norm": {"eps": 1.0}, "k_norm": {"eps": 1.0}}, {}), ("Phi3", {"window": 0}, {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "layers", "shape"),
+    [
+        ("Mistral", {"window": 0}, {}),
+        ("Mistral", {"window": 23}, {}),
+        ("Mistral", {"norm": {"eps": 1e-3}}, {}),
+        ("Mistral", {"scale": 0.36}, {}),
+        ("Qwen2", {name: {"bias": None} for name in "qkv"}, {}),
+        ("Qwen3", {"q_norm": None, "k_norm": None}, {}),
+        ("Qwen3", {"q_norm": {"eps": 1e-2}, "k_norm": {"eps": 1e-2}}, {}),
+        ("SmolLM3", {"table": 0}, {}),
+        ("Gemma2", {"cap": 0.0}, {}),
+        ("Gemma2", {"window": 0}, {}),
+        ("Gemma2", {"post_norm": {"offset": 0.9}}, {}),
+        ("Gemma2", {}, {"logit_cap": 0.0}),
+        ("Gemma2", {}, {"embedded": 1.0}),
+        ("Gemma3", {"table": 0}, {}),
+        ("Gemma3", {"q_norm": {"offset": 0.9}, "k_norm": {"offset": 0.9}}, {}),
+        ("Gemma4Unified", {"v_eps": 0.0}, {}),
+        ("Olmo2", {"post_norm": None}, {}),
+        ("Olmo2", {"q_norm": {"eps": 1.0}, "k_norm": {"eps": 1.0}}, {}),
+        ("Phi3", {"window": 0}, {}),
+    ],
+)
 def test_a_binding_that_leaves_something_out(kind, layers, shape, monkeypatch):
     """Bound whole, each of these passes: test_parity.py."""
     bound(monkeypatch, layers, shape)

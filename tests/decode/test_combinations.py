@@ -83,11 +83,17 @@ def test_every_format_cache_and_form(weights, mlp, cache, form, speculate, devic
 
 # (family, weights, cache, form, drafted tokens): each family in the four formats, all caches, pages, and speculative steps
 CELLS = [
-    ("Gemma", "int8", None, {"pages": 4}, 3), ("Gemma2", "int8", "int8", {}, None), ("Gemma2", "int4", None, {"pages": 4}, 3),
-    ("Gemma2", None, "fp8", {"pages": 4}, 3), ("Gemma3", "fp8", "fp8", {"pages": 4}, None), ("Gemma3", None, "int8", {}, 3),
-    ("Olmo2", "int4", "int8", {"pages": 4}, 3), ("Olmo2", "fp8", None, {}, None), ("Phi3", "int8", "fp8", {}, 3),
+    ("Gemma", "int8", None, {"pages": 4}, 3),
+    ("Gemma2", "int8", "int8", {}, None),
+    ("Gemma2", "int4", None, {"pages": 4}, 3),
+    ("Gemma2", None, "fp8", {"pages": 4}, 3),
+    ("Gemma3", "fp8", "fp8", {"pages": 4}, None),
+    ("Gemma3", None, "int8", {}, 3),
+    ("Olmo2", "int4", "int8", {"pages": 4}, 3),
+    ("Olmo2", "fp8", None, {}, None),
+    ("Phi3", "int8", "fp8", {}, 3),
     ("Phi3", "int4", "int8", {"pages": 4}, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("family, weights, cache, form, speculate", CELLS)

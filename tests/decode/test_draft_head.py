@@ -63,9 +63,16 @@ def test_up_to_the_last_place_of_the_cache():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("rows", "tokens", "k", "plain"), [
-    (1, 3, 1, ()), (3, 4, 1, ()), (1, 3, 2, (0, 2, 3)), (3, 2, 3, (1, 2)),
-], ids=["few rows", "cuBLAS", "plain steps between", "plain steps of several rows"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "tokens", "k", "plain"),
+    [
+        (1, 3, 1, ()),
+        (3, 4, 1, ()),
+        (1, 3, 2, (0, 2, 3)),
+        (3, 2, 3, (1, 2)),
+    ],
+    ids=["few rows", "cuBLAS", "plain steps between", "plain steps of several rows"],
+)
 def test_its_logits_are_those_of_its_forward(rows, tokens, k, plain, monkeypatch):
     """In every step, after a prompt in two chunks and after steps that accepted none, some or all of the drafts: entries of
     rejected drafts are never read. Few tokens and a temperature, so that drafts are often right."""

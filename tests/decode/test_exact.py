@@ -66,10 +66,15 @@ def halves(model) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "pages", "temperature"), [
-    pytest.param("own", None, 1.0, marks=pytest.mark.slow), ("own", 9, 0.7),
-    pytest.param("Qwen3", 9, 1.0, marks=pytest.mark.slow), pytest.param("Llama", None, 1.3, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "pages", "temperature"),
+    [
+        pytest.param("own", None, 1.0, marks=pytest.mark.slow),
+        ("own", 9, 0.7),
+        pytest.param("Qwen3", 9, 1.0, marks=pytest.mark.slow),
+        pytest.param("Llama", None, 1.3, marks=pytest.mark.slow),
+    ],
+)
 def test_log_probabilities_are_the_trainers(kind, pages, temperature, dtype, device):
     """Three rows for eight sequences: refills, prompts that share a prefill, and fewer rows at the end."""
     model = model_of(kind, dtype, device)

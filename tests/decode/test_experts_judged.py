@@ -44,10 +44,15 @@ class TestCertificate:
         free = ((cases.logits(model, ids.tolist()) - truth).norm() / truth.norm()).item()
         assert free > 1.5 * made.model_error
 
-    @pytest.mark.parametrize(("door", "change"), [
-        ("route", lambda found: found[1].mul_(1.001)), ("routed_gate_up", lambda out: out.mul_(1.001)),
-        ("add_routed", lambda x: x.mul_(1.001)), ("grouped", lambda y: y.mul_(1.001)),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("door", "change"),
+        [
+            ("route", lambda found: found[1].mul_(1.001)),
+            ("routed_gate_up", lambda out: out.mul_(1.001)),
+            ("add_routed", lambda x: x.mul_(1.001)),
+            ("grouped", lambda y: y.mul_(1.001)),
+        ],
+    )
     def test_a_kernel_that_is_off_by_a_thousandth(self, door, change, monkeypatch):
         module = own_weights if hasattr(own_weights, door) else moe
         own = getattr(module, door)

@@ -133,9 +133,16 @@ def test_attention_reads_positions_and_old_keys_behind_a_fence(monkeypatch, devi
         made.clear()
 
 
-@pytest.mark.parametrize(("bounds", "which"), [
-    ((8, 2, 2048), (1, 1)), ((8, 2, 9), (1, 0)), ((512, 2, 2048), (0, 0)), ((8, 1, 2048), (0, 0)),
-], ids=["all layers", "those with a window", "narrow heads", "many heads of keys"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("bounds", "which"),
+    [
+        ((8, 2, 2048), (1, 1)),
+        ((8, 2, 9), (1, 0)),
+        ((512, 2, 2048), (0, 0)),
+        ((8, 1, 2048), (0, 0)),
+    ],
+    ids=["all layers", "those with a window", "narrow heads", "many heads of keys"],
+)
 def test_small_products_begin_at_once_beside_attention_by_query(bounds, which, device, monkeypatch):
     """In a LATE chain. A layer's own inputs are small products in any case."""
     monkeypatch.setattr(layer_parts, "BY_QUERY", bounds)

@@ -80,12 +80,18 @@ def test_wrong_settings(name):
         assert sentence == f"generate: {name}: got {value!r}, {wanted}"
 
 
-@pytest.mark.parametrize(("settings", "facts"), [
-    ({"n": 5}, ["5 sequences at once", "max_batch=4"]), ({"stop": 89}, ["stop token 89", "vocabulary of 89"]),
-    ({"stop": [3, -1]}, ["stop token -1", "vocabulary of 89"]), ({"stop": [1.5]}, ["stop: got 1.5"]),
-    ({"stop": [False]}, ["stop: got False"]), ({"stop": range(33)}, ["33 stop tokens", "at most 32"]),
-    ({"stop": "end"}, ["stop string needs a tokenizer"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"n": 5}, ["5 sequences at once", "max_batch=4"]),
+        ({"stop": 89}, ["stop token 89", "vocabulary of 89"]),
+        ({"stop": [3, -1]}, ["stop token -1", "vocabulary of 89"]),
+        ({"stop": [1.5]}, ["stop: got 1.5"]),
+        ({"stop": [False]}, ["stop: got False"]),
+        ({"stop": range(33)}, ["33 stop tokens", "at most 32"]),
+        ({"stop": "end"}, ["stop string needs a tokenizer"]),
+    ],
+)
 def test_settings_that_do_not_fit(settings, facts):
     sentence = refusal(ValueError, lambda: cases.shared().generate(PROMPT, **settings))
     assert sentence.startswith("generate: ") and all(fact in sentence for fact in facts)
@@ -228,12 +234,15 @@ def strided(model):
     weight.data = weight.data.t().contiguous().t()
 
 
-@pytest.mark.parametrize(("change", "why"), [
-    (mixed, "its weights differ in dtype or device: torch.float32 on cpu, torch.float64 on cpu"),
-    (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
-    (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
-    (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (mixed, "its weights differ in dtype or device: torch.float32 on cpu, torch.float64 on cpu"),
+        (elsewhere, "its weights differ in dtype or device: torch.float32 on cpu, torch.float32 on meta"),
+        (torch.nn.Module.double, "its weights are torch.float64; the kernels take fp32, fp16 and bf16"),
+        (strided, "model.layers.0.mlp.gate_proj.weight is not a plain, contiguous parameter"),
+    ],
+)
 def test_why_the_fused_kernels_cannot_run_a_model(change, why):
     model = cases.build("Llama")
     change(model)
@@ -274,10 +283,15 @@ def test_norms_with_an_eps_of_their_own_and_other_activations(act):
 
 
 LONGROPE = {
-    "rope_parameters": {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.5, 2.0, 4.0],
-        "long_factor": [8.0] * 4},
-    "max_position_embeddings": 256, "original_max_position_embeddings": 64,
-}  # fmt: skip
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "short_factor": [1.0, 1.5, 2.0, 4.0],
+        "long_factor": [8.0] * 4,
+    },
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 64,
+}
 
 
 def test_longrope_up_to_where_its_angles_change():

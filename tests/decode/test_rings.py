@@ -26,10 +26,20 @@ PUBLISHED: dict[str, tuple[int, dict, dict]] = {
     "Exaone4": (40, {(4096, 8, 128): 48, (0, 8, 128): 16}, {"layer_types": full_every(4, 64)}),  # 32B
     "Gemma2": (16, {(4096, 8, 256): 21, (0, 8, 256): 21}, {"layer_types": full_every(2, 42)}),  # 9B
     "Gemma3": (32, {(1024, 16, 128): 52, (0, 16, 128): 10}, {"layer_types": full_every(6, 62)}),  # 27B
-    "Gemma4": (8, {(512, 2, 256): 20, (0, 2, 512): 4}, {  # E4B, whose last layers have the keys of others
-        "layer_types": full_every(6, 42), "global_head_dim": 512, "num_kv_shared_layers": 18}),
-    "Gemma4Unified": (32, {(1024, 16, 256): 50, (0, 4, 512): 10}, {
-        "layer_types": full_every(6, 60), "global_head_dim": 512, "num_global_key_value_heads": 4}),
+    "Gemma4": (
+        8,
+        {(512, 2, 256): 20, (0, 2, 512): 4},
+        {  # E4B, whose last layers have the keys of others
+            "layer_types": full_every(6, 42),
+            "global_head_dim": 512,
+            "num_kv_shared_layers": 18,
+        },
+    ),
+    "Gemma4Unified": (
+        32,
+        {(1024, 16, 256): 50, (0, 4, 512): 10},
+        {"layer_types": full_every(6, 60), "global_head_dim": 512, "num_global_key_value_heads": 4},
+    ),
     "GptOss": (64, {(128, 8, 64): 12, (0, 8, 64): 12}, {"layer_types": full_every(2, 24)}),  # 20b
     "Ministral": (32, {(32768, 8, 128): 27, (0, 8, 128): 9}, {"layer_types": full_every(4, 36)}),  # 8B
     "Mistral": (32, {(4096, 8, 128): 32}, {}),  # 7B
@@ -37,7 +47,7 @@ PUBLISHED: dict[str, tuple[int, dict, dict]] = {
     "Phi3": (32, {(2047, 32, 96): 32}, {"hidden_size": 3072}),  # mini
     "Starcoder2": (24, {(4096, 2, 128): 30}, {"hidden_size": 3072}),  # 3b
     "VaultGemma": (4, {(512, 4, 256): 13, (0, 4, 256): 13}, {"layer_types": full_every(2, 26)}),  # 1B
-}  # fmt: skip
+}
 LENGTH = 150  # more than two rounds of a ring of one page
 ON_CPU = {"speculate": 3}  # several tokens a step: not the CPU's own step, which keeps all positions
 
@@ -144,9 +154,13 @@ class TestMemory:
         length = 128 * 1024
         with torch.device("meta"):
             model = cases.build(
-                kind, device="meta", num_hidden_layers=len(more.get("layer_types", range(sum(layers.values())))),
-                max_position_embeddings=length, **sizes, **more,
-            )  # fmt: skip
+                kind,
+                device="meta",
+                num_hidden_layers=len(more.get("layer_types", range(sum(layers.values())))),
+                max_position_embeddings=length,
+                **sizes,
+                **more,
+            )
         reader = reader_of(model)
         assert reader is not None
         for rows, tokens in ((1, 1), (3, 4)):

@@ -28,10 +28,16 @@ def assert_as_generated(fast, found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "options"), [
-    ("Mistral", {}), ("Qwen3", {"pages": 7}), ("own", {"pages": 6, "cache": "fp8"}), ("Qwen3Moe", {}),
-    ("Llama", {"fused": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Mistral", {}),
+        ("Qwen3", {"pages": 7}),
+        ("own", {"pages": 6, "cache": "fp8"}),
+        ("Qwen3Moe", {}),
+        ("Llama", {"fused": False}),
+    ],
+)
 def test_every_sequence_is_what_its_own_seed_draws_alone(kind, options, device):
     fast = cases.shared(kind, str(device), **options)
     found = fast.rollout(PROMPTS, n=3, max_new_tokens=LENGTHS, seed=5)

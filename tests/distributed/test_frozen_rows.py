@@ -128,17 +128,24 @@ def read(stored, make, ranks, dtype, codes):
 
 CAUSAL = {"objective": "causal_lm"}
 WAYS: dict[str, dict] = {
-    "ours": {}, "DoRA": {"make": partial(ours, dora=True)},
+    "ours": {},
+    "DoRA": {"make": partial(ours, dora=True)},
     "a table": {"make": partial(ours, targets=["q_proj", "down_proj", "embed_tokens"])},
-    "a head": {"make": partial(theirs, targets=["v_proj", "lm_head"])} | CAUSAL, "nf4": {"make": partial(ours, base="nf4")},
-    "int8": {"make": partial(ours, base="int8")}, "fp8": {"make": partial(ours, base="fp8")},
-    "recomputed": {"recompute": "blocks"}, "8 bits": {"optimizer": AdamW8bit(1e-2, eps=1e-4)},
-    "muon": {"optimizer": Muon(1e-2)}, "transformers": {"make": theirs} | CAUSAL,
-    "placed": {"make": partial(theirs, placed=True)} | CAUSAL, "experts": {"make": experts} | CAUSAL,
-    "PEFT": {"make": of_peft} | CAUSAL, "PEFT, placed": {"make": partial(of_peft, placed=True)} | CAUSAL,
+    "a head": {"make": partial(theirs, targets=["v_proj", "lm_head"])} | CAUSAL,
+    "nf4": {"make": partial(ours, base="nf4")},
+    "int8": {"make": partial(ours, base="int8")},
+    "fp8": {"make": partial(ours, base="fp8")},
+    "recomputed": {"recompute": "blocks"},
+    "8 bits": {"optimizer": AdamW8bit(1e-2, eps=1e-4)},
+    "muon": {"optimizer": Muon(1e-2)},
+    "transformers": {"make": theirs} | CAUSAL,
+    "placed": {"make": partial(theirs, placed=True)} | CAUSAL,
+    "experts": {"make": experts} | CAUSAL,
+    "PEFT": {"make": of_peft} | CAUSAL,
+    "PEFT, placed": {"make": partial(of_peft, placed=True)} | CAUSAL,
     "added to rows": {"make": later, "added": {"rank": 4, "init": False}},
     "added to rows of codes": {"make": later, "added": {"rank": 4, "init": False}, "codes": "int8"},
-}  # fmt: skip
+}
 
 
 IN_16_BITS = [("ours", "bf16"), ("ours", "fp16"), ("nf4", "bf16"), ("placed", "bf16"), ("placed", "fp16")]

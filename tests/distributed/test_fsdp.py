@@ -158,11 +158,15 @@ def test_ranks_that_share_the_rows_are_one_process(world, each, full):
 
 
 WAYS: dict[str, dict] = {
-    "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}, "8 bits": {"optimizer": AdamW8bit(1e-2, eps=1e-4)},
-    "recompute": {"recompute": "blocks"}, "computed again": {"least": 0},
-    "computed again, placed": {"make": hugging_face, "objective": "causal_lm", "least": 0}, "experts": {"make": mixture},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "8 bits": {"optimizer": AdamW8bit(1e-2, eps=1e-4)},
+    "recompute": {"recompute": "blocks"},
+    "computed again": {"least": 0},
+    "computed again, placed": {"make": hugging_face, "objective": "causal_lm", "least": 0},
+    "experts": {"make": mixture},
     "diffusion": {"make": denoiser, "objective": SeededDiffusion(mask_token=WORDS - 1)},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -113,10 +113,13 @@ def test_a_program_that_ends_right_behind_a_sum_ends_well():
     assert [program.wait(120) for program in programs] == [0, 0]
 
 
-@pytest.mark.parametrize(("who", "call"), [
-    ("TrainStep", lambda model, ranks: gb.TrainStep(model, lambda m, b: (m(b).sum(), 1), ranks=ranks)),
-    ("shard", lambda model, ranks: shard(model, [], ranks)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("who", "call"),
+    [
+        ("TrainStep", lambda model, ranks: gb.TrainStep(model, lambda m, b: (m(b).sum(), 1), ranks=ranks)),
+        ("shard", lambda model, ranks: shard(model, [], ranks)),
+    ],
+)
 def test_join_without_its_block_is_named(who, call):
     with pytest.raises(ValueError, check=message("parallel/ranks:join_without_its_block_i", who)):
         call(nn.Linear(2, 2), join("cpu"))

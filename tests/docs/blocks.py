@@ -15,9 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
-    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
     *ROOT.glob("examples/skills/*/SKILL.md"),
-)  # fmt: skip
+)
 PYTHON, SHELL = ("python", "py"), ("sh", "bash", "console")
 MARKS = ("run", "run: slow", "run: install", "output")
 

@@ -42,9 +42,13 @@ def config_of(kind: str):
 
 def placed(swaps) -> str:
     parts = {
-        "Attention": "attention", "GatedDeltaNet": "delta rule", "Mixer": "Mamba-2", "Mamba2Mixer": "Mamba-2",
-        "MambaLayer": "Mamba-2", "MLP": "MLP",
-    }  # fmt: skip
+        "Attention": "attention",
+        "GatedDeltaNet": "delta rule",
+        "Mixer": "Mamba-2",
+        "Mamba2Mixer": "Mamba-2",
+        "MambaLayer": "Mamba-2",
+        "MLP": "MLP",
+    }
     found = ["norms", *(name for role, name in parts.items() if swaps.keys() & {role, f"Text{role}"})]
     return ", ".join([*found, "residual adds"] if set(STACKS) & swaps.keys() else found)
 

@@ -9,10 +9,13 @@ from .tapes import AUTOGRAD, MAIN, Synthetic
 times = st.integers(1, 60).map(float)
 streams = st.sampled_from([7, 20])
 SIDE = [
-    st.tuples(st.just("launch"), times, streams), st.tuples(st.just("copy"), times, streams),
-    st.tuples(st.just("think"), times, st.just(0)), st.tuples(st.just("order"), times, streams),
-    st.tuples(st.just("graph"), times, streams), st.tuples(st.just("backward"), times, st.just(0)),
-]  # fmt: skip
+    st.tuples(st.just("launch"), times, streams),
+    st.tuples(st.just("copy"), times, streams),
+    st.tuples(st.just("think"), times, st.just(0)),
+    st.tuples(st.just("order"), times, streams),
+    st.tuples(st.just("graph"), times, streams),
+    st.tuples(st.just("backward"), times, st.just(0)),
+]
 STALLS = [
     st.tuples(st.just("sync"), times, st.sampled_from([7, 20, None])),
     st.tuples(st.just("free"), times, st.just(0)),

@@ -34,13 +34,17 @@ def verdict(*findings: Finding, **more) -> Verdict:
     return replace(plain, **more)
 
 
-@pytest.mark.parametrize(("kind", "words"), [
-    ("data", ("Line 38 of train.py costs 34 % of a step", "loader", "44.7 ms instead of 67.7.")),
-    ("sync", ("Line 38 of train.py", "34 %", "waits", "44.7 ms")),
-    ("h2d", ("Line 38 of train.py", "copy to the GPU", "44.7 ms")),
-    ("d2h", ("Line 38 of train.py", "read from the GPU", "44.7 ms")), ("launch_bound", ("34 %", "CUDA graph", "44.7 ms")),
-    ("precision", ("Line 38 of train.py", "work of the GPU", "12 products in fp32", "44.7 ms")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("data", ("Line 38 of train.py costs 34 % of a step", "loader", "44.7 ms instead of 67.7.")),
+        ("sync", ("Line 38 of train.py", "34 %", "waits", "44.7 ms")),
+        ("h2d", ("Line 38 of train.py", "copy to the GPU", "44.7 ms")),
+        ("d2h", ("Line 38 of train.py", "read from the GPU", "44.7 ms")),
+        ("launch_bound", ("34 %", "CUDA graph", "44.7 ms")),
+        ("precision", ("Line 38 of train.py", "work of the GPU", "12 products in fp32", "44.7 ms")),
+    ],
+)
 def test_the_costliest_finding_with_the_step_without_it(kind, words):
     text = conclusion(verdict(found(kind, evidence="12 products in fp32" if kind == "precision" else "")))
     assert all(word in text for word in words) and "h2d" not in text and "d2h" not in text

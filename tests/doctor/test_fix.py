@@ -61,9 +61,12 @@ def train():
 train()
 """
 FOUND = (
-    ("h2d", "x, y = x.to"), ("sync", "synchronize"), ("sync", "running += "), ("sync", "losses.append"),
+    ("h2d", "x, y = x.to"),
+    ("sync", "synchronize"),
+    ("sync", "running += "),
+    ("sync", "losses.append"),
     ("zero_grad", "zero_grad"),
-)  # fmt: skip
+)
 
 
 def test_a_patched_script_computes_the_same_and_waits_less(tmp_path, sim, capsys, one_thread):
@@ -92,14 +95,16 @@ print(parts, total, mean, right, hits, name, flag, first)
 """
 KEPT_READS = {
     "a mean of comparisons": "mean += (a == b).float().mean().item()",
-    "a share of comparisons": "mean += (a == b).sum().item() / len(a)", "a count from 0": "right += (a == b).sum().item()",
+    "a share of comparisons": "mean += (a == b).sum().item() / len(a)",
+    "a count from 0": "right += (a == b).sum().item()",
     "a count from 0.0": "hits += torch.sum(a == b).item()",
     "a count by a name": "same = a == b; right += (same & (a > 1)).sum().item()",
-    "an index": "name = a.float().argmax().item()", "a truth": "flag = (a == b).any().item()",
+    "an index": "name = a.float().argmax().item()",
+    "a truth": "flag = (a == b).any().item()",
     "whole numbers in a list": "parts.append((a == b).sum().item())",
     "a product in brackets": "total += (a.float().mean() * 0.3).item()",
     "a value on a condition": "total = torch.where(a > 1, a, 0.5).mean().item()",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", KEPT_READS)

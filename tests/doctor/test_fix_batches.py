@@ -200,14 +200,17 @@ def test_types_of_older_scripts_copy_from_pinned_memory(tmp_path, sim):
     assert result.saved("pageable_copies") == 2
 
 
-@pytest.mark.parametrize(("old", "new", "kind", "mark", "why"), [
-    ("out[[0], :].sum()", "out[[0, 1], :].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
-    ("out[[0], :].sum()", "out[[0]].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
-    ("out[[0], :].sum()", "out[[step], :].sum()", "h2d", "loss =", "slice: the index step is no number"),
-    ("best = out.argmax(1)", "best = out[:, [1]]", "h2d", "best =", "slice: the selection is kept"),
-    ("words[int(i)]", "words[i]", "sync", "words[", "elements: no comprehension or loop"),
-    ("for i in best]", "for i in best if i > 1]", "sync", "words[", "elements: no comprehension or loop"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "mark", "why"),
+    [
+        ("out[[0], :].sum()", "out[[0, 1], :].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
+        ("out[[0], :].sum()", "out[[0]].sum()", "h2d", "loss =", "slice: the line has no list of one number"),
+        ("out[[0], :].sum()", "out[[step], :].sum()", "h2d", "loss =", "slice: the index step is no number"),
+        ("best = out.argmax(1)", "best = out[:, [1]]", "h2d", "best =", "slice: the selection is kept"),
+        ("words[int(i)]", "words[i]", "sync", "words[", "elements: no comprehension or loop"),
+        ("for i in best]", "for i in best if i > 1]", "sync", "words[", "elements: no comprehension or loop"),
+    ],
+)
 def test_other_indices_and_comprehensions_are_refused(tmp_path, old, new, kind, mark, why):
     text = GENERATING.replace("out < out[:, [-1]]", "out < 1").replace(" + out[..., [2]]", "")
     assert old in text

@@ -45,13 +45,21 @@ def test_files_are_written_by_another_thread(tmp_path):
     assert text == wanted
 
 
-@pytest.mark.parametrize("before, after, why", [
-    ("    torch.save(net", "    best = torch.load('net1.pt')\n    torch.save(net", "line 11 may read what is written: load()"),
-    ("for epoch", "def best():\n    return open('x.png')\nfor epoch", "line 6 may read what is written: open()"),
-    ("step(x)", "with torch.cuda.stream(side): step(x)", "the file uses streams or graphs"),
-    ('"net%d.pt" % epoch', "file", "wanted torch.save(value, path)"),
-    ("for epoch", "copy = 3\nfor epoch", "the name copy is taken in this file"),
-], ids=["read in the loop", "read by a function", "a stream", "a file", "a name"])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, after, why",
+    [
+        (
+            "    torch.save(net",
+            "    best = torch.load('net1.pt')\n    torch.save(net",
+            "line 11 may read what is written: load()",
+        ),
+        ("for epoch", "def best():\n    return open('x.png')\nfor epoch", "line 6 may read what is written: open()"),
+        ("step(x)", "with torch.cuda.stream(side): step(x)", "the file uses streams or graphs"),
+        ('"net%d.pt" % epoch', "file", "wanted torch.save(value, path)"),
+        ("for epoch", "copy = 3\nfor epoch", "the name copy is taken in this file"),
+    ],
+    ids=["read in the loop", "read by a function", "a stream", "a file", "a name"],
+)
 def test_a_file_that_may_be_read_is_written_at_once(tmp_path, before, after, why):
     assert SAVED.count(before) == 1
     _, made = mended(tmp_path, SAVED.replace(before, after), ("checkpoint", "# there"))
@@ -163,9 +171,9 @@ for epoch in range(2):
 
 def test_a_loop_of_public_scripts_waits_no_more_and_shows_the_same(tmp_path, sim, capsys):
     result = patched(tmp_path, TRAINED)
-    assert result.names == sorted([
-        "copies", "elements", "gathered", "made_there", "positions", "staged", "tensor", *["read_later"] * 6
-    ]), str(result.repair)  # fmt: skip
+    assert result.names == sorted(
+        ["copies", "elements", "gathered", "made_there", "positions", "staged", "tensor", *["read_later"] * 6]
+    ), str(result.repair)
     assert not result.repair.refused and result.proof.holds and result.proof.losses == 16
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * (16 * 3 + 2) and lines[:50] == lines[50:], "the same text in the same order"
@@ -178,20 +186,27 @@ def test_a_loop_of_public_scripts_waits_no_more_and_shows_the_same(tmp_path, sim
     assert result.text.count("pin_memory=True") == 2 and result.text.count("    read_later()\n") == 1
 
 
-@pytest.mark.parametrize("before, after, mark, why", [
-    ("rows.extend", "rows.extend([1]); rows.extend", "rows.extend", "holds several statements"),
-    ("        bar.set", "        print(rows)\n        bar.set", "rows.extend", "rows is used inside the loop, in line 51"),
-    ("        bar.set", "        print(shown)\n        shown = bar\n        bar.set", "shown = {", "is used for more than"),
-    ("        bar.set", "        while rows:\n            break\n        bar.set", "rows.extend",
-        "rows is used inside the loop"),
-    ("print(f", "if step: print(logs, f", "print(logs", "logs is changed in line 46"),
-    ("print(f", "if step: print(f", "print(f", "reads a value inside sorted"),
-    ("reshape(-1, 1).to(t.device)", "numpy()", "gather(", "may be needed on the host"),
-    ("        print(f", "        with bar as g:\n            if g: print(g, f", "print(g", "g ends with its block"),
-    ("bar.set_postfix(**", "[bar][step].set_postfix(**", "shown = {", "step is another object"),
-    ("- alpha * out", "- 2 * alpha * out", "        alpha = ", "alpha is used in every step"),
-    ("            if best[i]", "            best[0] = 1\n            if best[i]", "if best[i]", "best changes in the loop"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, after, mark, why",
+    [
+        ("rows.extend", "rows.extend([1]); rows.extend", "rows.extend", "holds several statements"),
+        ("        bar.set", "        print(rows)\n        bar.set", "rows.extend", "rows is used inside the loop, in line 51"),
+        ("        bar.set", "        print(shown)\n        shown = bar\n        bar.set", "shown = {", "is used for more than"),
+        (
+            "        bar.set",
+            "        while rows:\n            break\n        bar.set",
+            "rows.extend",
+            "rows is used inside the loop",
+        ),
+        ("print(f", "if step: print(logs, f", "print(logs", "logs is changed in line 46"),
+        ("print(f", "if step: print(f", "print(f", "reads a value inside sorted"),
+        ("reshape(-1, 1).to(t.device)", "numpy()", "gather(", "may be needed on the host"),
+        ("        print(f", "        with bar as g:\n            if g: print(g, f", "print(g", "g ends with its block"),
+        ("bar.set_postfix(**", "[bar][step].set_postfix(**", "shown = {", "step is another object"),
+        ("- alpha * out", "- 2 * alpha * out", "        alpha = ", "alpha is used in every step"),
+        ("            if best[i]", "            best[0] = 1\n            if best[i]", "if best[i]", "best changes in the loop"),
+    ],
+)
 def test_what_would_be_shown_or_computed_otherwise_is_left(tmp_path, before, after, mark, why):
     assert TRAINED.count(before) == 1
     text = TRAINED.replace(before, after)

@@ -58,15 +58,18 @@ def test_a_meter_keeps_the_value_on_the_device_until_it_is_shown(tmp_path, sim, 
     assert not mended(tmp_path, text, ("sync", "# here"))[1].changes, "it is applied once"
 
 
-@pytest.mark.parametrize(("old", "new", "why"), [
-    ("self.val = val", "self.val = max(val, 0)", "does more than compute with the value"),
-    ("self.val = val", "if val > 0:\n            self.val = val", "does more than compute"),
-    ("    if step % 4 == 3:\n        print", "    if True:\n        print(losses.avg)\n    print", "is used in every step"),
-    ("losses, kept = Meter(), []", "losses, kept = make(), []", "is not made here of a class of this file"),
-    ("    @property\n    def half", "    def half", "uses what is stored"),
-    ("losses.update(loss.item(), 3)", "losses.add(loss.item(), 3)", "not patched"),
-    ("losses.update(loss.item(), 3)", "losses.update(loss.item() / 2, 3)", "not patched"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("self.val = val", "self.val = max(val, 0)", "does more than compute with the value"),
+        ("self.val = val", "if val > 0:\n            self.val = val", "does more than compute"),
+        ("    if step % 4 == 3:\n        print", "    if True:\n        print(losses.avg)\n    print", "is used in every step"),
+        ("losses, kept = Meter(), []", "losses, kept = make(), []", "is not made here of a class of this file"),
+        ("    @property\n    def half", "    def half", "uses what is stored"),
+        ("losses.update(loss.item(), 3)", "losses.add(loss.item(), 3)", "not patched"),
+        ("losses.update(loss.item(), 3)", "losses.update(loss.item() / 2, 3)", "not patched"),
+    ],
+)
 def test_another_meter_is_refused(tmp_path, old, new, why):
     assert old in METERED
     _, made = mended(tmp_path, METERED.replace(old, new), ("sync", "# here"))

@@ -119,13 +119,20 @@ if __name__ == "__main__":
 
 
 COPIES = {
-    "a loop of a module": (SCRIPT, 15, ("doctor/fix_step:the_patched_copy_compute",
-        "doctor/fix_step:the_patched_copy_compute.2")),
-    "a function's own names, a batch of one name, zero_grad at the end": (FUNCTION, 4,
-        ("doctor/fix_step:a_function_and_a_single", )),
+    "a loop of a module": (
+        SCRIPT,
+        15,
+        ("doctor/fix_step:the_patched_copy_compute", "doctor/fix_step:the_patched_copy_compute.2"),
+    ),
+    "a function's own names, a batch of one name, zero_grad at the end": (
+        FUNCTION,
+        4,
+        ("doctor/fix_step:a_function_and_a_single",),
+    ),
     "a batch that a counter picks, whose second part is read first": (PICKED, 6, ()),
-    "a global optimizer, autocast and clipping": (GLOBAL, 3, ()), "an optimizer that a function is given": (GIVEN, 3, ()),
-}  # fmt: skip
+    "a global optimizer, autocast and clipping": (GLOBAL, 3, ()),
+    "an optimizer that a function is given": (GIVEN, 3, ()),
+}
 
 
 @pytest.mark.parametrize("name", COPIES)

@@ -31,8 +31,10 @@ def as_kineto(tape: Tape, hip: bool = False) -> dict:
         if call.kind == "sync" or call.name == "cudaStreamWaitEvent":
             source = next((c for c in tape.calls if call.record and c.correlation == call.record), None)
             where = {
-                "stream": -1 if call.stream is None else call.stream, "device": call.device, "correlation": call.correlation,
-            }  # fmt: skip
+                "stream": -1 if call.stream is None else call.stream,
+                "device": call.device,
+                "correlation": call.correlation,
+            }
             if source is not None:
                 where |= {"wait_on_stream": source.stream, "wait_on_cuda_event_record_corr_id": call.record}
             events.append(x("cuda_sync", "Sync", call.start, 1.0, pid=0, tid=7, **where))
@@ -163,10 +165,15 @@ def test_a_real_trace_of_this_torch(tmp_path):
     assert {"aten::sum", "aten::item"} <= {span.name for span in tape.spans}
 
 
-@pytest.mark.parametrize("content, name", [
-    (b"\x00\x01 nothing", "no_json"), (b"SQLite format 3\x00", "nsight"), (b'{"findings": []}', "no_events"),
-    (b'{"traceEvents": [{"ph": "X", "cat": "MyTool"}]}', "another_tool"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, name",
+    [
+        (b"\x00\x01 nothing", "no_json"),
+        (b"SQLite format 3\x00", "nsight"),
+        (b'{"findings": []}', "no_events"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "MyTool"}]}', "another_tool"),
+    ],
+)
 def test_other_files_are_named(tmp_path, content, name):
     path = tmp_path / "t.json"
     path.write_bytes(content)

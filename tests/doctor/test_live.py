@@ -49,10 +49,15 @@ def test_what_the_watched_steps_saw_has_its_line_and_remedy():
     assert Verdict.from_dict(json.loads(json.dumps(verdict.as_dict()))).lead_ms == 4.0
 
 
-@pytest.mark.parametrize("records, absent", [
-    ([{"step": 1, "seconds": 0.5}], {"prices"}), (ran(), {"prices", "counts"}),
-    ([{"step": 6, "seconds": 0.5, "host_lead_ms": 0.0, "syncs": 0}], {"prices", "the busy share"}), ([], {"prices"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "records, absent",
+    [
+        ([{"step": 1, "seconds": 0.5}], {"prices"}),
+        (ran(), {"prices", "counts"}),
+        ([{"step": 6, "seconds": 0.5, "host_lead_ms": 0.0, "syncs": 0}], {"prices", "the busy share"}),
+        ([], {"prices"}),
+    ],
+)
 def test_what_was_not_measured_is_not_said(records, absent):
     """A CPU, a run that is too short, eager steps, no step at all: never "no finding" where nobody looked."""
     verdict = of_run("books", "some device", records)

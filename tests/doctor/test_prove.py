@@ -352,9 +352,14 @@ assert step([torch.ones(4, 2)]) is not None and step(iter(())) is None
 """
 
 
-@pytest.mark.parametrize(("optimizer", "graph", "called"), [
-    ("gb.AdamW(lr=0.1)", "require", "backward"), ("lambda p: torch.optim.Adam(p, lr=0.1)", "auto", "step"),
-], ids=["captured", "a torch optimizer"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "graph", "called"),
+    [
+        ("gb.AdamW(lr=0.1)", "require", "backward"),
+        ("lambda p: torch.optim.Adam(p, lr=0.1)", "auto", "step"),
+    ],
+    ids=["captured", "a torch optimizer"],
+)
 def test_a_train_step_is_one_step_whatever_is_called_inside(tmp_path, monkeypatch, optimizer, graph, called):
     """A capture warms up and certifies, so it calls backward several times; a torch optimizer calls its step."""
     (tmp_path / "trained.py").write_text(TRAINED.format(optimizer, graph))

@@ -63,15 +63,17 @@ def loop(plant=lambda made: made, run: float = 50.0, steps: int = 5) -> Syntheti
 
 
 PLANTS = {
-    "sync": (lambda made: made.sync(), lambda made: made), "device sync": (lambda made: made.sync(None), lambda made: made),
+    "sync": (lambda made: made.sync(), lambda made: made),
+    "device sync": (lambda made: made.sync(None), lambda made: made),
     "item": (lambda made: made.item(), lambda made: made.copy("d2h", run=1.5)),
     "free": (lambda made: made.stop("free", 300), lambda made: made),
     "pageable": (lambda made: made.copy(run=200, pageable=True), lambda made: made.copy(run=(1 << 20) / 25_000)),
     "data": (lambda made: made.doing("data", 2000), lambda made: made),
-    "in backward": (lambda made: made.hand(AUTOGRAD).launch(thread=AUTOGRAD).sync(thread=AUTOGRAD).think(90,
-        AUTOGRAD).hand(MAIN, AUTOGRAD), lambda made: made.hand(AUTOGRAD).launch(thread=AUTOGRAD).think(90, AUTOGRAD).hand(MAIN,
-        AUTOGRAD)),
-}  # fmt: skip
+    "in backward": (
+        lambda made: made.hand(AUTOGRAD).launch(thread=AUTOGRAD).sync(thread=AUTOGRAD).think(90, AUTOGRAD).hand(MAIN, AUTOGRAD),
+        lambda made: made.hand(AUTOGRAD).launch(thread=AUTOGRAD).think(90, AUTOGRAD).hand(MAIN, AUTOGRAD),
+    ),
+}
 
 
 @pytest.mark.parametrize("run", [50.0, 2.0], ids=["gpu bound", "launch bound"])

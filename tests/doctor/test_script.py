@@ -141,11 +141,15 @@ LEAVES = """
 """
 
 
-@pytest.mark.parametrize("how, code, said", [
-    ("0", 0, "True\n"), ("fork", 0, "child 5\nTrue\n"),
-    ("7", 1, "ValueError: leaves.py failed with code 7; fix it, and check that it runs without the doctor.\n"),
-    ("thread", 2, "gpubound doctor: a thread of the script called os._exit(0); there is no verdict.\n"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, code, said",
+    [
+        ("0", 0, "True\n"),
+        ("fork", 0, "child 5\nTrue\n"),
+        ("7", 1, "ValueError: leaves.py failed with code 7; fix it, and check that it runs without the doctor.\n"),
+        ("thread", 2, "gpubound doctor: a thread of the script called os._exit(0); there is no verdict.\n"),
+    ],
+)
 def test_a_script_that_leaves_at_once_leaves_a_verdict(tmp_path, how, code, said):
     script = write(tmp_path / "leaves.py", LEAVES)
     run = f"from gpubound.doctor.record.script import Script; print(Script({str(script)!r}, ({how!r},)).run())"
@@ -215,11 +219,16 @@ def test_a_failing_script_is_a_sentence_with_its_code(tmp_path, capsys, text, co
 
 
 @pytest.mark.filterwarnings("ignore:can't resolve package:ImportWarning")  # Python's own, beside its error
-@pytest.mark.parametrize(("where", "target", "advised"), [
-    (".", "outer/inner/fails.py", "-m outer.inner.fails"),
-    ("outer/inner", "fails.py", f"-m outer.inner.fails in {os.path.join('..', '..')}"), (".", "outer/inner", "-m outer.inner"),
-    (".", "outer/inner/__main__.py", "-m outer.inner"), (".", "loose/fails.py", "-m loose.fails"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("where", "target", "advised"),
+    [
+        (".", "outer/inner/fails.py", "-m outer.inner.fails"),
+        ("outer/inner", "fails.py", f"-m outer.inner.fails in {os.path.join('..', '..')}"),
+        (".", "outer/inner", "-m outer.inner"),
+        (".", "outer/inner/__main__.py", "-m outer.inner"),
+        (".", "loose/fails.py", "-m loose.fails"),
+    ],
+)
 def test_a_file_of_a_package_is_to_be_run_as_a_module(tmp_path, monkeypatch, capsys, where, target, advised):
     for file in ("outer/__init__.py", "outer/inner/__init__.py"):
         write(tmp_path / file, "")

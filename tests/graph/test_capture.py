@@ -233,12 +233,17 @@ def test_recapture_follows_a_moved_weight(runner):
     assert captured(drawn(7, 4)).shape == (7, 1)
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    ({"fn": 3}, message("graph/capture:wrong_fn")), ({"pool": torch.ones(1)}, message("graph/capture:wrong_pool")),
-    *(({"tolerance": value}, message("graph/capture:wrong_tolerance", repr(value))) for value in (-1.0, inf, nan, "1e-3")),
-    ({"other_inputs": torch.ones(2)}, message("graph/capture:wrong_other_inputs")),
-    ({"state": [torch.ones(2), 3]}, message("graph/capture:wrong_state")),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fn": 3}, message("graph/capture:wrong_fn")),
+        ({"pool": torch.ones(1)}, message("graph/capture:wrong_pool")),
+        *(({"tolerance": value}, message("graph/capture:wrong_tolerance", repr(value))) for value in (-1.0, inf, nan, "1e-3")),
+        ({"other_inputs": torch.ones(2)}, message("graph/capture:wrong_other_inputs")),
+        ({"state": [torch.ones(2), 3]}, message("graph/capture:wrong_state")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
 def test_wrong_arguments(arguments, text):
     arguments = {"fn": lambda x: x, **arguments}
     assert refusal(ValueError, lambda: capture(arguments.pop("fn"), torch.ones(2), **arguments)) == text

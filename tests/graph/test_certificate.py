@@ -214,11 +214,23 @@ def test_noise_within_a_tolerance(tape):
     assert str(certificate).startswith("2 rounds of replay against eager agree within ")
 
 
-@pytest.mark.parametrize("example", [
-    drawn(4, 3), torch.full((2,), 3.0), torch.tensor([0, -100, 5, 5]), torch.tensor([True, False, False]), torch.tensor([7]),
-    torch.tensor([1.0, float("-inf"), 0.0]), drawn(3).to(torch.bfloat16), torch.complex(drawn(3), drawn(3, seed=1)),
-    drawn(3).to(torch.float8_e4m3fn), torch.tensor(2.5), torch.tensor([True, True]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "example",
+    [
+        drawn(4, 3),
+        torch.full((2,), 3.0),
+        torch.tensor([0, -100, 5, 5]),
+        torch.tensor([True, False, False]),
+        torch.tensor([7]),
+        torch.tensor([1.0, float("-inf"), 0.0]),
+        drawn(3).to(torch.bfloat16),
+        torch.complex(drawn(3), drawn(3, seed=1)),
+        drawn(3).to(torch.float8_e4m3fn),
+        torch.tensor(2.5),
+        torch.tensor([True, True]),
+    ],
+    ids=str,
+)
 def test_other_values_of_the_same_kind(example):
     first, second = perturb([example], 0)[0][0], perturb([example], 1)[0][0]
     for new in (first, second):
@@ -262,13 +274,16 @@ def compared(eager: list, replayed: list, made: tuple = (None, None)) -> str:
     return refusal(GraphError, lambda: certify._compare(one, other))
 
 
-@pytest.mark.parametrize(("eager", "replayed", "sentence"), [
-    ([torch.ones(2)], [], "outputs: eager returns 1, the graph 0"),
-    ([1.0], [2.0], "output 0: the graph always returns 2.0, eager returns 1.0"),
-    ([True], [1], "output 0: the graph always returns 1, eager returns True"),
-    ([torch.ones(2)], [torch.ones(3)], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
-    ([torch.ones(2)], [torch.ones(2).double()], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("eager", "replayed", "sentence"),
+    [
+        ([torch.ones(2)], [], "outputs: eager returns 1, the graph 0"),
+        ([1.0], [2.0], "output 0: the graph always returns 2.0, eager returns 1.0"),
+        ([True], [1], "output 0: the graph always returns 1, eager returns True"),
+        ([torch.ones(2)], [torch.ones(3)], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
+        ([torch.ones(2)], [torch.ones(2).double()], "output 0: eager gives torch.float32 (2,) with other inputs, the graph"),
+    ],
+)
 def test_outputs_of_two_kinds_are_no_rounding_error(eager, replayed, sentence):
     assert compared(eager, replayed).startswith(sentence)
 

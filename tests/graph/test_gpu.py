@@ -156,10 +156,14 @@ def test_a_baked_in_number_fails_its_certificate():
 
 
 ONE_LINERS = {
-    "item": lambda x: x * x.sum().item(), "mask": lambda x: x[x > 0], "upload": lambda x: x + torch.ones(4).to(cuda),
-    "constant": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=cuda), "download": lambda x: x.cpu(),
-    "element": lambda x: x.clone().__setitem__(0, 2.0), "wait": lambda x: (x * 2, torch.cuda.current_stream().synchronize()),
-}  # fmt: skip
+    "item": lambda x: x * x.sum().item(),
+    "mask": lambda x: x[x > 0],
+    "upload": lambda x: x + torch.ones(4).to(cuda),
+    "constant": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=cuda),
+    "download": lambda x: x.cpu(),
+    "element": lambda x: x.clone().__setitem__(0, 2.0),
+    "wait": lambda x: (x * 2, torch.cuda.current_stream().synchronize()),
+}
 
 
 @pytest.mark.parametrize("name", ONE_LINERS)

@@ -30,14 +30,33 @@ NONZERO = SHAPE + "use torch.where(condition, a, b), or torch.nonzero_static wit
 MASK = SHAPE + "use torch.where or multiply by the mask instead of indexing with it"
 
 EXPECTED = {
-    "item": READ, "branch": READ, "number": READ, "as_list": READ, "as_numpy": HOST, "to_host": HOST, "printed": PRINTS,
-    "formatted": PRINTS, "nonzero": NONZERO, "where": NONZERO, "mask": MASK, "assign": MASK,
-    "selected": SHAPE + "use torch.where, or multiply by the mask", "unique": COUNT, "equal": READ, "close": READ,
-    "counted": SHAPE + "use scatter_add into torch.zeros(bins)", "repeated": SHAPE + "pass output_size=", "built": BUILT,
+    "item": READ,
+    "branch": READ,
+    "number": READ,
+    "as_list": READ,
+    "as_numpy": HOST,
+    "to_host": HOST,
+    "printed": PRINTS,
+    "formatted": PRINTS,
+    "nonzero": NONZERO,
+    "where": NONZERO,
+    "mask": MASK,
+    "assign": MASK,
+    "selected": SHAPE + "use torch.where, or multiply by the mask",
+    "unique": COUNT,
+    "equal": READ,
+    "close": READ,
+    "counted": SHAPE + "use scatter_add into torch.zeros(bins)",
+    "repeated": SHAPE + "pass output_size=",
+    "built": BUILT,
     "listed": BUILT,
     "inverted": "checks a factorisation from the host; use the _ex form (torch.linalg.inv_ex, solve_ex, cholesky_ex)",
-    "sliced": READ, "element": NUMBER, "scattered": NUMBER, "backward": READ, "hooked": READ,
-}  # fmt: skip
+    "sliced": READ,
+    "element": NUMBER,
+    "scattered": NUMBER,
+    "backward": READ,
+    "hooked": READ,
+}
 
 
 def marked(name: str) -> tuple[int, str]:

@@ -34,16 +34,21 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize(("changed", "text"), [
-    ({"x": torch.ones(4)}, message("graph/held_inputs:shape")),
-    ({"bias": torch.ones(3).double()}, message("graph/held_inputs:dtype")),
-    ({"x": torch.ones(3, device="meta")}, message("graph/held_inputs:device")),
-    ({"x": freed()}, message("graph/held_inputs:dead_input")), ({"scale": 3}, message("graph/held_inputs:constant")),
-    ({"scale": 2.0}, message("graph/held_inputs:constant_of_another_type")),
-    ({"scale": torch.tensor(2)}, message("graph/held_inputs:tensor_for_a_constant")),
-    ({"x": 1.5}, message("graph/held_inputs:constant_for_a_tensor")),
-    ({"x": torch.ones(3).to_sparse()}, message("graph/held_inputs:a_sparse_tensor")),
-], ids=lambda value: value.name if hasattr(value, "name") else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"x": torch.ones(4)}, message("graph/held_inputs:shape")),
+        ({"bias": torch.ones(3).double()}, message("graph/held_inputs:dtype")),
+        ({"x": torch.ones(3, device="meta")}, message("graph/held_inputs:device")),
+        ({"x": freed()}, message("graph/held_inputs:dead_input")),
+        ({"scale": 3}, message("graph/held_inputs:constant")),
+        ({"scale": 2.0}, message("graph/held_inputs:constant_of_another_type")),
+        ({"scale": torch.tensor(2)}, message("graph/held_inputs:tensor_for_a_constant")),
+        ({"x": 1.5}, message("graph/held_inputs:constant_for_a_tensor")),
+        ({"x": torch.ones(3).to_sparse()}, message("graph/held_inputs:a_sparse_tensor")),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else "",
+)
 def test_an_input_unlike_the_captured_one(captured, changed, text):
     assert said(captured, *given(**changed)) == text
 

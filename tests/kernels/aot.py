@@ -18,10 +18,18 @@ import torch
 HOPPER = 90
 SHARED, MULTIPROCESSORS = 232_448, 132  # of an H100 and an H200
 TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int32: "i32",
-    torch.int64: "i64", torch.uint8: "u8", torch.int8: "i8", torch.bool: "i1", torch.float8_e4m3fn: "fp8e4nv",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.bool: "i1",
+    torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
-}  # fmt: skip
+}
 
 
 def adapted(op: str, *shape: Any, dependent: int, at: int) -> tuple:

@@ -13,9 +13,12 @@ from .cases import TOLERANCE, definitions, draw, pairwise, same
 reference = definitions("row_ops")
 
 IDS = {
-    "all apart": [4, 0, 2, 1], "runs of 3 and 2": [2, 5, 2, 5, 2], "one": [6], "a run of two tiles and one": [3] * 17 + [1],
+    "all apart": [4, 0, 2, 1],
+    "runs of 3 and 2": [2, 5, 2, 5, 2],
+    "one": [6],
+    "a run of two tiles and one": [3] * 17 + [1],
     "as wide as two tiles": [0] * 16,
-}  # fmt: skip
+}
 
 
 @pairwise
@@ -25,8 +28,10 @@ IDS = {
 def test_matches(ids, cols, dtype, device):
     """The sums are in fp32 both times, so that every dtype of rows has fp32's tolerance."""
     ids, rows, table = (
-        torch.tensor(ids, device=device), draw(device, dtype, len(ids), cols), draw(device, torch.float32, 7, cols),
-    )  # fmt: skip
+        torch.tensor(ids, device=device),
+        draw(device, dtype, len(ids), cols),
+        draw(device, torch.float32, 7, cols),
+    )
     got, want = (mirror.add_rows(table.clone(), ids, rows, -1) for mirror in (fast, reference))
     same("table", got, want, 2e-6)
     untouched = [i for i in range(7) if i not in ids.tolist()]
@@ -59,9 +64,11 @@ def test_rows_with_gaps_and_no_rows(device):
 
 
 UNKNOWN = {
-    "too large, and -2": [6, -2], "2^32 + 1, which is 1 in 32 bits": [2**32 + 1, 1], "beside the first row's own": [0, 0, 5, 2],
+    "too large, and -2": [6, -2],
+    "2^32 + 1, which is 1 in 32 bits": [2**32 + 1, 1],
+    "beside the first row's own": [0, 0, 5, 2],
     "the smallest of all": [-(2**63), 4],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ids", UNKNOWN.values(), ids=UNKNOWN)

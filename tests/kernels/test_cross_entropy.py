@@ -16,9 +16,12 @@ reference = definitions("cross_entropy")
 FP32, CPU = torch.float32, torch.device("cpu")
 PLAIN = {"label_smoothing": 0.0, "softcap": None, "z_loss": 0.0}
 OPTIONS = {
-    "plain": PLAIN, "smoothing": PLAIN | {"label_smoothing": 0.1}, "softcap": PLAIN | {"softcap": 3.0},
-    "z-loss": PLAIN | {"z_loss": 0.01}, "all": {"label_smoothing": 0.2, "softcap": 2.0, "z_loss": 0.02},
-}  # fmt: skip
+    "plain": PLAIN,
+    "smoothing": PLAIN | {"label_smoothing": 0.1},
+    "softcap": PLAIN | {"softcap": 3.0},
+    "z-loss": PLAIN | {"z_loss": 0.01},
+    "all": {"label_smoothing": 0.2, "softcap": 2.0, "z_loss": 0.02},
+}
 # rows and words: one word, below a power of two, one, no power of two, and more than one tile of 4096
 SHAPES = [(3, 1), (3, 63), (2, 5, 128), (4, 1000), (3, 4100)]
 # fp32: lse and z of size 10 differ in the eighth digit, so p = exp(z − lse) does in the sixth. 16 bits: one rounding.

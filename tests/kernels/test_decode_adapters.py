@@ -201,11 +201,17 @@ def test_behind_products_whose_rows_lie_apart(device, source):
     assert torch.equal(both[:, 24:32], beside)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda y: y[:1], r"a product of x must be torch.float32 \(2, 32\) with dense rows on cpu, got torch.float32 \(1, 32\)"),
-    (lambda y: torch.zeros(32, 2).t(), r"with dense rows on cpu, got torch.float32 \(2, 32\)"),
-    (lambda y: y[:, :8], r"an adapter must have a \(4, 48\) with dense rows and b \(8, 4\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            lambda y: y[:1],
+            r"a product of x must be torch.float32 \(2, 32\) with dense rows on cpu, got torch.float32 \(1, 32\)",
+        ),
+        (lambda y: torch.zeros(32, 2).t(), r"with dense rows on cpu, got torch.float32 \(2, 32\)"),
+        (lambda y: y[:, :8], r"an adapter must have a \(4, 48\) with dense rows and b \(8, 4\)"),
+    ],
+)
 def test_products_that_do_not_fit(wrong, message):
     adapters = adapters_of(torch.device("cpu"), 48, (32,), [0, 0])
     with pytest.raises(ValueError, match=message):

@@ -126,11 +126,19 @@ def test_several_tokens_of_a_single_row(device):
 @pytest.mark.parametrize("dependent", [0, EARLY])
 @pytest.mark.parametrize("window", [0, 2, 20])
 @pytest.mark.parametrize("splits", [1, 3, 6])
-@pytest.mark.parametrize("form", [
-    {}, {"kind": "int8", "paged": True}, {"kind": "fp8"}, {"paged": True, "normed": True, "offset": 1.0},
-    {"gated": True, "interleaved": True, "cap": 5.0, "pairs": 4}, {"new": 1, "v_eps": 1e-6}, {"new": 0},
-    {"normed": True, "whole": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"kind": "int8", "paged": True},
+        {"kind": "fp8"},
+        {"paged": True, "normed": True, "offset": 1.0},
+        {"gated": True, "interleaved": True, "cap": 5.0, "pairs": 4},
+        {"new": 1, "v_eps": 1e-6},
+        {"new": 0},
+        {"normed": True, "whole": True},
+    ],
+)
 def test_tokens_of_a_row_together_agree_with_the_reference(device, tokens, dependent, window, splits, form):
     """From the start, before, at and behind the borders of tiles of 16 keys, and up to the last place. The new keys are a
     separate part beyond one part of others, where there is room for it."""
@@ -191,9 +199,13 @@ def special(device, dtype, positions, pairs, whole, offset, cap, interleaved, **
 
 
 SPECIAL = [
-    (8, False, 0.0, 0.5, False), (3, False, 1.0, 0.0, False), (8, True, 0.0, 0.0, False), (6, True, 1.0, 0.5, False),
-    (8, False, 0.0, 0.0, True), (3, True, 0.0, 0.0, True),
-]  # fmt: skip
+    (8, False, 0.0, 0.5, False),
+    (3, False, 1.0, 0.0, False),
+    (8, True, 0.0, 0.0, False),
+    (6, True, 1.0, 0.5, False),
+    (8, False, 0.0, 0.0, True),
+    (3, True, 0.0, 0.0, True),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -124,11 +124,15 @@ def test_a_row_gives_the_same_bits_in_any_order_of_pages(device):
     assert torch.equal(case("triton")[0], want)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "paged", "options"), [
-    (None, torch.float32, False, {"normed": True}), ("int8", torch.float32, True, {"gated": True, "width": 32, "pairs": 8}),
-    (None, torch.bfloat16, True, {"group": 5, "interleaved": True, "cap": 20.0, "new": 1}),
-    pytest.param("fp8", torch.float16, False, {"normed": True, "offset": 1.0}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "dtype", "paged", "options"),
+    [
+        (None, torch.float32, False, {"normed": True}),
+        ("int8", torch.float32, True, {"gated": True, "width": 32, "pairs": 8}),
+        (None, torch.bfloat16, True, {"group": 5, "interleaved": True, "cap": 20.0, "new": 1}),
+        pytest.param("fp8", torch.float16, False, {"normed": True, "offset": 1.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_keys_that_rows_share_are_read_from_the_furthest_of_them(device, kind, dtype, paged, options):
     """Rows 2 and 5 have no group, and row 8 reads its own keys: it is not beyond those that it shares. What the others of a
     group hold is lost before the kernel runs."""
@@ -233,10 +237,14 @@ def compile_all() -> None:
 
 
 FORMS = {
-    "plain": (None, False, 1, 64), "int8": ("int8", False, 1, 128), "fp8": ("fp8", False, 1, 128),
-    "paged": (None, True, 1, 128), "fp8-paged": ("fp8", True, 1, 64), "fp8-paged-several": ("fp8", True, 3, 64),
+    "plain": (None, False, 1, 64),
+    "int8": ("int8", False, 1, 128),
+    "fp8": ("fp8", False, 1, 128),
+    "paged": (None, True, 1, 128),
+    "fp8-paged": ("fp8", True, 1, 64),
+    "fp8-paged-several": ("fp8", True, 3, 64),
     "wide": (None, False, 1, 512),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -15,9 +15,14 @@ reference = definitions("cross_entropy")
 FP32, CPU = torch.float32, torch.device("cpu")
 # alpha, beta, temperature
 KINDS = {
-    "forward": (1.0, 0.0, 1.0), "reverse": (1.0, 1.0, 1.0), "between": (1.0, 0.3, 1.0), "forward, mixed": (0.6, 0.0, 1.0),
-    "reverse, mixed, cold": (0.6, 1.0, 0.5), "between, mixed, hot": (0.25, 0.5, 3.0), "labels alone": (0.0, 0.5, 2.0),
-}  # fmt: skip
+    "forward": (1.0, 0.0, 1.0),
+    "reverse": (1.0, 1.0, 1.0),
+    "between": (1.0, 0.3, 1.0),
+    "forward, mixed": (0.6, 0.0, 1.0),
+    "reverse, mixed, cold": (0.6, 1.0, 0.5),
+    "between, mixed, hot": (0.25, 0.5, 3.0),
+    "labels alone": (0.0, 0.5, 2.0),
+}
 WORDS = [1, 63, 128, 1000, 4099]
 GRADIENT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -264,8 +264,10 @@ def test_nothing_spills_at_the_sizes_of_real_models():
 
 def test_wrong_arguments_are_named(device):
     x, norm, router = (
-        torch.zeros(2, 64, device=device), Norm(torch.ones(64, device=device), 1e-5), torch.zeros(8, 64, device=device),
-    )  # fmt: skip
+        torch.zeros(2, 64, device=device),
+        Norm(torch.ones(64, device=device), 1e-5),
+        torch.zeros(8, 64, device=device),
+    )
     gate_up, down = torch.zeros(8, 32, 64, device=device), torch.zeros(8, 64, 16, device=device)
     ids, weights = torch.zeros(2, 3, device=device, dtype=torch.int32), torch.zeros(2, 3, device=device)
     logits, count = torch.zeros(2, 8, device=device), torch.zeros(2, device=device, dtype=torch.int32)

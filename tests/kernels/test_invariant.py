@@ -173,12 +173,15 @@ def test_bounds_beyond_the_tokens(device):
     assert y[:70].isfinite().all()
 
 
-@pytest.mark.parametrize("call, got", [
-    (lambda: kernels.invariant_linear(torch.randn(2, 8), torch.randn(4, 6)), "(2, 8)"),
-    (lambda: kernels.invariant_linear(torch.randn(2, 8).double(), torch.randn(4, 8)), "torch.float64"),
-    (lambda: kernels.invariant_attention(*packed("cpu", torch.float32, 3, 2)), "(206, 3, 32)"),
-    (lambda: kernels.invariant_attention(*packed("cpu", torch.float32)[:3], torch.zeros(2), 1.0), "torch.float32 (2,)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, got",
+    [
+        (lambda: kernels.invariant_linear(torch.randn(2, 8), torch.randn(4, 6)), "(2, 8)"),
+        (lambda: kernels.invariant_linear(torch.randn(2, 8).double(), torch.randn(4, 8)), "torch.float64"),
+        (lambda: kernels.invariant_attention(*packed("cpu", torch.float32, 3, 2)), "(206, 3, 32)"),
+        (lambda: kernels.invariant_attention(*packed("cpu", torch.float32)[:3], torch.zeros(2), 1.0), "torch.float32 (2,)"),
+    ],
+)
 def test_wrong_arguments(call, got):
     with pytest.raises(ValueError) as error:
         call()

@@ -131,10 +131,18 @@ def test_what_attention_over_codes_asks_for(keys, stages, bytes_):
     assert AttentionPlan(64, 3, 4).shared(Job("decode_attention", "", (2, 128, 8, 2), 1, ADA)) == 76_800
 
 
-@pytest.mark.parametrize("plan", [
-    RowPlan(4, 2, 4, 3), TilePlan(4096, 4), StridePlan(1024, 8, 4, 3), MatrixPlan(8, 512, 4), RopePlan(16, 1, 2),
-    AttentionPlan(64, 3, 4), WalkPlan(128, 64, 3, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        RowPlan(4, 2, 4, 3),
+        TilePlan(4096, 4),
+        StridePlan(1024, 8, 4, 3),
+        MatrixPlan(8, 512, 4),
+        RopePlan(16, 1, 2),
+        AttentionPlan(64, 3, 4),
+        WalkPlan(128, 64, 3, 8),
+    ],
+)
 def test_every_ladder_ends(plan):
     steps = 0
     while (smaller := plan.smaller()) is not None:

@@ -229,8 +229,10 @@ def test_every_kind_compiles(kind):
 
 def test_wrong_arguments_are_named(device):
     x, norm, packed = (
-        draw(device, torch.float32, 2, 128), Norm(draw(device, torch.float32, 128), 1e-5), weight(device, "int4", 33, 128),
-    )  # fmt: skip
+        draw(device, torch.float32, 2, 128),
+        Norm(draw(device, torch.float32, 128), 1e-5),
+        weight(device, "int4", 33, 128),
+    )
     refusals(
         "kernels/quantized_product:wrong_arguments_are_named",
         lambda: pack(x, "int3"),

@@ -17,8 +17,13 @@ reference = definitions("rope")
 FP32 = torch.float32
 # batch, tokens, heads, kv_heads, head size, pairs: the smallest, grouped heads, no power of two, a usual one, two partial.
 CASES = [
-    (1, 1, 1, 1, 2, 1), (2, 3, 4, 2, 16, 8), (2, 5, 3, 1, 6, 3), (1, 2, 6, 2, 64, 32), (2, 3, 3, 2, 10, 3), (1, 2, 2, 2, 17, 8),
-]  # fmt: skip
+    (1, 1, 1, 1, 2, 1),
+    (2, 3, 4, 2, 16, 8),
+    (2, 5, 3, 1, 6, 3),
+    (1, 2, 6, 2, 64, 32),
+    (2, 3, 3, 2, 10, 3),
+    (1, 2, 2, 2, 17, 8),
+]
 
 
 def angles(device, *shape: int) -> tuple[Tensor, Tensor]:

@@ -34,10 +34,12 @@ def test_layer_norm_of_rows(device, dtype, columns, bias, offset):
 def test_activations(device, dtype, activation):
     x = 3 * draw(device, torch.float32, 2, 700)
     definitions = {
-        "silu": x / (1 + (-x).exp()), "gelu": x * torch.special.ndtr(x),
-        "gelu_tanh": x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2, "relu": x.clamp_min(0),
+        "silu": x / (1 + (-x).exp()),
+        "gelu": x * torch.special.ndtr(x),
+        "gelu_tanh": x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))) / 2,
+        "relu": x.clamp_min(0),
         "relu2": x.clamp_min(0) ** 2,
-    }  # fmt: skip
+    }
     *_, out = agree("activate_rows", x, activation, torch.empty(2, 700, device=device, dtype=dtype))
     same(activation, out.float(), definitions[activation], max(1e-5, TOLERANCE[dtype]))
 
@@ -63,8 +65,10 @@ def test_wrong_arguments_are_refused(device):
 def test_kernels_without_weights_let_their_successor_start_at_once(device, monkeypatch):
     """In a chain whose products do so late; a fence stays one."""
     x, weight, out = (
-        draw(device, torch.float32, 1, 64), draw(device, torch.float32, 64, seed=1), torch.empty(1, 64, device=device),
-    )  # fmt: skip
+        draw(device, torch.float32, 1, 64),
+        draw(device, torch.float32, 64, seed=1),
+        torch.empty(1, 64, device=device),
+    )
     calls = {
         "norm_rows": lambda mode: (x, Norm(weight, 1e-5), out, mode),
         "add_norm": lambda mode: (out, Norm(weight, 1e-5), x, mode),

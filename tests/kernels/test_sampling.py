@@ -78,13 +78,20 @@ def test_pick_matches(parts, device, monkeypatch):
 
 
 MIXED = {
-    "temperature": [0.0, 0.7, 1.3, 1.0], "top_k": [3, 0, 40, 7], "top_p": [0.5, 0.8, 1.0, 0.9], "min_p": [0.1, 0, 0.02, 0.05],
-}  # fmt: skip
+    "temperature": [0.0, 0.7, 1.3, 1.0],
+    "top_k": [3, 0, 40, 7],
+    "top_p": [0.5, 0.8, 1.0, 0.9],
+    "min_p": [0.1, 0, 0.02, 0.05],
+}
 SETTINGS = {
-    "greedy": {"temperature": 0.0}, "temperature": {"temperature": [0.3, 0.8, 1.0, 5.0]}, "top-k": {"top_k": [1, 5, 250, 1000]},
-    "top-p": {"top_p": [0.0, 0.3, 0.9, 0.999]}, "min-p": {"min_p": [0.001, 0.05, 0.5, 1.0]},
-    "top-k and top-p": {"top_k": 30, "top_p": [0.2, 0.6, 0.9, 0.95]}, "mixed": MIXED,
-}  # fmt: skip
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": [0.3, 0.8, 1.0, 5.0]},
+    "top-k": {"top_k": [1, 5, 250, 1000]},
+    "top-p": {"top_p": [0.0, 0.3, 0.9, 0.999]},
+    "min-p": {"min_p": [0.001, 0.05, 0.5, 1.0]},
+    "top-k and top-p": {"top_k": 30, "top_p": [0.2, 0.6, 0.9, 0.95]},
+    "mixed": MIXED,
+}
 
 
 @pytest.mark.parametrize("penalty", [1.0, [1.0, 1.3, 0.7, 3.0]], ids=["", "penalty"])

@@ -20,9 +20,12 @@ reference = definitions("sampling")
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420,
-        0x24126EA1)),
-]  # fmt: skip
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
 
 
 @pytest.mark.parametrize("counter, key, result", KNOWN)
@@ -150,9 +153,14 @@ def keep_kernel(logits_ptr, floor_ptr, depth_ptr, inverse_ptr, top_k_ptr, top_p_
 
 
 SHAPES = {
-    "peaked": (4.0, None, 1.0), "flat": (0.01, None, 1.0), "ties": (2.0, 1.0, 1.0), "close": (1e-7, None, 1.0),
-    "all the same": (0.0, None, 1.0), "cold": (4.0, None, 0.05), "hot": (4.0, None, 50.0),
-}  # fmt: skip
+    "peaked": (4.0, None, 1.0),
+    "flat": (0.01, None, 1.0),
+    "ties": (2.0, 1.0, 1.0),
+    "close": (1e-7, None, 1.0),
+    "all the same": (0.0, None, 1.0),
+    "cold": (4.0, None, 0.05),
+    "hot": (4.0, None, 50.0),
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -216,9 +224,14 @@ def drawn_by(by, logits: Tensor, draws: int, device, vary: str, **options) -> Te
 
 
 FREQUENCIES = {
-    "plain": {}, "temperature": {"temperature": 0.6}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.15},
-    "penalty": {"penalty": 1.8}, "all": {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "penalty": 1.2},
-}  # fmt: skip
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.15},
+    "penalty": {"penalty": 1.8},
+    "all": {"temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "penalty": 1.2},
+}
 
 
 @pytest.mark.parametrize("vary", ["seed", "row", "position"])

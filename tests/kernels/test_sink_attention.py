@@ -43,10 +43,17 @@ def by_token(q, k, v, sinks, scale, window, bounds):
 
 
 @pytest.mark.parametrize("source", [fast, reference], ids=["kernel", "definition"])
-@pytest.mark.parametrize("heads, kv_heads, tokens, keys, window, bounds", [
-    (4, 2, 12, 12, None, None), (4, 1, 12, 12, 5, None), (3, 3, 12, 12, None, [0, 3, 12, 12, 20, 24]),
-    (4, 2, 12, 12, 4, [0, 3, 12, 12, 20, 24]), (2, 1, 5, 12, 6, None), (2, 1, 5, 12, None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, kv_heads, tokens, keys, window, bounds",
+    [
+        (4, 2, 12, 12, None, None),
+        (4, 1, 12, 12, 5, None),
+        (3, 3, 12, 12, None, [0, 3, 12, 12, 20, 24]),
+        (4, 2, 12, 12, 4, [0, 3, 12, 12, 20, 24]),
+        (2, 1, 5, 12, 6, None),
+        (2, 1, 5, 12, None, None),
+    ],
+)
 def test_outputs_and_gradients_are_the_formulas(source, heads, kv_heads, tokens, keys, window, bounds):
     device = torch.device("cpu")  # whose kernel takes fp64
     given = arguments(device, torch.float64, heads, kv_heads, 8, tokens, keys)

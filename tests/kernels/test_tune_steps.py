@@ -93,11 +93,17 @@ def test_lines_are_those_of_the_table():
     assert tune_steps.line(DOWN, MatrixPlan(2, 1024, 4)) == messages.message("kernels/tune_steps:lines_are_those_of_the_t")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--ops", "norm"],
-        "--ops: got norm, wanted some of product, packed_product, tiled_product, split_product, decode_attention"),
-    (["--behind", "9000"], "--behind: got 9000, wanted 1 to 8063"), ([], "no GPU is visible: steps are timed on one"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["--ops", "norm"],
+            "--ops: got norm, wanted some of product, packed_product, tiled_product, split_product, decode_attention",
+        ),
+        (["--behind", "9000"], "--behind: got 9000, wanted 1 to 8063"),
+        ([], "no GPU is visible: steps are timed on one"),
+    ],
+)
 def test_refusals(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["tune_steps.py", *arguments])

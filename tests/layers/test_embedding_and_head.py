@@ -81,10 +81,15 @@ def strided() -> nn.Embedding:
 
 
 MORE = {
-    "a subclass": lambda: Scaled(5, 8), "a hook": hooked, "renormalised rows": lambda: table(max_norm=0.5),
-    "scaled gradients": lambda: table(scale_grad_by_freq=True), "a strided table": strided, "no accumulator": None,
-    "frozen": None, "no gradient": None,
-}  # fmt: skip
+    "a subclass": lambda: Scaled(5, 8),
+    "a hook": hooked,
+    "renormalised rows": lambda: table(max_norm=0.5),
+    "scaled gradients": lambda: table(scale_grad_by_freq=True),
+    "a strided table": strided,
+    "no accumulator": None,
+    "frozen": None,
+    "no gradient": None,
+}
 
 
 @pytest.mark.parametrize("what", MORE)

@@ -60,8 +60,10 @@ def test_a_product_is_near_the_16_bit_one(bias, inside, monkeypatch):
     monkeypatch.setattr(fp8, "WEIGHT_GRADIENT_IN_FP8", inside)
     torch.manual_seed(0)
     layer, x, g = (
-        nn.Linear(48, 32, bias=bias, dtype=BF16), draw(2, 16, 48).requires_grad_(), draw(2, 16, 32, seed=1, spread=1e-4),
-    )  # fmt: skip
+        nn.Linear(48, 32, bias=bias, dtype=BF16),
+        draw(2, 16, 48).requires_grad_(),
+        draw(2, 16, 32, seed=1, spread=1e-4),
+    )
     want = layer(x)
     wanted = torch.autograd.grad(want, [x, *layer.parameters()], g)
     in_8_bits(layer)

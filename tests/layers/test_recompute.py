@@ -158,10 +158,13 @@ def adapted_richards(device):
 
 
 MLPS = {
-    "adapters": adapted_mlp, "adapters, gelu": partial(adapted_mlp, activation="gelu"),
-    "adapters of down alone": partial(adapted_mlp, targets=["down_proj"]), "over nf4": partial(adapted_mlp, base="nf4"),
-    "gelu that trains": trained_mlp, "richards": adapted_richards,
-}  # fmt: skip
+    "adapters": adapted_mlp,
+    "adapters, gelu": partial(adapted_mlp, activation="gelu"),
+    "adapters of down alone": partial(adapted_mlp, targets=["down_proj"]),
+    "over nf4": partial(adapted_mlp, base="nf4"),
+    "gelu that trains": trained_mlp,
+    "richards": adapted_richards,
+}
 
 
 @pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
@@ -197,9 +200,15 @@ def weight_gradients(kind, between):
 
 
 @pytest.mark.parametrize("kind", [layers.RMSNorm, DynamicTanh])
-@pytest.mark.parametrize("between", [
-    lambda y, x: y.relu_(), lambda y, x: y.detach().mul_(2) is None or y, lambda y, x: y[:7].mul_(3) is None or y,
-], ids=["relu_", "a detached alias", "a view"])  # fmt: skip
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda y, x: y.relu_(),
+        lambda y, x: y.detach().mul_(2) is None or y,
+        lambda y, x: y[:7].mul_(3) is None or y,
+    ],
+    ids=["relu_", "a detached alias", "a view"],
+)
 def test_a_linear_layer_reads_what_was_written_into_a_norms_result(kind, between):
     torch.testing.assert_close(*weight_gradients(kind, between))
 

@@ -117,20 +117,24 @@ def no_config(folder):
 REFUSED = {
     "another shape": (narrower, r"v_proj\.lora_B\.weight is \(15, 4\), wanted \(16, 4\)"),
     "another rank than the config's": (option(r=8), r"is \((4, 32|16, 4)\), wanted \((8, 32|16, 8)\)"),
-    "a layer that is not there": (stranger, r"other\.lora_A\.weight"), "a pickle": (as_a_pickle, r"adapter_model\.bin"),
+    "a layer that is not there": (stranger, r"other\.lora_A\.weight"),
+    "a pickle": (as_a_pickle, r"adapter_model\.bin"),
     "integers": (whole_numbers, r"torch\.int32"),
     "DoRA without its magnitudes": (option(use_dora=True), "lora_magnitude_vector"),
     "another method": (option(peft_type="IA3"), "'IA3'"),
     "a changed base": (option(init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
     "a base changed by gradients": (option(init_lora_weights="lora_ga"), "'lora_ga'"),
     "layers used twice": (option(layer_replication=[[0, 1], [0, 1]]), "layer_replication"),
-    "trained biases": (option(bias="all"), "'all'"), "no alpha": (option(lora_alpha=None), "lora_alpha has None"),
-    "a rank in quotes": (option(r="4"), "r has '4'"), "a table that is none": (option(rank_pattern=5), "rank_pattern has 5"),
+    "trained biases": (option(bias="all"), "'all'"),
+    "no alpha": (option(lora_alpha=None), "lora_alpha has None"),
+    "a rank in quotes": (option(r="4"), "r has '4'"),
+    "a table that is none": (option(rank_pattern=5), "rank_pattern has 5"),
     "a broken pattern": (option(alpha_pattern={"(": 3}), r"alpha_pattern has '\('"),
     "targets that backtrack": (option(target_modules="(a+)+b"), "target_modules"),
-    "no targets in the model": (option(target_modules=["c_attn"]), "c_attn"), "no safetensors": (no_safetensors, "safetensors"),
+    "no targets in the model": (option(target_modules=["c_attn"]), "c_attn"),
+    "no safetensors": (no_safetensors, "safetensors"),
     "nothing": (no_config, r"adapter_config\.json"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change, fact", REFUSED.values(), ids=REFUSED)

@@ -14,8 +14,10 @@ from .cases import adapted, folded, placed
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 KINDS = {
-    "DoRA": {"dora": True}, "embedding": {"targets": ["embed_tokens", "q_proj"]}, "head": {"targets": ["lm_head", "q_proj"]},
-}  # fmt: skip
+    "DoRA": {"dora": True},
+    "embedding": {"targets": ["embed_tokens", "q_proj"]},
+    "head": {"targets": ["lm_head", "q_proj"]},
+}
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)

@@ -62,12 +62,15 @@ def scale(model):
 
 
 STATES = {
-    "as they came": lambda model: None, "the second": activate("second"), "both": activate("default", "second"),
+    "as they came": lambda model: None,
+    "the second": activate("second"),
+    "both": activate("default", "second"),
     "disabled": lambda model: model.base_model.disable_adapter_layers(),
     "enabled again": lambda model: [model.base_model.disable_adapter_layers(), model.base_model.enable_adapter_layers()],
-    "merged": lambda model: model.merge_adapter(), "unmerged": lambda model: [model.merge_adapter(), model.unmerge_adapter()],
+    "merged": lambda model: model.merge_adapter(),
+    "unmerged": lambda model: [model.merge_adapter(), model.unmerge_adapter()],
     "another scale": scale,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("change", STATES.values(), ids=STATES)

@@ -15,9 +15,12 @@ from gpubound.measure import Machine, ceiling, timing
 from tests.messages import message
 
 FIGURES = {
-    "copy_bytes_per_s": 4.0e12, "read_bytes_per_s": 4.5e12, "fp32_flops_per_s": 5.0e13, "bf16_flops_per_s": 8.0e14,
+    "copy_bytes_per_s": 4.0e12,
+    "read_bytes_per_s": 4.5e12,
+    "fp32_flops_per_s": 5.0e13,
+    "bf16_flops_per_s": 8.0e14,
     "launch_us": 8.0,
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -138,13 +141,16 @@ def test_another_torch_is_another_machine(measured, monkeypatch, tmp_path):
     assert measured == [False, False] and len(kept(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(("spoil", "why"), [
-    (lambda row: '{"copy', "Unterminated string starting at: line 1 column 2 (char 1)"),
-    (lambda row: "[]", "its fields are not this version's: list"),
-    (lambda row: json.dumps(row | {"old_gbps": 1.0}), "its fields are not this version's: old_gbps"),
-    (lambda row: json.dumps(row | {"launch_us": -1.0}), "launch_us is -1.0"),
-    (lambda row: json.dumps(row | {"copy_bytes_per_s": "fast"}), "copy_bytes_per_s is 'fast'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda row: '{"copy', "Unterminated string starting at: line 1 column 2 (char 1)"),
+        (lambda row: "[]", "its fields are not this version's: list"),
+        (lambda row: json.dumps(row | {"old_gbps": 1.0}), "its fields are not this version's: old_gbps"),
+        (lambda row: json.dumps(row | {"launch_us": -1.0}), "launch_us is -1.0"),
+        (lambda row: json.dumps(row | {"copy_bytes_per_s": "fast"}), "copy_bytes_per_s is 'fast'"),
+    ],
+)
 def test_a_corrupt_cache_is_measured_again_and_said(measured, tmp_path, capsys, spoil, why):
     found = measure.ceilings("cpu")
     (file,) = kept(tmp_path)

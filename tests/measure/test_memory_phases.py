@@ -74,9 +74,14 @@ def test_an_error_names_the_phase_and_the_largest_holders_first(allocator):
     phases.known, phases.predicted = {"weights": 10**9, "moments": 4 * 10**9, "masters": 0}, {"first step": 12 * 10**9}
     text = ran_out(phases, ALLOCATORS)
     facts = (
-        "first step", "14.3 GB", "80.0 GB", "activations and all else 4.6 GB", "graphs 4.7 GB", "moments 4.0 GB",
+        "first step",
+        "14.3 GB",
+        "80.0 GB",
+        "activations and all else 4.6 GB",
+        "graphs 4.7 GB",
+        "moments 4.0 GB",
         "weights 1.0 GB",
-    )  # fmt: skip
+    )
     others = "16.8 MB", "1.0 GB are cached", "939.5 MB", "12.0 GB were predicted"
     assert all(fact in text for fact in (*facts, *others)) and "masters" not in text, text
     assert sorted(facts[4:], key=text.index) == list(facts[4:])
@@ -94,8 +99,11 @@ def test_modules_hold_weights_gradients_and_frozen_weights():
     """A storage of several parameters counts once, and what is on another device not at all."""
     stack = torch.zeros(2, 4, 8)
     q, k, norm, elsewhere = (
-        nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False), nn.BatchNorm1d(4), nn.Linear(8, 4, device="meta"),
-    )  # fmt: skip
+        nn.Linear(8, 4, bias=False),
+        nn.Linear(8, 4, bias=False),
+        nn.BatchNorm1d(4),
+        nn.Linear(8, 4, device="meta"),
+    )
     q.weight.data, k.weight.data = stack
     norm.requires_grad_(False)
     q.weight.grad = torch.zeros(4, 8)

@@ -50,9 +50,18 @@ def test_timing_reads_as_text(clock):
     assert str(measure.time(lambda: clock(0.00123), runs=4, device="cpu")) == message("measure/timing:timing_reads_as_text")
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (2.5, "2.5 s"), (3600.0, "3600 s"), (0.25, "250 ms"), (1.5e-3, "1.5 ms"), (2e-5, "20 µs"), (3.2e-8, "32 ns"), (0.0, "0 ns"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.5, "2.5 s"),
+        (3600.0, "3600 s"),
+        (0.25, "250 ms"),
+        (1.5e-3, "1.5 ms"),
+        (2e-5, "20 µs"),
+        (3.2e-8, "32 ns"),
+        (0.0, "0 ns"),
+    ],
+)
 def test_seconds_in_words(seconds, text):
     assert measure.in_words(seconds) == text
 

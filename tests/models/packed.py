@@ -15,9 +15,11 @@ def packed(rows, width, pieces=None):
     that a row may have, which sets the length of cu_seqlens."""
     pieces = pieces or max(map(len, rows)) + 1
     batch = {
-        "input_ids": torch.zeros(len(rows), width, dtype=torch.int64), "labels": torch.full((len(rows), width), IGNORED),
-        "position_ids": torch.zeros(len(rows), width, dtype=torch.int64), "segment_ids": torch.full((len(rows), width), -1),
-    }  # fmt: skip
+        "input_ids": torch.zeros(len(rows), width, dtype=torch.int64),
+        "labels": torch.full((len(rows), width), IGNORED),
+        "position_ids": torch.zeros(len(rows), width, dtype=torch.int64),
+        "segment_ids": torch.full((len(rows), width), -1),
+    }
     starts = []
     for r, row in enumerate(rows):
         at = 0

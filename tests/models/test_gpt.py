@@ -55,11 +55,14 @@ def test_adapters_on_q_k_and_v_of_one_layer(kind):
 
 OPTIONS = {
     "Falcon of 7B": ("Falcon", {"new_decoder_architecture": False, "bias": False}),
-    "Falcon of RW": ("Falcon", {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
-        "num_kv_heads": None}),
-    "Falcon 2": ("Falcon", {"num_ln_in_parallel_attn": 1}), "StarCoder": ("GPTBigCode", {"multi_query": True}),
+    "Falcon of RW": (
+        "Falcon",
+        {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": None},
+    ),
+    "Falcon 2": ("Falcon", {"num_ln_in_parallel_attn": 1}),
+    "StarCoder": ("GPTBigCode", {"multi_query": True}),
     "GPT-J": ("GPTJ", {"scale_attn_weights": False}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -30,14 +30,32 @@ OWN["olmoe"] = {"num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6}
 QWEN = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
 OWN["mixtral"] = {"num_local_experts": 4, "sliding_window": 6}
 OWN["qwen2_moe"] = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
 OWN["qwen2_moe"] |= QWEN
 OWN["gpt_oss"] = {"sliding_window": 6}
 KINDS = [
-    "decoder", "llama", "mistral", "qwen3", "qwen3 windows", "gemma2", "gemma3", "gemma4", "smollm3", "olmo2", "phi3",
-    "mixtral", "qwen2_moe", "deepseek_v3", "olmoe", "nemotron", "gpt_oss",
-]  # fmt: skip
+    "decoder",
+    "llama",
+    "mistral",
+    "qwen3",
+    "qwen3 windows",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "smollm3",
+    "olmo2",
+    "phi3",
+    "mixtral",
+    "qwen2_moe",
+    "deepseek_v3",
+    "olmoe",
+    "nemotron",
+    "gpt_oss",
+]
 
 
 def make(kind):

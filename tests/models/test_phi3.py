@@ -9,9 +9,12 @@ from ..place.models import assert_close, batch, place, rows, tiny, tokens, train
 
 PAIRS = 4
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(PAIRS)],
-    "long_factor": [2.0 + i for i in range(PAIRS)], "original_max_position_embeddings": 8,
-}  # fmt: skip
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(PAIRS)],
+    "long_factor": [2.0 + i for i in range(PAIRS)],
+    "original_max_position_embeddings": 8,
+}
 
 
 def test_stacked_weights_stay_where_they_are():

@@ -61,11 +61,15 @@ def test_a_layer_takes_its_cache_by_either_name(kind, name):
     assert not torch.allclose(got, layer(x[1, :, :1]))
 
 
-@pytest.mark.parametrize(("options", "why"), [
-    ({"mlp_bias": True}, "biases"), ({"mlp_multipliers": [0.0, 1.0]}, "not above 0"),
-    ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "before their gate"),
-    ({"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"mlp_bias": True}, "biases"),
+        ({"mlp_multipliers": [0.0, 1.0]}, "not above 0"),
+        ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "before their gate"),
+        ({"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
+    ],
+)
 def test_what_falcon_h1_leaves_to_transformers(options, why):
     """The decoder says why, and placing leaves the module as it was."""
     model = cases.build("FalconH1", **options)

@@ -64,10 +64,15 @@ def test_an_image_in_pages_and_in_8_bits():
     assert [row[0] for row in rounded] == [row[0] for row in want]
 
 
-@pytest.mark.parametrize(("kind", "change", "named"), [
-    ("llava", {"input_ids": torch.tensor([[1, 2, *[IMAGE] * 4]]), "attention_mask": None}, "ends with an image"),
-    ("llava", {"n": 2}, "n=1"), ("text", {}, "got pixel_values"), ("qwen3_vl", {}, "positions of a grid"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        ("llava", {"input_ids": torch.tensor([[1, 2, *[IMAGE] * 4]]), "attention_mask": None}, "ends with an image"),
+        ("llava", {"n": 2}, "n=1"),
+        ("text", {}, "got pixel_values"),
+        ("qwen3_vl", {}, "positions of a grid"),
+    ],
+)
 def test_images_that_a_decoder_cannot_read(kind, change, named):
     model = tiny("llama") if kind == "text" else build(kind)
     inputs = with_image("llava", QUESTIONS[0]) | change

@@ -50,10 +50,14 @@ def ticks(chart):
     return [label for x, label in found if x == "66"], [label for x, label in found if x != "66"]
 
 
-@pytest.mark.parametrize(("xs", "ys", "axis", "wanted"), [
-    ([31], [0.0], Axis(), ["31"]), ([1, 2, 3], [1.0, 2.0, 3.0], Axis(), ["1", "2", "3"]),
-    ([12_340, 12_352], [0.991, 0.994], Axis(".0%"), ["12,340", "12,342", "12,344", "12,346", "12,348", "12,350", "12,352"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("xs", "ys", "axis", "wanted"),
+    [
+        ([31], [0.0], Axis(), ["31"]),
+        ([1, 2, 3], [1.0, 2.0, 3.0], Axis(), ["1", "2", "3"]),
+        ([12_340, 12_352], [0.991, 0.994], Axis(".0%"), ["12,340", "12,342", "12,344", "12,346", "12,348", "12,350", "12,352"]),
+    ],
+)
 def test_labels_of_an_axis_differ_and_steps_are_whole(xs, ys, axis, wanted):
     y, x = ticks(line_chart("t", [Series("a", xs, ys)], axis))
     assert x == [*wanted, "step"], "the last is the axis' name"

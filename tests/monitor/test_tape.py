@@ -116,21 +116,30 @@ def test_a_tape_that_is_no_file_is_not_waited_for(tmp_path):
         RunTape.open(tmp_path).steps()
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    (b"{", "run.json: is not JSON (Expecting property name"), (b"[" * 100_000, "run.json: is not JSON ("),
-    (b"\xff", "run.json: is not JSON ('utf-8' codec"),
-    (b"[]", "run.json: holds a JSON list, wanted an object; restore it, or move it away and "),
-    (b"null", "run.json: holds a JSON NoneType, wanted an object; "),
-    (b'{"config": []}', "run.json: config is a list, wanted an object; "),
-    (b'{"machine": "x"}', "run.json: machine is a text, wanted an object; "),
-    (b'{"name": 5}', "run.json: name is a number, wanted a text; "),
-    (b'{"placement": {}}', "run.json: placement is an object, wanted a text; "),
-    (b'{"fallbacks": 5}', "run.json: fallbacks is a number, wanted a list; "),
-    (b'{"fallbacks": [{"what": 1}]}',
-        "run.json: fallbacks holds {'what': 1}, wanted objects with what (a text), why (a text), times (a number); "),
-    (b'{"starts": ["now"]}', "run.json: starts holds 'now', wanted objects with date (a text), command (a text); "),
-    (b'{"starts": [{"date": "", "command": 1e999}]}', "run.json: starts holds {'command': inf, 'date': ''}, wanted objects "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{", "run.json: is not JSON (Expecting property name"),
+        (b"[" * 100_000, "run.json: is not JSON ("),
+        (b"\xff", "run.json: is not JSON ('utf-8' codec"),
+        (b"[]", "run.json: holds a JSON list, wanted an object; restore it, or move it away and "),
+        (b"null", "run.json: holds a JSON NoneType, wanted an object; "),
+        (b'{"config": []}', "run.json: config is a list, wanted an object; "),
+        (b'{"machine": "x"}', "run.json: machine is a text, wanted an object; "),
+        (b'{"name": 5}', "run.json: name is a number, wanted a text; "),
+        (b'{"placement": {}}', "run.json: placement is an object, wanted a text; "),
+        (b'{"fallbacks": 5}', "run.json: fallbacks is a number, wanted a list; "),
+        (
+            b'{"fallbacks": [{"what": 1}]}',
+            "run.json: fallbacks holds {'what': 1}, wanted objects with what (a text), why (a text), times (a number); ",
+        ),
+        (b'{"starts": ["now"]}', "run.json: starts holds 'now', wanted objects with date (a text), command (a text); "),
+        (
+            b'{"starts": [{"date": "", "command": 1e999}]}',
+            "run.json: starts holds {'command': inf, 'date': ''}, wanted objects ",
+        ),
+    ],
+)
 def test_a_run_json_that_is_none_is_named(tmp_path, text, said):
     (tmp_path / "run.json").write_bytes(text)
     for read in (RunTape.open, RunTape.create):
@@ -151,21 +160,29 @@ def test_a_damaged_file_that_is_moved_away_as_the_sentence_says_is_begun_anew(tm
     assert [record["step"] for record in RunTape.open(tmp_path).steps()] == ([1, 2] if name == "run.json" else [2])
 
 
-@pytest.mark.parametrize(("line", "said"), [
-    (b"{", "is not readable JSON: Expecting property name"), (b"", "is not readable JSON: "),
-    (b"[" * 100_000, "is not readable JSON: "), (b"3", "holds a number, wanted an object with a step; remove the line."),
-    (b"null", "holds null, wanted an object with a step; "), (b"{}", "step is None, wanted a whole number; "),
-    (b'{"step": true}', "step is True, wanted a whole number; "), (b'{"step": -1}', "step is -1, wanted a whole number; "),
-    (b'{"step": 1e3}', "step is 1000.0, wanted a whole number; "), (b'{"step": "1"}', "step is '1', wanted a whole number; "),
-    (b'{"step": 9007199254740992}', "step is 9007199254740992, wanted a whole number; "),
-    (b'{"step": 1, "loss": "low"}', "loss is 'low', wanted a number; "),
-    (b'{"step": 1, "loss": [2.0]}', "loss is [2.0], wanted a number; "),
-    (b'{"step": 1, "held_out": true}', "held_out is True, wanted a number; "),
-    (b'{"step": 1, "skipped": {}}', "skipped is {}, wanted a number; "),
-    (b'{"step": 1, "tokens": 1' + b"0" * 400 + b"}", "tokens is 1000"),
-    (b'{"step": 1, "elapsed_s": ""}', "elapsed_s is '', wanted a number; "),
-    (b'{"step": 1, "phase": 2}', "phase is 2, wanted a text; "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "is not readable JSON: Expecting property name"),
+        (b"", "is not readable JSON: "),
+        (b"[" * 100_000, "is not readable JSON: "),
+        (b"3", "holds a number, wanted an object with a step; remove the line."),
+        (b"null", "holds null, wanted an object with a step; "),
+        (b"{}", "step is None, wanted a whole number; "),
+        (b'{"step": true}', "step is True, wanted a whole number; "),
+        (b'{"step": -1}', "step is -1, wanted a whole number; "),
+        (b'{"step": 1e3}', "step is 1000.0, wanted a whole number; "),
+        (b'{"step": "1"}', "step is '1', wanted a whole number; "),
+        (b'{"step": 9007199254740992}', "step is 9007199254740992, wanted a whole number; "),
+        (b'{"step": 1, "loss": "low"}', "loss is 'low', wanted a number; "),
+        (b'{"step": 1, "loss": [2.0]}', "loss is [2.0], wanted a number; "),
+        (b'{"step": 1, "held_out": true}', "held_out is True, wanted a number; "),
+        (b'{"step": 1, "skipped": {}}', "skipped is {}, wanted a number; "),
+        (b'{"step": 1, "tokens": 1' + b"0" * 400 + b"}", "tokens is 1000"),
+        (b'{"step": 1, "elapsed_s": ""}', "elapsed_s is '', wanted a number; "),
+        (b'{"step": 1, "phase": 2}', "phase is 2, wanted a text; "),
+    ],
+)
 def test_a_line_that_is_none_is_named(tmp_path, line, said):
     a_run(tmp_path, steps=1)
     with open(tmp_path / "steps.jsonl", "ab") as file:

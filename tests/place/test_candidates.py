@@ -19,11 +19,15 @@ NO_DROPOUT = dict.fromkeys(
     ("resid_dropout", "resid_pdrop", "embed_dropout", "embd_pdrop", "attention_dropout", "attn_pdrop"), 0.0
 )
 CONFIGS = {
-    "stablelm": {"hidden_dropout": 0.0}, "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "opt": {"ffn_dim": 40, "dropout": 0.0}, "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5, **NO_DROPOUT}, "gptj": {"rotary_dim": 4},
-    "gpt_bigcode": {"multi_query": False, **NO_DROPOUT}, "hyperclovax": {"logits_scaling": 4.0},
-}  # fmt: skip
+    "stablelm": {"hidden_dropout": 0.0},
+    "gpt_neox": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "opt": {"ffn_dim": 40, "dropout": 0.0},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5, **NO_DROPOUT},
+    "gptj": {"rotary_dim": 4},
+    "gpt_bigcode": {"multi_query": False, **NO_DROPOUT},
+    "hyperclovax": {"logits_scaling": 4.0},
+}
 SWAPPED = {"hyperclovax": 9, "gptj": 4}  # of the others 6
 NORMS_ALONE = ("hyperclovax",)  # its logits are scaled
 

@@ -143,21 +143,31 @@ def pruned_mlp(model):
 
 
 CHANGES = {
-    "heads pruned": ("llama", pruned_heads), "heads pruned, with biases": ("llama biased", pruned_heads),
-    "heads pruned of qwen3": ("qwen3", pruned_heads), "heads pruned of smollm3": ("smollm3", pruned_heads),
-    "heads pruned of phi3": ("phi3", pruned_heads_of_phi3), "query heads pruned": ("llama", pruned_query_heads),
-    "query heads pruned of gemma2": ("gemma2", pruned_query_heads), "MLP pruned": ("llama", pruned_mlp),
-    "eps of llama": ("llama", set_eps), "eps of qwen3, heads too": ("qwen3", set_eps), "eps of gemma": ("gemma", set_eps),
-    "eps of olmo2": ("olmo2", set_eps), "is_causal": ("llama", of_attention("is_causal", False)),
+    "heads pruned": ("llama", pruned_heads),
+    "heads pruned, with biases": ("llama biased", pruned_heads),
+    "heads pruned of qwen3": ("qwen3", pruned_heads),
+    "heads pruned of smollm3": ("smollm3", pruned_heads),
+    "heads pruned of phi3": ("phi3", pruned_heads_of_phi3),
+    "query heads pruned": ("llama", pruned_query_heads),
+    "query heads pruned of gemma2": ("gemma2", pruned_query_heads),
+    "MLP pruned": ("llama", pruned_mlp),
+    "eps of llama": ("llama", set_eps),
+    "eps of qwen3, heads too": ("qwen3", set_eps),
+    "eps of gemma": ("gemma", set_eps),
+    "eps of olmo2": ("olmo2", set_eps),
+    "is_causal": ("llama", of_attention("is_causal", False)),
     "is_causal of phi3": ("phi3", of_attention("is_causal", False)),
     "attention_dropout": ("llama", of_attention("attention_dropout", 0.5)),
     "attention_dropout of gemma2": ("gemma2", of_attention("attention_dropout", 0.5)),
-    "use_rope": ("smollm3", of_attention("use_rope", 0)), "rotary_emb put in": ("llama", other_rotary),
-    "rotary_emb put in to gemma3": ("gemma3", other_rotary), "hook on rotary_emb": ("llama", hooked_rotary),
+    "use_rope": ("smollm3", of_attention("use_rope", 0)),
+    "rotary_emb put in": ("llama", other_rotary),
+    "rotary_emb put in to gemma3": ("gemma3", other_rotary),
+    "hook on rotary_emb": ("llama", hooked_rotary),
     "forward patched onto rotary_emb": ("gemma3", patched_rotary),
     "attention_scaling of rotary_emb": ("llama", other_scaling("attention_scaling")),
     "attention_scaling of gemma3's": ("gemma3", other_scaling("full_attention_attention_scaling")),
-    "layer wrapped": ("llama", wrapped_layer), "layer wrapped in olmo2": ("olmo2", wrapped_layer),
+    "layer wrapped": ("llama", wrapped_layer),
+    "layer wrapped in olmo2": ("olmo2", wrapped_layer),
     "layer of another class": ("llama", layer_of_another_class),
     "mlp of another class": ("llama", of_another_class("model.layers.0.mlp")),
     "attention of another class": ("llama", of_another_class("model.layers.0.self_attn")),
@@ -166,14 +176,15 @@ CHANGES = {
     "norm behind a part of another class": ("olmo2", of_another_class("model.layers.0.post_feedforward_layernorm")),
     "final norm of another class": ("phi3", of_another_class("model.norm")),
     "rotary_emb of another class": ("llama", of_another_class("model.rotary_emb")),
-    "layers by turns": ("gemma3", swapped_layers), "sliding_window of mistral": ("mistral", of_config("sliding_window", 4)),
+    "layers by turns": ("gemma3", swapped_layers),
+    "sliding_window of mistral": ("mistral", of_config("sliding_window", 4)),
     "sliding_window of phi3": ("phi3", of_config("sliding_window", 4)),
     "layer_types": ("gemma3", of_config("layer_types", ["full_attention"] * 2)),
     "is_causal of the config": ("llama", of_config("is_causal", False)),
     "use_bidirectional_attention": ("gemma3", of_config("use_bidirectional_attention", True)),
     "final_logit_softcapping": ("gemma2", of_config("final_logit_softcapping", 1.0)),
     "dropout of blocks": ("phi3", of_dropouts),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -195,11 +206,15 @@ def test_a_change_is_heeded(name):
 
 
 PATCHED = {
-    "mlp": ("llama", "model.layers.0.mlp"), "attention": ("llama", "model.layers.0.self_attn"),
-    "attention of gemma2": ("gemma2", "model.layers.0.self_attn"), "norms": ("qwen3", "model.norm"),
-    "layers": ("llama", "model.layers.0"), "rotary_emb": ("llama", "model.rotary_emb"), "trunk": ("llama", "model"),
+    "mlp": ("llama", "model.layers.0.mlp"),
+    "attention": ("llama", "model.layers.0.self_attn"),
+    "attention of gemma2": ("gemma2", "model.layers.0.self_attn"),
+    "norms": ("qwen3", "model.norm"),
+    "layers": ("llama", "model.layers.0"),
+    "rotary_emb": ("llama", "model.rotary_emb"),
+    "trunk": ("llama", "model"),
     "model": ("llama", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PATCHED)

@@ -47,17 +47,26 @@ def lacking(folder):
 
 
 WEIGHTS = {
-    "truncated": truncated, "garbage": written("model.safetensors", b"\xff" * 999), "empty": written("model.safetensors", b""),
-    "tensors missing": lacking, "another width": config(hidden_size=64), "another vocabulary": config(vocab_size=77),
+    "truncated": truncated,
+    "garbage": written("model.safetensors", b"\xff" * 999),
+    "empty": written("model.safetensors", b""),
+    "tensors missing": lacking,
+    "another width": config(hidden_size=64),
+    "another vocabulary": config(vocab_size=77),
     "more layers": config(num_hidden_layers=10**9),
-}  # fmt: skip
+}
 CONFIGS = {
-    "negative layers": config(num_hidden_layers=-1), "no heads": config(num_attention_heads=0),
-    "null width": config(hidden_size=None), "a text for a number": config(intermediate_size="many"),
-    "unknown dtype": config(dtype="float3", torch_dtype="float3"), "unknown family": config(model_type="nobody"),
-    "no family": config(model_type="(absent)", architectures="(absent)"), "no JSON": written("config.json", b"{"),
-    "a list": written("config.json", b"[1]"), "not UTF-8": written("config.json", b"\xff\xfe{"),
-}  # fmt: skip
+    "negative layers": config(num_hidden_layers=-1),
+    "no heads": config(num_attention_heads=0),
+    "null width": config(hidden_size=None),
+    "a text for a number": config(intermediate_size="many"),
+    "unknown dtype": config(dtype="float3", torch_dtype="float3"),
+    "unknown family": config(model_type="nobody"),
+    "no family": config(model_type="(absent)", architectures="(absent)"),
+    "no JSON": written("config.json", b"{"),
+    "a list": written("config.json", b"[1]"),
+    "not UTF-8": written("config.json", b"\xff\xfe{"),
+}
 SIZES = {
     "a billion layers": config(num_hidden_layers=10**9),
     "a hundred terabytes": config(hidden_size=2**18, intermediate_size=2**24),

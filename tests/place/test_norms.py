@@ -57,10 +57,12 @@ class Fp32LayerNorm(nn.LayerNorm):
 
 
 KINDS = {
-    "layer_norm": (LayerNorm, "layer_norm", 1e-5), "layer_norm without bias": (lambda: LayerNorm(False), "layer_norm", 1e-5),
-    "rms_norm": (HandWritten, "rms_norm", 3e-6), "rms_norm large eps": (lambda: HandWritten(1e-3), "rms_norm", 1e-3),
+    "layer_norm": (LayerNorm, "layer_norm", 1e-5),
+    "layer_norm without bias": (lambda: LayerNorm(False), "layer_norm", 1e-5),
+    "rms_norm": (HandWritten, "rms_norm", 3e-6),
+    "rms_norm large eps": (lambda: HandWritten(1e-3), "rms_norm", 1e-3),
     "rms_norm shifted": (Shifted, "rms_norm", 3e-6),
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):

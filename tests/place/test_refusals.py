@@ -201,9 +201,16 @@ def test_a_mapping_is_keywords():
     assert place(nn.Linear(2, 2), example=batch).verified
 
 
-@pytest.mark.parametrize("make", [
-    tiny, lambda: Decoder(DecoderConfig(16, 24, 1, 2, 1, 50)), lambda: nn.Sequential(nn.LayerNorm(4)), lambda: nn.Linear(2, 2),
-], ids=["transformers", "Decoder", "norms", "nothing to swap"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny,
+        lambda: Decoder(DecoderConfig(16, 24, 1, 2, 1, 50)),
+        lambda: nn.Sequential(nn.LayerNorm(4)),
+        lambda: nn.Linear(2, 2),
+    ],
+    ids=["transformers", "Decoder", "norms", "nothing to swap"],
+)
 def test_a_placed_model_is_refused_until_undo(make):
     model = make()
     placement = place(model)

@@ -66,15 +66,17 @@ PADDED = torch.ones(2, 12, dtype=torch.long)
 PADDED[0, 9:] = 0
 LEFT = PADDED.flip(1)
 READS = {
-    "plain": {}, "right-padded": {"attention_mask": PADDED},
+    "plain": {},
+    "right-padded": {"attention_mask": PADDED},
     "left-padded": {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(1) - 1).clamp_min(0)},
     "all ones": {"attention_mask": torch.ones(2, 12, dtype=torch.long)},
     "shifted positions": {"position_ids": torch.arange(12)[None] + 5},
     "positions of each row": {"position_ids": torch.stack([torch.arange(12), torch.arange(12) + 20])},
     "documents packed in a row": {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]] * 2)},
     "4D mask": {"attention_mask": torch.ones(12, 12, dtype=torch.bool).tril(-0).expand(2, 1, 12, 12)},
-    "hidden states": {"output_hidden_states": True}, "tuple": {"return_dict": False},
-}  # fmt: skip
+    "hidden states": {"output_hidden_states": True},
+    "tuple": {"return_dict": False},
+}
 
 
 PLAIN = [name for name in CONFIGS if " " not in name]

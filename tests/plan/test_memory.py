@@ -101,12 +101,18 @@ def test_shards_save_the_same_bytes(least):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "precision", "recompute", "least", "options"), [
-    (ADAPTED, "bf16", "cheap", LEAST_BYTES, {}), (ADAPTED, "fp32", "1", LEAST_BYTES, {}), (NORMED, "fp32", "cheap", 0, {}),
-    (ADAPTED, "bf16", "cheap", 0, {"base": "nf4"}), (ADAPTED, "bf16", "cheap", 0, {"base": "fp8"}),
-    (ADAPTED, "fp32", "cheap", 0, {"targets": ("q_proj", "v_proj")}),
-    (ADAPTED, "fp32", "cheap", LEAST_BYTES, {"targets": ("q_proj", "v_proj")}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "precision", "recompute", "least", "options"),
+    [
+        (ADAPTED, "bf16", "cheap", LEAST_BYTES, {}),
+        (ADAPTED, "fp32", "1", LEAST_BYTES, {}),
+        (NORMED, "fp32", "cheap", 0, {}),
+        (ADAPTED, "bf16", "cheap", 0, {"base": "nf4"}),
+        (ADAPTED, "bf16", "cheap", 0, {"base": "fp8"}),
+        (ADAPTED, "fp32", "cheap", 0, {"targets": ("q_proj", "v_proj")}),
+        (ADAPTED, "fp32", "cheap", LEAST_BYTES, {"targets": ("q_proj", "v_proj")}),
+    ],
+)
 def test_saved_bytes_of_adapters_are_close(config, precision, recompute, least, options):
     """The first block saves less, for no gradient enters it. A plan counts all blocks alike."""
     lora = Lora(4, **options)

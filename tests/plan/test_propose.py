@@ -93,11 +93,16 @@ def test_a_base_that_fits_no_gpu_is_sharded_and_a_quantised_one_is_replicated(fo
     assert all(p.step.tokens_per_step == 4096 * 1024 for p in full)
 
 
-@pytest.mark.parametrize(("lora", "facts"), [
-    ({"dora": True}, ("lora", "dora")), ({"dropout": 0.1}, ("lora", "dropout")),
-    ({"targets": ["q_proj", "embed_tokens"]}, ("targets", "blocks")),
-    ({"targets": r".*\.[01]\.self_attn\.q_proj"}, ("targets", "blocks")), ({"targets": ["nose"]}, ("'nose'", "q_proj")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lora", "facts"),
+    [
+        ({"dora": True}, ("lora", "dora")),
+        ({"dropout": 0.1}, ("lora", "dropout")),
+        ({"targets": ["q_proj", "embed_tokens"]}, ("targets", "blocks")),
+        ({"targets": r".*\.[01]\.self_attn\.q_proj"}, ("targets", "blocks")),
+        ({"targets": ["nose"]}, ("'nose'", "q_proj")),
+    ],
+)
 def test_adapters_that_are_not_counted_are_refused(folder, lora, facts):
     with pytest.raises(ValueError) as caught:
         step_of(adapted(folder, **lora))

@@ -22,10 +22,18 @@ def test_docstring_examples(module):
     assert found.attempted > 0 and found.failed == 0
 
 
-@pytest.mark.parametrize(("unit", "ours", "peer", "wanted"), [
-    ("GB/s", 3.0, 2.0, 1.5), ("tok/s", 1.0, 2.0, 0.5), ("ms", 2.0, 3.0, 1.5), ("GiB", 4.0, 2.0, 0.5), ("syncs", 0, 0, 1.0),
-    ("syncs", 0, 2, 1.0), ("syncs", 1, 0, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("unit", "ours", "peer", "wanted"),
+    [
+        ("GB/s", 3.0, 2.0, 1.5),
+        ("tok/s", 1.0, 2.0, 0.5),
+        ("ms", 2.0, 3.0, 1.5),
+        ("GiB", 4.0, 2.0, 0.5),
+        ("syncs", 0, 0, 1.0),
+        ("syncs", 0, 2, 1.0),
+        ("syncs", 1, 0, 0.0),
+    ],
+)
 def test_above_one_is_better_whatever_the_unit(unit, ours, peer, wanted):
     assert ratio(unit, ours, peer) == wanted
 
@@ -64,10 +72,14 @@ def test_the_newest_of_each_case_and_peer_counts():
     assert newest([later, same_second]) == [same_second]
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    ("{'a': 1}", "not a JSON line (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "),
-    ('{"bench": "kernels"}', "the fields differ from a result line's: "), ("3", "the fields differ from a result line's: int."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{'a': 1}", "not a JSON line (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "),
+        ('{"bench": "kernels"}', "the fields differ from a result line's: "),
+        ("3", "the fields differ from a result line's: int."),
+    ],
+)
 def test_a_foreign_line_is_named(tmp_path, text, sentence):
     file = tmp_path / "h200.jsonl"
     file.write_text(json.dumps(asdict(LINE)) + "\n" + text + "\n")

@@ -63,10 +63,13 @@ def test_whole_work_stands_beside_every_kind_of_rival():
     lines = [
         replace(work, bench="decode", case="350m batch 16", peer_name="graph", ratio=4.5),
         replace(work, bench="decode", case="350m batch 2", peer_name="graph", ratio=5.6),
-        replace(steps, peer_name="liger-autocast", ratio=1.4), replace(steps, peer_name="liger", ratio=0.98),
-        replace(steps, peer_name="hf", ratio=17.2), replace(steps, peer_name="bf16 rate", ratio=0.6),
-        replace(steps, unit="GiB", peer_name="liger", ratio=0.5), LINE,
-    ]  # fmt: skip
+        replace(steps, peer_name="liger-autocast", ratio=1.4),
+        replace(steps, peer_name="liger", ratio=0.98),
+        replace(steps, peer_name="hf", ratio=17.2),
+        replace(steps, peer_name="bf16 rate", ratio=0.6),
+        replace(steps, unit="GiB", peer_name="liger", ratio=0.5),
+        LINE,
+    ]
     said = [line for line in beside.table(lines).splitlines() if line.startswith("|")]
     assert said == [
         message("results/page:whole_work_stands_beside"),

@@ -146,11 +146,19 @@ def test_conversations_end_where_there_is_no_room(tmp_path):
     assert run.tape.steps()[0]["turns"] < 3
 
 
-@pytest.mark.parametrize(("environment", "words"), [
-    (lambda episode: 1 / 0, "ZeroDivisionError"), (lambda episode: exit(3), "SystemExit"),
-    (lambda episode: "a text", "tokenizer"), (lambda episode: [WORDS], str(WORDS)), (lambda episode: 7, "wanted a text"),
-    (lambda episode: episode.tokens.clear() or [1], "state"), (lambda episode: time.sleep(3), "0.2 seconds"),
-], ids=["raises", "exits", "text", "token", "number", "clears", "hangs"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (lambda episode: 1 / 0, "ZeroDivisionError"),
+        (lambda episode: exit(3), "SystemExit"),
+        (lambda episode: "a text", "tokenizer"),
+        (lambda episode: [WORDS], str(WORDS)),
+        (lambda episode: 7, "wanted a text"),
+        (lambda episode: episode.tokens.clear() or [1], "state"),
+        (lambda episode: time.sleep(3), "0.2 seconds"),
+    ],
+    ids=["raises", "exits", "text", "token", "number", "clears", "hangs"],
+)
 def test_an_environment_that_fails_is_named_and_nothing_is_lost(environment, words, tmp_path):
     with pytest.raises(RewardError, match=words) as error:
         train(tmp_path, environment=environment, steps=2, timeout=0.2, **TALK)
@@ -158,12 +166,17 @@ def test_an_environment_that_fails_is_named_and_nothing_is_lost(environment, wor
     assert train(tmp_path, environment=goes_on, steps=1, resume=True, **TALK).done == 1
 
 
-@pytest.mark.parametrize(("keys", "words"), [
-    ({"environment": goes_on, "turns": 3}, "seq"), ({"environment": goes_on, "seq": 40}, "turns"),
-    ({"turns": 3}, "environment"), ({"environment": "python_tol", "turns": 2, "seq": 40}, "python_tool"),
-    ({"environment": "nowhere.py:reply", "turns": 2, "seq": 40}, "environment: nowhere.py"),
-    ({"environment": 7, "turns": 2, "seq": 40}, "function"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"environment": goes_on, "turns": 3}, "seq"),
+        ({"environment": goes_on, "seq": 40}, "turns"),
+        ({"turns": 3}, "environment"),
+        ({"environment": "python_tol", "turns": 2, "seq": 40}, "python_tool"),
+        ({"environment": "nowhere.py:reply", "turns": 2, "seq": 40}, "environment: nowhere.py"),
+        ({"environment": 7, "turns": 2, "seq": 40}, "function"),
+    ],
+)
 def test_what_is_no_environment_is_refused(keys, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         train(tmp_path, steps=1, **keys)

@@ -207,10 +207,14 @@ def learnt(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make, keys", [
-    pytest.param(policy, {"graph": "require"}, marks=pytest.mark.slow), (policy, {"cache": "int8", "passes": 2}),
-    pytest.param(wide_policy, {"exact": True}, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, keys",
+    [
+        pytest.param(policy, {"graph": "require"}, marks=pytest.mark.slow),
+        (policy, {"cache": "int8", "passes": 2}),
+        pytest.param(wide_policy, {"exact": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_cache_and_step_share_memory(make, keys, tmp_path, monkeypatch):
     """On a CPU this saves nothing, but each step begins with an empty cache, too."""
     keys = {"steps": 3, "eval_prompts": [[1, 2], [8]], "eval_every": 2} | keys
@@ -307,11 +311,19 @@ def exits(completion_ids, **_):
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize(("reward", "words"), [
-    (raises, "KeyError"), (exits, "SystemExit: 3"), (hangs, "0.2 seconds"),
-    (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"), (lambda completion_ids: [1.0], "1 numbers"),
-    (lambda completion_ids: [1e39] * len(completion_ids), "fp32"), (lambda completion_ids: "good", "good"),
-], ids=["raises", "exits", "hangs", "nan", "count", "large", "text"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (raises, "KeyError"),
+        (exits, "SystemExit: 3"),
+        (hangs, "0.2 seconds"),
+        (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"),
+        (lambda completion_ids: [1.0], "1 numbers"),
+        (lambda completion_ids: [1e39] * len(completion_ids), "fp32"),
+        (lambda completion_ids: "good", "good"),
+    ],
+    ids=["raises", "exits", "hangs", "nan", "count", "large", "text"],
+)
 def test_a_reward_that_fails_is_named_and_the_steps_before_are_saved(reward, words, tmp_path):
     with pytest.raises(RewardError, match=words) as error:
         train(tmp_path / "run", rewards=reward, timeout=0.2, steps=2)

@@ -30,12 +30,20 @@ def test_unit_tests_run_the_last_block_of_code():
     assert UnitTests()(completions=answers, tests=["assert f(1) == 2"] * 4) == [1, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("code", "words"), [
-    ("while True: pass", "0.5 seconds"), ("import time; time.sleep(60)", "0.5 seconds"),
-    ("x = bytearray(1 << 31)", "MemoryError"), ("open('file', 'wb').write(bytes(1 << 22))", ""),
-    ("import sys; sys.exit(3)", "exit code 3"), ("exit(0)\nassert False", "exit"),
-    ("import os\nos._exit(0)\nassert False", "exit"), ("import sys\nwhile True: sys.stderr.write('x' * 4096)", "x"),
-], ids=["computes", "sleeps", "memory", "disk", "exit code", "exit", "os._exit", "errors"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("while True: pass", "0.5 seconds"),
+        ("import time; time.sleep(60)", "0.5 seconds"),
+        ("x = bytearray(1 << 31)", "MemoryError"),
+        ("open('file', 'wb').write(bytes(1 << 22))", ""),
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("exit(0)\nassert False", "exit"),
+        ("import os\nos._exit(0)\nassert False", "exit"),
+        ("import sys\nwhile True: sys.stderr.write('x' * 4096)", "x"),
+    ],
+    ids=["computes", "sleeps", "memory", "disk", "exit code", "exit", "os._exit", "errors"],
+)
 @pytest.mark.slow
 def test_code_meets_its_limits(code, words):
     passed, why, _ = run_code(code, seconds=0.5)
@@ -45,8 +53,12 @@ def test_code_meets_its_limits(code, words):
 @pytest.mark.slow
 def test_an_answer_cannot_exit_before_its_tests():
     answers = [
-        "def f(n): exit(0)", "import os\ndef f(n): os._exit(0)", "raise SystemExit", "def f(n): return n + 1", "def f(n): 3",
-    ]  # fmt: skip
+        "def f(n): exit(0)",
+        "import os\ndef f(n): os._exit(0)",
+        "raise SystemExit",
+        "def f(n): return n + 1",
+        "def f(n): 3",
+    ]
     case = "import unittest\nclass T(unittest.TestCase):\n def test(self): self.assertEqual(f(1), 2)\nunittest.main()"
     assert UnitTests()(completions=answers, tests=["assert f(1) == 2"] * 5) == [0, 0, 0, 1, 0]
     assert UnitTests()(completions=answers, tests=[case] * 5) == [0, 0, 0, 1, 0]
@@ -75,10 +87,17 @@ def test_numbers_may_be_those_of_numpy():
     assert _call(lambda: np.ones(2, np.float32), {}) == _call(lambda: [np.float32(1), True], {}) == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(("rewards", "words"), [
-    ([], "function"), ("exact_match", "function"), ({"exact": 1}, "exact_match"), ({"exact_match": "much"}, "weight"),
-    ({"regex": {"patern": "a"}}, "pattern"), ([len, len], "twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([], "function"),
+        ("exact_match", "function"),
+        ({"exact": 1}, "exact_match"),
+        ({"exact_match": "much"}, "weight"),
+        ({"regex": {"patern": "a"}}, "pattern"),
+        ([len, len], "twice"),
+    ],
+)
 def test_what_is_no_reward_is_refused(rewards, words):
     with pytest.raises(ValueError, match=words):
         read_rewards(rewards)

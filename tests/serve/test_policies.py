@@ -176,20 +176,27 @@ def test_a_quantised_base_stays_as_it_is():
     assert [one["tokens"] for one in mixed] == alone and alone[0] == alone[2]
 
 
-@pytest.mark.parametrize(("call", "given"), [
-    ("forward_backward", {"name": "thrid", "examples": FIRST}), ("forward_backward", {"name": "first", "examples": []}),
-    ("forward_backward", {"name": "first", "examples": [{"prompt": [1]}]}),
-    ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"reward": 1}]}),
-    ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"answer": [WORDS]}]}),
-    ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"answer": "text"}]}),
-    ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"answer": [1] * LENGTH}]}),
-    ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"advantage": [1.0]}]}),
-    ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"advantage": float("nan")}]}),
-    ("forward_backward", {"name": "first", "examples": FIRST, "objective": "ppo"}),
-    ("forward_backward", {"name": "first", "examples": FIRST, "objective": "grpo", "klo": 1}),
-    ("optim_step", {"name": "first"}), ("sample", {"name": "first", "prompts": []}), ("create", {"name": "first"}),
-    ("create", {"name": "third", "clip": -1}), ("load_state", {"name": "third", "folder": "nowhere"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "given"),
+    [
+        ("forward_backward", {"name": "thrid", "examples": FIRST}),
+        ("forward_backward", {"name": "first", "examples": []}),
+        ("forward_backward", {"name": "first", "examples": [{"prompt": [1]}]}),
+        ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"reward": 1}]}),
+        ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"answer": [WORDS]}]}),
+        ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"answer": "text"}]}),
+        ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"answer": [1] * LENGTH}]}),
+        ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"advantage": [1.0]}]}),
+        ("forward_backward", {"name": "first", "examples": [FIRST[0] | {"advantage": float("nan")}]}),
+        ("forward_backward", {"name": "first", "examples": FIRST, "objective": "ppo"}),
+        ("forward_backward", {"name": "first", "examples": FIRST, "objective": "grpo", "klo": 1}),
+        ("optim_step", {"name": "first"}),
+        ("sample", {"name": "first", "prompts": []}),
+        ("create", {"name": "first"}),
+        ("create", {"name": "third", "clip": -1}),
+        ("load_state", {"name": "third", "folder": "nowhere"}),
+    ],
+)
 def test_what_cannot_be_done_is_one_sentence(call, given):
     found = policies("first")
     with pytest.raises((ValueError, DataError)) as error:
@@ -284,21 +291,30 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
     assert quantised or "graphs captured again" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("call", "words"), [
-    (lambda found: policies(max_length=0), "max_length"), (lambda found: policies(max_batch="4"), "max_batch"),
-    (lambda found: policies(rows=0), "rows"), (lambda found: found.create(["first"]), "name"),
-    (lambda found: found.create("lora_B"), "lora_B"), (lambda found: found.create("third", seed="x"), "seed"),
-    (lambda found: found.create("third", rnak=4), "create: 'rnak' is unknown; did you mean 'rank'?"),
-    (lambda found: found.create("third", targets=5), "targets"), (lambda found: found.create("third", betas=5), "betas"),
-    (lambda found: found.create("third", betas=[None, 0.9]), "betas"), (lambda found: found.load_state([], "folder"), "name"),
-    (lambda found: found.sample(5, [[1]]), "name"), (lambda found: found.sample("first", [[1]], n=10**9), "1,048,576"),
-    (lambda found: found.sample("first", [[1]], adapters=["first"]), "adapters"),
-    (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 10**400}]), "advantage"),
-    (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 1e39}]), "advantage"),
-    (lambda found: found.forward_backward("first", FIRST, "grpo", kl=10**400), "kl"),
-    (lambda found: found.forward_backward("first", FIRST, "dr_grpo", max_tokens=True), "max_tokens"),
-    (lambda found: found.optim_step("first", lr=10**400), "no gradients"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda found: policies(max_length=0), "max_length"),
+        (lambda found: policies(max_batch="4"), "max_batch"),
+        (lambda found: policies(rows=0), "rows"),
+        (lambda found: found.create(["first"]), "name"),
+        (lambda found: found.create("lora_B"), "lora_B"),
+        (lambda found: found.create("third", seed="x"), "seed"),
+        (lambda found: found.create("third", rnak=4), "create: 'rnak' is unknown; did you mean 'rank'?"),
+        (lambda found: found.create("third", targets=5), "targets"),
+        (lambda found: found.create("third", betas=5), "betas"),
+        (lambda found: found.create("third", betas=[None, 0.9]), "betas"),
+        (lambda found: found.load_state([], "folder"), "name"),
+        (lambda found: found.sample(5, [[1]]), "name"),
+        (lambda found: found.sample("first", [[1]], n=10**9), "1,048,576"),
+        (lambda found: found.sample("first", [[1]], adapters=["first"]), "adapters"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 10**400}]), "advantage"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 1e39}]), "advantage"),
+        (lambda found: found.forward_backward("first", FIRST, "grpo", kl=10**400), "kl"),
+        (lambda found: found.forward_backward("first", FIRST, "dr_grpo", max_tokens=True), "max_tokens"),
+        (lambda found: found.optim_step("first", lr=10**400), "no gradients"),
+    ],
+)
 def test_what_a_call_does_not_take_is_named_and_changes_nothing(call, words):
     found = refusing()
     assert words in refusal(ValueError, lambda: call(found))

@@ -125,8 +125,10 @@ def test_what_http_does_not_allow_is_refused_in_json(echo, tmp_path, capsys):
     head = b"POST /status HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     with serving(echo, tmp_path) as server:
         requests = [
-            b"nonsense\r\n\r\n", b"PUT /status HTTP/1.1\r\nHost: [::1]:1\r\n\r\n", b"POST / HTTP/1.1\r\nX: " + b"x" * 70000,
-        ]  # fmt: skip
+            b"nonsense\r\n\r\n",
+            b"PUT /status HTTP/1.1\r\nHost: [::1]:1\r\n\r\n",
+            b"POST / HTTP/1.1\r\nX: " + b"x" * 70000,
+        ]
         for request in (*requests, head + b"9" * 5000 + b"\r\n\r\n"):
             *_, body = raw(server, request).split(b"\r\n")
             assert json.loads(body).keys() == {"error"}

@@ -156,10 +156,18 @@ def test_blocks_that_take_no_turns():
         braided(linear, True)(x)
 
 
-@pytest.mark.parametrize(("options", "wanted"), [
-    ({"accumulate": 2}, "accumulate=1"), ({"clip": 1.0}, "clip=None"), ({"optimizer": Muon()}, "AdamW"),
-    ({"optimizer": torch.optim.SGD}, "AdamW"), ({"precision": "fp16"}, "bf16"), ({"overlap": True}, "overlap=False"),
-], ids=spelled)  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"accumulate": 2}, "accumulate=1"),
+        ({"clip": 1.0}, "clip=None"),
+        ({"optimizer": Muon()}, "AdamW"),
+        ({"optimizer": torch.optim.SGD}, "AdamW"),
+        ({"precision": "fp16"}, "bf16"),
+        ({"overlap": True}, "overlap=False"),
+    ],
+    ids=spelled,
+)
 def test_what_needs_the_whole_gradient_is_refused(options, wanted):
     with pytest.raises(ValueError, match=f"update_in_backward.*{wanted}"):
         TrainStep(decoder(True), "next_token", **options, update_in_backward=True)

@@ -46,15 +46,22 @@ class WithIds(NanoGPT):
         return self.head(self.table(input_ids))
 
 
-@pytest.mark.parametrize("changes, facts", [
-    ({"labels": put(WORDS)}, ["labels", "40", "vocabulary of 40"]), ({"labels": put(-1)}, ["labels", "-1", "-100"]),
-    ({"input_ids": put(WORDS + 2)}, ["input_ids", "42", "vocabulary of 40"]), ({"input_ids": put(-3)}, ["input_ids", "-3"]),
-    ({"input_ids": put(1).float()}, ["input_ids", "torch.float32", "torch.int64"]),
-    ({"labels": put(1).float()}, ["labels", "torch.float32"]), ({"labels": None}, ["labels", "NoneType"]),
-    ({"labels": [1, 2]}, ["labels", "list"]),
-    ({"input_ids": torch.empty(0, 8, dtype=torch.int64), "labels": torch.empty(0, 8, dtype=torch.int64)}, ["(0, 8)"]),
-    ({"colour": torch.ones(2)}, ["colour", "Decoder.forward", "input_ids"]),
-], ids=lambda value: " ".join(value) if isinstance(value, list) and isinstance(value[0], str) else None)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, facts",
+    [
+        ({"labels": put(WORDS)}, ["labels", "40", "vocabulary of 40"]),
+        ({"labels": put(-1)}, ["labels", "-1", "-100"]),
+        ({"input_ids": put(WORDS + 2)}, ["input_ids", "42", "vocabulary of 40"]),
+        ({"input_ids": put(-3)}, ["input_ids", "-3"]),
+        ({"input_ids": put(1).float()}, ["input_ids", "torch.float32", "torch.int64"]),
+        ({"labels": put(1).float()}, ["labels", "torch.float32"]),
+        ({"labels": None}, ["labels", "NoneType"]),
+        ({"labels": [1, 2]}, ["labels", "list"]),
+        ({"input_ids": torch.empty(0, 8, dtype=torch.int64), "labels": torch.empty(0, 8, dtype=torch.int64)}, ["(0, 8)"]),
+        ({"colour": torch.ones(2)}, ["colour", "Decoder.forward", "input_ids"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and isinstance(value[0], str) else None,
+)
 def test_a_batch_that_the_model_cannot_take(changes, facts, request):
     """By turns to both losses, and in a step with graphs and one without."""
     number = request.node.callspec.indices["changes"]

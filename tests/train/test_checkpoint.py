@@ -77,14 +77,16 @@ def test_a_damaged_score_is_not_the_best(tmp_path):
 
 DAMAGED = "is damaged: its {} does not have the checksum that was written with it."
 DAMAGES = {
-    "cut off": DAMAGED.format("tensors.safetensors"), "a bit flipped": DAMAGED.format("tensors.safetensors"),
-    "a fact changed": DAMAGED.format("state.json"), "another step": DAMAGED.format("state.json"),
+    "cut off": DAMAGED.format("tensors.safetensors"),
+    "a bit flipped": DAMAGED.format("tensors.safetensors"),
+    "a fact changed": DAMAGED.format("state.json"),
+    "another step": DAMAGED.format("state.json"),
     "a key lost": DAMAGED.format("state.json"),
     "no checksum": "is not a whole checkpoint: its state.json is not one that this version of gpubound writes.",
     "no state": "is not a whole checkpoint: [Errno 2] No such file or directory: '{}/state.json'.",
     "half a state": "is not a whole checkpoint: Unterminated string starting at: line 1 column 13 (char 12).",
     "no tensors": "is not a whole checkpoint: [Errno 2] No such file or directory: '{}/tensors.safetensors'.",
-}  # fmt: skip
+}
 
 
 REWRITTEN = {

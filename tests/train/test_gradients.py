@@ -104,8 +104,12 @@ def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it(when, monkeyp
     """Products add to the fp32 sums unseen, and would hand the hook None. What takes the gradients left None to later hooks."""
     monkeypatch.setattr(trace, "fallbacks", Counter())
     hooked = (
-        "model.embed_tokens.weight", "self_attn.k_proj.weight", "mlp.down_proj.weight", "model.norm.weight", "lm_head.weight",
-    )  # fmt: skip
+        "model.embed_tokens.weight",
+        "self_attn.k_proj.weight",
+        "mlp.down_proj.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+    )
     ids = torch.randint(256, (2, 8), generator=torch.Generator().manual_seed(0))
     batch, ends, before = {"input_ids": ids, "labels": ids}, [], {}
     for hooks in (False, True):

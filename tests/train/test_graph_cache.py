@@ -177,8 +177,10 @@ class TestShapes:
         changes = [
             lambda model: model.mix.register_forward_hook(lambda module, inputs, y: 2 * y),
             lambda model: nn_module.register_module_forward_pre_hook(lambda module, inputs: None),
-            lambda model: model.mix.weight.register_hook(lambda gradient: 2 * gradient), replace, patch,
-        ]  # fmt: skip
+            lambda model: model.mix.weight.register_hook(lambda gradient: 2 * gradient),
+            replace,
+            patch,
+        ]
         for change in changes:
             model = small()
             step = TrainStep(model, summed, precision="fp32", graph="require")

@@ -12,10 +12,12 @@ from .conftest import draw, small, summed
 from .test_backward_update import batch, decoder, spelled
 
 OPTIONS = [
-    {"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16-split", "update_in_backward": True},
+    {"precision": "fp32"},
+    {"precision": "bf16"},
+    {"precision": "bf16-split", "update_in_backward": True},
     {"precision": "bf16-split", "optimizer": AdamW8bit(lr=1e-2), "update_in_backward": True},
     {"precision": "fp16", "optimizer": AdamW8bit(lr=1e-2), "accumulate": 2, "clip": 0.1},
-]  # fmt: skip
+]
 
 
 @pytest.fixture

@@ -108,9 +108,15 @@ TWO = ({"name": "first", "steps": 2}, {"name": "second", "steps": 4})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more, until", [
-    ({"buckets": 2}, 3), ({"phases": TWO}, 4), ({"pack": "packed_pairs", "seq": 128, "micro_batch": 2}, 3),
-], ids=["buckets", "phase 2", "packed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, until",
+    [
+        ({"buckets": 2}, 3),
+        ({"phases": TWO}, 4),
+        ({"pack": "packed_pairs", "seq": 128, "micro_batch": 2}, 3),
+    ],
+    ids=["buckets", "phase 2", "packed"],
+)
 def test_a_resumed_run_keeps_its_reference(pairs, tmp_path, monkeypatch, more, until):
     """Which is of the weights that the phase began with: a checkpoint has its values."""
     whole, _ = train(of_pairs(pairs, tmp_path / "whole", **more))

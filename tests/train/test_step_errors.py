@@ -88,9 +88,11 @@ def test_wrong_batches():
 
 def test_wrong_losses():
     losses = [
-        lambda m, b: summed(m, b)[0], lambda m, b: (summed(m, b)[0].detach(), 1), lambda m, b: (summed(m, b)[0], torch.ones(2)),
+        lambda m, b: summed(m, b)[0],
+        lambda m, b: (summed(m, b)[0].detach(), 1),
+        lambda m, b: (summed(m, b)[0], torch.ones(2)),
         lambda m, b: (summed(m, b)[0], "3"),
-    ]  # fmt: skip
+    ]
     steps = [TrainStep(small(), loss, precision="fp32", graph="off") for loss in losses]
     messages.refusals("train/step_errors:wrong_losses", *(partial(step, draw(2)) for step in steps))
 

@@ -42,9 +42,12 @@ def apart(parameters):
 
 MAKES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adamw": partial(torch.optim.AdamW, lr=1e-2), "a class": torch.optim.Adagrad, "groups": apart,
-    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2), "a user's": partial(Signs, lr=1e-2),
-}  # fmt: skip
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "a class": torch.optim.Adagrad,
+    "groups": apart,
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
+    "a user's": partial(Signs, lr=1e-2),
+}
 
 
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)

@@ -17,19 +17,30 @@ def test_every_kind_that_a_ledger_counts_has_a_cause_and_a_remedy():
         assert cause.does and cause.remedy and not str(cause).endswith(".")
 
 
-@pytest.mark.parametrize(("kind", "what", "through", "cause"), [
-    ("sync", "item", "", events.READ), ("sync", "boolean mask", "", events.MASK),
-    ("sync", "item", "torch/optim/", events.THROUGH["torch/optim/"]), ("sync", "stream synchronize", "", events.WAIT),
-    ("h2d", "copy to device", "torch/optim/", events.UPLOAD), ("gc", "generation 2", "", events.KINDS["gc"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "what", "through", "cause"),
+    [
+        ("sync", "item", "", events.READ),
+        ("sync", "boolean mask", "", events.MASK),
+        ("sync", "item", "torch/optim/", events.THROUGH["torch/optim/"]),
+        ("sync", "stream synchronize", "", events.WAIT),
+        ("h2d", "copy to device", "torch/optim/", events.UPLOAD),
+        ("gc", "generation 2", "", events.KINDS["gc"]),
+    ],
+)
 def test_the_cause_of_an_event(kind, what, through, cause):
     assert events.cause_of(kind, what, through) == cause
 
 
-@pytest.mark.parametrize(("line", "cause"), [
-    (lambda x: x[x > 0], events.MASK), (lambda x: x.nonzero(), events.WAITING_OPS["nonzero"][1]),
-    (lambda x: torch.nn.utils.clip_grad_norm_([x.requires_grad_()], 1.0, error_if_nonfinite=True), None), (print, events.PRINT),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (lambda x: x[x > 0], events.MASK),
+        (lambda x: x.nonzero(), events.WAITING_OPS["nonzero"][1]),
+        (lambda x: torch.nn.utils.clip_grad_norm_([x.requires_grad_()], 1.0, error_if_nonfinite=True), None),
+        (print, events.PRINT),
+    ],
+)
 def test_a_guard_says_what_to_write_instead(sim, line, cause):
     x = torch.ones(3, device=sim)
     x.grad = torch.ones_like(x)
@@ -60,24 +71,36 @@ def test_the_backward_of_a_masked_scatter_waits(sim):
     assert events.cause_of(row.kind, row.what) == events.WAITING_OPS["masked_scatter_backward"][1]
 
 
-@pytest.mark.parametrize(("line", "cause"), [
-    (lambda x: x.histc(4), events.BOUNDS), (lambda x: torch.linspace(0.0, x[0], 4, device=x.device), events.READ),
-    (lambda x: torch.linalg.pinv(x[None]), events.FACTORISED), (lambda x: torch.normal(x, x), events.DEVIATION),
-    (lambda x: x.masked_fill(x > 0, x[0]), events.FILL_VALUE),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (lambda x: x.histc(4), events.BOUNDS),
+        (lambda x: torch.linspace(0.0, x[0], 4, device=x.device), events.READ),
+        (lambda x: torch.linalg.pinv(x[None]), events.FACTORISED),
+        (lambda x: torch.normal(x, x), events.DEVIATION),
+        (lambda x: x.masked_fill(x > 0, x[0]), events.FILL_VALUE),
+    ],
+)
 def test_ops_that_read_inside_are_named_with_their_remedy(sim, line, cause):
     with pytest.raises(StallError) as error, no_stall():
         line(torch.ones(4, device=sim))
     assert cause.remedy in str(error.value)
 
 
-@pytest.mark.parametrize("line", [
-    lambda x, index: x.masked_fill(x > 0, torch.tensor(1.0)), lambda x, index: x.fill_(torch.tensor(1.0)),
-    lambda x, index: torch.normal(x, 1.0), lambda x, index: torch.where(x > 0, x, 0.0),
-    lambda x, index: x.index_fill_(0, index, 1.0), lambda x, index: x.__setitem__(x > 0, 1.0),
-    lambda x, index: x[torch.arange(4) > 1], lambda x, index: x.histc(4, 0, 1),
-    lambda x, index: torch.linspace(0.0, 1.0, 4, device=x.device),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda x, index: x.masked_fill(x > 0, torch.tensor(1.0)),
+        lambda x, index: x.fill_(torch.tensor(1.0)),
+        lambda x, index: torch.normal(x, 1.0),
+        lambda x, index: torch.where(x > 0, x, 0.0),
+        lambda x, index: x.index_fill_(0, index, 1.0),
+        lambda x, index: x.__setitem__(x > 0, 1.0),
+        lambda x, index: x[torch.arange(4) > 1],
+        lambda x, index: x.histc(4, 0, 1),
+        lambda x, index: torch.linspace(0.0, 1.0, 4, device=x.device),
+    ],
+)
 def test_a_number_that_becomes_an_argument_of_the_kernel_does_not_wait(sim, line):
     x, index = torch.ones(4, device=sim), torch.tensor([1, 2]).to(sim)
     with no_stall():

@@ -193,11 +193,14 @@ def step_by_step():
     pass
 
 
-@pytest.mark.parametrize(("allow", "sentence"), [
-    (("d2h", "syncs"), "got 'syncs', wanted kinds among sync, h2d, d2h; did you mean sync?"),
-    (None, "got None, wanted kinds among sync, h2d, d2h."),
-    (step_by_step, "got step_by_step; as a decorator it has parentheses: @no_stall()."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("allow", "sentence"),
+    [
+        (("d2h", "syncs"), "got 'syncs', wanted kinds among sync, h2d, d2h; did you mean sync?"),
+        (None, "got None, wanted kinds among sync, h2d, d2h."),
+        (step_by_step, "got step_by_step; as a decorator it has parentheses: @no_stall()."),
+    ],
+)
 def test_unknown_kind(allow, sentence):
     assert refusal(ValueError, lambda: no_stall(allow=allow)) == f"no_stall: allow: {sentence}"
 

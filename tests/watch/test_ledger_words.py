@@ -83,16 +83,19 @@ def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
     assert str(error.value) == message("watch/ledger_words:what_nobody_counted_cann")
 
 
-@pytest.mark.parametrize(("call", "text"), [
-    (lambda: watch().assert_within(sync=0), message("watch/ledger_words:wrong_limit")),
-    (lambda: watch().assert_within(syncs=-1), message("watch/ledger_words:wrong_number")),
-    (lambda: watch(device="cpu"), message("watch/ledger_words:wrong_device")),
-    (lambda: watch(device="gpu"), message("watch/ledger_words:no_device")),
-    (lambda: watch(without="gputraces"), message("watch/ledger_words:wrong_sensor")),
-    (lambda: watch(without=3), message("watch/ledger_words:no_sensor")),
-    (lambda: watch(launches="all"), message("watch/ledger_words:wrong_launches")),
-    (lambda: watch(gputrace="on"), message("watch/ledger_words:wrong_gputrace")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: watch().assert_within(sync=0), message("watch/ledger_words:wrong_limit")),
+        (lambda: watch().assert_within(syncs=-1), message("watch/ledger_words:wrong_number")),
+        (lambda: watch(device="cpu"), message("watch/ledger_words:wrong_device")),
+        (lambda: watch(device="gpu"), message("watch/ledger_words:no_device")),
+        (lambda: watch(without="gputraces"), message("watch/ledger_words:wrong_sensor")),
+        (lambda: watch(without=3), message("watch/ledger_words:no_sensor")),
+        (lambda: watch(launches="all"), message("watch/ledger_words:wrong_launches")),
+        (lambda: watch(gputrace="on"), message("watch/ledger_words:wrong_gputrace")),
+    ],
+)
 def test_bad_arguments(call, text):
     assert refusal(ValueError, lambda: call()) == text
 

@@ -23,16 +23,27 @@ def cuda(sim) -> Iterator[torch.device]:
 
 
 SPELLINGS = [
-    "torch.ones(2, device='cuda')", "torch.ones(2).cuda()", "torch.ones(2).to('cuda:0', non_blocking=True)",
-    "torch.ones(2).to(torch.device('cuda'))", "torch.tensor([1.0, 2.0], device='cuda')",
-    "torch.as_tensor([1, 2], device=torch.device('cuda', 0))", "torch.ones(2).cuda().new_zeros(2, device='cuda')",
-    "torch.zeros_like(torch.ones(2), device='cuda')", "torch.ones(2).pin_memory().cuda(non_blocking=True)",
-    "torch.empty(2, pin_memory=True).cuda()", "torch.tril_indices(3, 3, device='cuda')",
-    "torch.randn(2, device='cuda', generator=torch.Generator('cuda').manual_seed(1))", "nn.Linear(2, 2).cuda().weight",
-    "nn.Linear(2, 2, device='cuda').bias", "torch.ones(2).to(torch.accelerator.current_accelerator())",
-    "torch.cuda.FloatTensor([[1.0], [2.0]])", "torch.cuda.LongTensor(2, 3).fill_(0)", "torch.cuda.FloatTensor(torch.Size([2]))",
-    "torch.ones(2).type(torch.cuda.HalfTensor)", "torch.ones(2).type('torch.cuda.LongTensor')",
-]  # fmt: skip
+    "torch.ones(2, device='cuda')",
+    "torch.ones(2).cuda()",
+    "torch.ones(2).to('cuda:0', non_blocking=True)",
+    "torch.ones(2).to(torch.device('cuda'))",
+    "torch.tensor([1.0, 2.0], device='cuda')",
+    "torch.as_tensor([1, 2], device=torch.device('cuda', 0))",
+    "torch.ones(2).cuda().new_zeros(2, device='cuda')",
+    "torch.zeros_like(torch.ones(2), device='cuda')",
+    "torch.ones(2).pin_memory().cuda(non_blocking=True)",
+    "torch.empty(2, pin_memory=True).cuda()",
+    "torch.tril_indices(3, 3, device='cuda')",
+    "torch.randn(2, device='cuda', generator=torch.Generator('cuda').manual_seed(1))",
+    "nn.Linear(2, 2).cuda().weight",
+    "nn.Linear(2, 2, device='cuda').bias",
+    "torch.ones(2).to(torch.accelerator.current_accelerator())",
+    "torch.cuda.FloatTensor([[1.0], [2.0]])",
+    "torch.cuda.LongTensor(2, 3).fill_(0)",
+    "torch.cuda.FloatTensor(torch.Size([2]))",
+    "torch.ones(2).type(torch.cuda.HalfTensor)",
+    "torch.ones(2).type('torch.cuda.LongTensor')",
+]
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -171,8 +171,13 @@ def test_synchronize_calls_are_heard_while_somebody_listens():
 
 def test_launching_driver_calls():
     names = [
-        "cudaLaunchKernel", "cudaLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch", "cudaMemcpyAsync", "vectorized_kernel",
-    ]  # fmt: skip
+        "cudaLaunchKernel",
+        "cudaLaunchKernel",
+        "cuLaunchKernelEx",
+        "cudaGraphLaunch",
+        "cudaMemcpyAsync",
+        "vectorized_kernel",
+    ]
     events = [SimpleNamespace(name=lambda n=n: n) for n in names]
     assert sensors.launch_calls(events) == {"cudaLaunchKernel": 2, "cuLaunchKernelEx": 1, "cudaGraphLaunch": 1}
 
@@ -296,16 +301,26 @@ def test_a_synchronize_waits_for_an_accelerator_that_works(monkeypatch, works):
     assert heard == [("torch.accelerator.synchronize", "xpu")] * works
 
 
-@pytest.mark.parametrize(("file", "whose"), [
-    (__file__, source_line.USER), (torch.__file__, source_line.TORCH), (torch._ops.__file__, source_line.PLUMBING),
-    (torch.optim.__file__, source_line.READER),
-    (getattr(find_spec("triton"), "origin", torch._ops.__file__), source_line.PLUMBING),
-    (ops.__file__.replace("watch/ops", "graph/runner"), source_line.PLUMBING),
-    (ops.__file__.replace("watch/ops", "trace"), source_line.PLUMBING), (threading.__file__, source_line.STDLIB),
-    (pytest.__file__, source_line.LIBRARY), (ops.__file__, source_line.OWN),
-    (ops.__file__.replace("watch/ops", "device"), source_line.LIBRARY), ("<string>", source_line.UNNAMED),
-    ("<stdin>", source_line.USER), ("<ipython-input-3-abc>", source_line.USER), ("<frozen runpy>", source_line.UNNAMED),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "whose"),
+    [
+        (__file__, source_line.USER),
+        (torch.__file__, source_line.TORCH),
+        (torch._ops.__file__, source_line.PLUMBING),
+        (torch.optim.__file__, source_line.READER),
+        (getattr(find_spec("triton"), "origin", torch._ops.__file__), source_line.PLUMBING),
+        (ops.__file__.replace("watch/ops", "graph/runner"), source_line.PLUMBING),
+        (ops.__file__.replace("watch/ops", "trace"), source_line.PLUMBING),
+        (threading.__file__, source_line.STDLIB),
+        (pytest.__file__, source_line.LIBRARY),
+        (ops.__file__, source_line.OWN),
+        (ops.__file__.replace("watch/ops", "device"), source_line.LIBRARY),
+        ("<string>", source_line.UNNAMED),
+        ("<stdin>", source_line.USER),
+        ("<ipython-input-3-abc>", source_line.USER),
+        ("<frozen runpy>", source_line.UNNAMED),
+    ],
+)
 def test_whose_file(file, whose):
     assert source_line.owner(file) is whose
 

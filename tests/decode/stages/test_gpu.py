@@ -93,8 +93,12 @@ def test_deepseek_v4_on_two_gpus(rows):
 def test_a_model_that_one_gpu_cannot_hold():
     """As far as this process may take memory: 3.5 GB of each, of a model that takes 4."""
     wide = {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    }  # fmt: skip
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
     model = served(**wide, num_hidden_layers=9, vocab_size=32000).cpu()
     torch.cuda.empty_cache()
     assert sum(p.nbytes for p in model.parameters()) > 4e9

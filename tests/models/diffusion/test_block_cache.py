@@ -242,19 +242,26 @@ def test_models_that_are_not_cached():
     hooked = random_model()
     hooked.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
     others = {
-        "BothWays": BothWays(), "PolyAttention": RichardsDecoder(RichardsConfig(**SIZES, attention="poly")), "hooks": hooked,
-    }  # fmt: skip
+        "BothWays": BothWays(),
+        "PolyAttention": RichardsDecoder(RichardsConfig(**SIZES, attention="poly")),
+        "hooks": hooked,
+    }
     for named, model in others.items():
         assert named in why_uncached(model)
         with pytest.raises(ValueError, match=f"^generate: cache: got True, but .*{named}"):
             MaskedSampler(model, mask_token=MASK).generate(PROMPTS, 4, cache=True)
 
 
-@pytest.mark.parametrize("how, named", [
-    ({"threshold": 0.0}, "threshold: got 0.0"), ({"threshold": 1.5}, "threshold: got 1.5"),
-    ({"threshold": 0.9, "steps": 4}, "steps: got 4"), ({"refresh": 2}, "refresh: got 2"),
-    ({"refresh": 0, "cache": True}, "refresh: got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, named",
+    [
+        ({"threshold": 0.0}, "threshold: got 0.0"),
+        ({"threshold": 1.5}, "threshold: got 1.5"),
+        ({"threshold": 0.9, "steps": 4}, "steps: got 4"),
+        ({"refresh": 2}, "refresh: got 2"),
+        ({"refresh": 0, "cache": True}, "refresh: got 0"),
+    ],
+)
 def test_refused_requests(how, named):
     with pytest.raises(ValueError, match=f"^generate: {named}"):
         MaskedSampler(random_model(), mask_token=MASK).generate(PROMPTS, 8, **how)

@@ -48,11 +48,16 @@ def plainly(model: nn.Module, prompt: list[int], tokens: int, steps: list[tuple[
     return row[len(prompt) :]
 
 
-@pytest.mark.parametrize("how, steps, guidance", [
-    ({}, [(0, 8, 1)] * 8, 0.0), ({"steps": 3}, [(0, 8, 3), (0, 8, 3), (0, 8, 2)], 0.0),
-    ({"steps": 3, "block": 4}, [(0, 4, 2), (0, 4, 2), (4, 8, 4)], 0.0),
-    ({"steps": 8, "block": 2, "guidance": 1.5}, [(b, b + 2, 1) for b in (0, 0, 2, 2, 4, 4, 6, 6)], 1.5),
-], ids=["a token a step", "several a step", "blocks", "guided blocks"])  # fmt: skip
+@pytest.mark.parametrize(
+    "how, steps, guidance",
+    [
+        ({}, [(0, 8, 1)] * 8, 0.0),
+        ({"steps": 3}, [(0, 8, 3), (0, 8, 3), (0, 8, 2)], 0.0),
+        ({"steps": 3, "block": 4}, [(0, 4, 2), (0, 4, 2), (4, 8, 4)], 0.0),
+        ({"steps": 8, "block": 2, "guidance": 1.5}, [(b, b + 2, 1) for b in (0, 0, 2, 2, 4, 4, 6, 6)], 1.5),
+    ],
+    ids=["a token a step", "several a step", "blocks", "guided blocks"],
+)
 @pytest.mark.parametrize("ragged", [False, True], ids=["equal prompts", "ragged prompts"])
 def test_it_is_the_plain_algorithm(how, steps, guidance, ragged):
     model, prompts = random_model(), [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:1]] if ragged else PROMPTS
@@ -218,13 +223,23 @@ def test_logits_that_are_not_finite_are_told():
     assert refusal(GenerateError, lambda: sampler.generate(PROMPTS, 4)) == message("decode/masked:logits_that_are_not_fini")
 
 
-@pytest.mark.parametrize("prompts, tokens, how, named", [
-    (PROMPTS, 8, {"block": 3}, "block: got 3, wanted a number that divides the 8 tokens"),
-    (PROMPTS, 8, {"block": 4, "steps": 1}, "steps: got 1, wanted 2 to 8"),
-    (PROMPTS, 8, {"steps": 9}, "steps: got 9, wanted 1 to 8"), (PROMPTS, 0, {}, "tokens: got 0"),
-    (PROMPTS, 10**12, {"block": 10**6}, f"tokens: got {10**12} for {len(PROMPTS)} rows, whose hidden states and logits take"),
-    (PROMPTS, 8, {"guidance": -1.0}, "guidance: got -1.0"), ([[1], [2, MASK]], 8, {}, "prompt 1 holds the mask token 15"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompts, tokens, how, named",
+    [
+        (PROMPTS, 8, {"block": 3}, "block: got 3, wanted a number that divides the 8 tokens"),
+        (PROMPTS, 8, {"block": 4, "steps": 1}, "steps: got 1, wanted 2 to 8"),
+        (PROMPTS, 8, {"steps": 9}, "steps: got 9, wanted 1 to 8"),
+        (PROMPTS, 0, {}, "tokens: got 0"),
+        (
+            PROMPTS,
+            10**12,
+            {"block": 10**6},
+            f"tokens: got {10**12} for {len(PROMPTS)} rows, whose hidden states and logits take",
+        ),
+        (PROMPTS, 8, {"guidance": -1.0}, "guidance: got -1.0"),
+        ([[1], [2, MASK]], 8, {}, "prompt 1 holds the mask token 15"),
+    ],
+)
 def test_refused_requests(prompts, tokens, how, named):
     with pytest.raises(ValueError, match=f"^generate: {named}"):
         MaskedSampler(BothWays(), mask_token=MASK).generate(prompts, tokens, **how)

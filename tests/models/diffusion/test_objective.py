@@ -151,12 +151,15 @@ def shifted() -> dict:
     return given | {"labels": given["labels"].roll(-1, 1)}
 
 
-@pytest.mark.parametrize("objective, model, given, named", [
-    (MaskedDiffusion(15), Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)), batch(), "Decoder is causal"),
-    (MaskedDiffusion(), BothWays(), batch(), "mask_token: got None"),
-    (MaskedDiffusion(16), BothWays(), batch(), "mask_token: got 16, but BothWays has the ids 0 to 15"),
-    (MaskedDiffusion(15), BothWays(), shifted(), "labels must be the tokens in their own places"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "objective, model, given, named",
+    [
+        (MaskedDiffusion(15), Decoder(DecoderConfig(16, 32, 1, 2, 1, 16)), batch(), "Decoder is causal"),
+        (MaskedDiffusion(), BothWays(), batch(), "mask_token: got None"),
+        (MaskedDiffusion(16), BothWays(), batch(), "mask_token: got 16, but BothWays has the ids 0 to 15"),
+        (MaskedDiffusion(15), BothWays(), shifted(), "labels must be the tokens in their own places"),
+    ],
+)
 def test_refusals(objective, model, given, named):
     with pytest.raises(ValueError, match=f"^masked_diffusion: {named}"):
         objective(model, given)

@@ -16,9 +16,14 @@ from gpubound.models import PRESETS, Decoder, DecoderConfig, RichardsConfig, loa
 from tests.messages import message
 
 SHAPE = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 96, "max_position_embeddings": 64,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
 FAMILIES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, {}),
     "llama, tied, own head width": (
@@ -99,11 +104,15 @@ def test_an_export_loads_to_the_same_logits(options, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("total", [None, 5.0])
-@pytest.mark.parametrize("change", [
-    lambda head: head.register_forward_hook(lambda module, inputs, logits: 2 * logits),
-    lambda head: prune.l1_unstructured(head, "weight", 0.5),
-    lambda head: parametrize.register_parametrization(head, "weight", nn.Tanh()),
-], ids=["hook", "pruned", "parametrized"])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.register_forward_hook(lambda module, inputs, logits: 2 * logits),
+        lambda head: prune.l1_unstructured(head, "weight", 0.5),
+        lambda head: parametrize.register_parametrization(head, "weight", nn.Tanh()),
+    ],
+    ids=["hook", "pruned", "parametrized"],
+)
 def test_the_loss_is_of_the_logits_that_the_head_gives(change, total):
     """Without whole logits it reads the head's weight, and would pass over what else the head does."""
     torch.manual_seed(0)
@@ -168,12 +177,15 @@ def test_presets_are_their_size(name, millions):
     assert PRESETS[name].product_parameters == count - table - small
 
 
-@pytest.mark.parametrize("change,named", [
-    ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3, llada, Dream"),
-    ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
-    ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"model_type": "gpt2"}, "model_type is 'gpt2', wanted one of llama, mistral, qwen2, qwen3, llada, Dream"),
+        ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
+        ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),
+    ],
+)
 def test_what_it_cannot_do_is_refused(change, named, tmp_path):
     save_hf(Decoder(PRESETS["tiny"]), tmp_path)
     about = json.loads((tmp_path / "config.json").read_text())
@@ -203,11 +215,19 @@ def test_shapes_that_do_not_divide():
     assert str(error.value) == message("models/llama/decoder:shapes_that_do_not_divid")
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    *((name, value) for name in ("hidden", "layers", "heads", "vocabulary", "positions") for value in ("a", 2.0, None, True)),
-    *((name, value) for name in ("eps", "rope_theta") for value in ("a", None, float("nan"), 0.0, -1.0, True)),
-    *(("tied", value) for value in ("yes", 1, None)), *(("head_width", value) for value in ("a", 8.0, 0, -8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("hidden", "layers", "heads", "vocabulary", "positions")
+            for value in ("a", 2.0, None, True)
+        ),
+        *((name, value) for name in ("eps", "rope_theta") for value in ("a", None, float("nan"), 0.0, -1.0, True)),
+        *(("tied", value) for value in ("yes", 1, None)),
+        *(("head_width", value) for value in ("a", 8.0, 0, -8)),
+    ],
+)
 @pytest.mark.parametrize("kind", [DecoderConfig, RichardsConfig])
 def test_values_of_another_type_are_refused_by_name(kind, name, value):
     sizes = {"hidden": 16, "intermediate": 24, "layers": 1, "heads": 2, "kv_heads": 1, "vocabulary": 32}

@@ -149,15 +149,22 @@ def test_its_mask_token_is_found(tmp_path):
         gb.decoder(model)
 
 
-@pytest.mark.parametrize("config, change, named", [
-    (LLADA, {"block_type": "sequential"}, "block_type: got 'sequential'"),
-    (LLADA, {"include_bias": None}, "include_bias: got None"),
-    (LLADA, {"attention_layer_norm": True}, "attention_layer_norm: got True"), (LLADA, {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
-    (LLADA, {"sparse_attention": True}, "sparse_attention: got True"),
-    (LLADA, {"mask_token_id": 304}, "mask_token_id: got 304"), (LLADA, {"n_heads": 5}, "hidden 32"),
-    (DREAM, {"architectures": ["DreamForCausalLM"]}, "architectures: got"), (DREAM, {"use_mrope": True}, "use_mrope: got True"),
-    (DREAM, {"rope_scaling": {"type": "yarn"}}, "rope_scaling: got"), (DREAM, {"hidden_size": None}, "hidden_size"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "config, change, named",
+    [
+        (LLADA, {"block_type": "sequential"}, "block_type: got 'sequential'"),
+        (LLADA, {"include_bias": None}, "include_bias: got None"),
+        (LLADA, {"attention_layer_norm": True}, "attention_layer_norm: got True"),
+        (LLADA, {"clip_qkv": 8.0}, "clip_qkv: got 8.0"),
+        (LLADA, {"sparse_attention": True}, "sparse_attention: got True"),
+        (LLADA, {"mask_token_id": 304}, "mask_token_id: got 304"),
+        (LLADA, {"n_heads": 5}, "hidden 32"),
+        (DREAM, {"architectures": ["DreamForCausalLM"]}, "architectures: got"),
+        (DREAM, {"use_mrope": True}, "use_mrope: got True"),
+        (DREAM, {"rope_scaling": {"type": "yarn"}}, "rope_scaling: got"),
+        (DREAM, {"hidden_size": None}, "hidden_size"),
+    ],
+)
 def test_a_config_that_computes_something_else_is_refused(config, change, named, tmp_path):
     write(tmp_path, config | change)
     with pytest.raises(DataError, match=named):

@@ -241,13 +241,20 @@ def test_a_weights_file_that_is_damaged(folder, content):
     assert said(folder).startswith(f"{file} is not a complete safetensors file: ")
 
 
-@pytest.mark.parametrize("content,sentence", [
-    ("{", ": is not JSON ("), ("[]", ": holds a JSON list, wanted an object; "),
-    ("{}", ": weight_map: wanted an object that gives a file's name for each tensor; "),
-    ('{"weight_map": {"a": 5}}', ": weight_map: wanted an object that gives a file's name for each tensor; "),
-    ('{"weight_map": {"a": "../other.safetensors"}}', ": names the file '../other.safetensors', wanted the name of a file"),
-    ('{"weight_map": {"a": "/etc/passwd"}}', ": names the file '/etc/passwd', wanted the name of a file in the same folder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content,sentence",
+    [
+        ("{", ": is not JSON ("),
+        ("[]", ": holds a JSON list, wanted an object; "),
+        ("{}", ": weight_map: wanted an object that gives a file's name for each tensor; "),
+        ('{"weight_map": {"a": 5}}', ": weight_map: wanted an object that gives a file's name for each tensor; "),
+        ('{"weight_map": {"a": "../other.safetensors"}}', ": names the file '../other.safetensors', wanted the name of a file"),
+        (
+            '{"weight_map": {"a": "/etc/passwd"}}',
+            ": names the file '/etc/passwd', wanted the name of a file in the same folder",
+        ),
+    ],
+)
 def test_an_index_that_is_damaged(folder, content, sentence):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)

@@ -57,9 +57,11 @@ def gptq(seed: int, rows: int, columns: int, bits: int = 4, symmetric: bool = Tr
         scale = half(scale / 16)
         numbers = (levels - zeros[index]) * scale.astype(np.float64)[index]
     tensors = {
-        "qweight": pack(levels.T, bits).t().contiguous(), "qzeros": pack(zeros - 1, bits), "scales": torch.from_numpy(scale),
+        "qweight": pack(levels.T, bits).t().contiguous(),
+        "qzeros": pack(zeros - 1, bits),
+        "scales": torch.from_numpy(scale),
         "g_idx": torch.from_numpy(index.astype(np.int32)),
-    }  # fmt: skip
+    }
     return tensors, torch.from_numpy(numbers.T.copy())
 
 
@@ -158,8 +160,10 @@ def bnb_int8(seed: int, rows: int, columns: int) -> Drawn:
     g = generator(seed)
     values, largest = g.integers(-127, 128, (rows, columns)), torch.from_numpy(0.05 + 0.1 * g.random(rows)).float()
     tensors = {
-        "weight": torch.from_numpy(values).to(torch.int8), "SCB": largest, "weight_format": torch.tensor(0).to(torch.uint8),
-    }  # fmt: skip
+        "weight": torch.from_numpy(values).to(torch.int8),
+        "SCB": largest,
+        "weight_format": torch.tensor(0).to(torch.uint8),
+    }
     return tensors, torch.from_numpy(values) * (largest / 127).double()[:, None]
 
 

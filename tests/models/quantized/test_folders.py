@@ -28,8 +28,14 @@ from .cases import BLOCKS, gguf_tensor, write, write_gguf
 SMALL = DecoderConfig(hidden=256, intermediate=256, layers=1, heads=4, kv_heads=2, vocabulary=64)
 WORDS = ["<|end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "th", "the", "Ġthe", "in", "ing"]
 NAMES = {
-    "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",
-}  # fmt: skip
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "o": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+}
 
 
 def gguf_folder(folder: Path, kinds: dict[str, str], architecture: str = "llama") -> dict[str, torch.Tensor]:
@@ -148,12 +154,16 @@ def test_a_model_of_transformers_keeps_its_codes(tmp_path, name):
     assert decoder.generate(ids.tolist(), max_new_tokens=8).tokens == [wanted]
 
 
-@pytest.mark.parametrize("options, said", [
-    ({"quant_method": "quip"}, "'quip'"), ({"quant_method": "gptq", "bits": 3}, "got 3, wanted 4 or 8"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"\(4, 'gemv'\)"),
-    ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "nvfp4"),
-    ([], r"got \[\], wanted an object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"quant_method": "quip"}, "'quip'"),
+        ({"quant_method": "gptq", "bits": 3}, "got 3, wanted 4 or 8"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"\(4, 'gemv'\)"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "nvfp4"),
+        ([], r"got \[\], wanted an object"),
+    ],
+)
 def test_an_unknown_quantisation_is_one_sentence(tmp_path, options, said):
     write(tmp_path, "gptq")
     about = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": options}

@@ -10,11 +10,16 @@ from tests.messages import message
 from .test_model import inputs, made, reference_kernels  # noqa: F401
 
 WAYS = {
-    "fused": {}, "without positions": {"rope": False}, "experts": {"mlp": "moe", "experts": 5}, "own layers": {"fused": False},
-    "polynomial": {"attention": "poly", "gates": True, "window": 4}, "richards": {"mlp": "richards_glu"},
-    "dynamic tanh": {"norm": "dyt"}, "recurrent": {"attention": "rg_lru"},
+    "fused": {},
+    "without positions": {"rope": False},
+    "experts": {"mlp": "moe", "experts": 5},
+    "own layers": {"fused": False},
+    "polynomial": {"attention": "poly", "gates": True, "window": 4},
+    "richards": {"mlp": "richards_glu"},
+    "dynamic tanh": {"norm": "dyt"},
+    "recurrent": {"attention": "rg_lru"},
     "experts, own layers": {"mlp": "moe", "experts": 5, "fused": False},
-}  # fmt: skip
+}
 
 FUSED = ("fused", "without positions", "experts")
 

@@ -65,13 +65,16 @@ def test_a_folder_holds_the_whole_model(options, tmp_path):
         assert name == other and torch.equal(p, q)
 
 
-@pytest.mark.parametrize("change,named", [
-    ({"layer": 2}, "layer is unknown; did you mean 'layers'"),
-    ({"hidden": "24"}, "RichardsConfig: hidden: got '24', wanted a value of type int"),
-    ({"causal": 1}, "RichardsConfig: causal: got 1, wanted a value of type bool"),
-    ({"mlp": "swigul"}, "RichardsConfig: mlp: got 'swigul'; did you mean 'swiglu'"),
-    ({"layers": 10**9}, "layers: got 1000000000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,named",
+    [
+        ({"layer": 2}, "layer is unknown; did you mean 'layers'"),
+        ({"hidden": "24"}, "RichardsConfig: hidden: got '24', wanted a value of type int"),
+        ({"causal": 1}, "RichardsConfig: causal: got 1, wanted a value of type bool"),
+        ({"mlp": "swigul"}, "RichardsConfig: mlp: got 'swigul'; did you mean 'swiglu'"),
+        ({"layers": 10**9}, "layers: got 1000000000"),
+    ],
+)
 def test_a_config_that_was_changed(change, named, tmp_path):
     file = save_richards(made(torch.float32), tmp_path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))

@@ -11,13 +11,16 @@ from . import plain
 
 SHAPE = {"hidden": 24, "intermediate": 20, "layers": 2, "heads": 4, "kv_heads": 2, "vocabulary": 40}
 MODELS = {
-    "plain": {}, "tied, without positions": {"tied": True, "rope": False}, "bidirectional": {"causal": False},
-    "richards": {"mlp": "richards_glu", "attention": "poly"}, "dynamic tanh": {"norm": "dyt", "alpha": 0.8},
+    "plain": {},
+    "tied, without positions": {"tied": True, "rope": False},
+    "bidirectional": {"causal": False},
+    "richards": {"mlp": "richards_glu", "attention": "poly"},
+    "dynamic tanh": {"norm": "dyt", "alpha": 0.8},
     "experts": {"mlp": "moe", "experts": 5, "slots": 2, "balance": 0.0},
     "polynomial": {"attention": "poly", "soft_clip": 3.0, "gates": True, "window": 4},
     "polynomial, bidirectional": {"attention": "poly", "degree": 1, "soft_clip": 0.0, "causal": False},
     "recurrent": {"attention": "rg_lru"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -74,13 +77,17 @@ def test_a_config_of_another_class(kind):
         kind("10m")
 
 
-@pytest.mark.parametrize("options,named", [
-    ({"attention": "sofmax"}, "attention: got 'sofmax'; did you mean 'softmax'"),
-    ({"attention": "rg_lru", "causal": False}, "causal: got False, but rg_lru"),
-    ({"attention": "rg_lru", "qk_norm": True}, "qk_norm: got True, but none of rg_lru, swiglu, rms .* softmax and poly"),
-    ({"attention": "poly", "degree": 2}, "degree, soft_clip and window: got 2, 8.0 and 0"),
-    ({"heads": 3}, "heads 3 is not a multiple of kv_heads 2"), ({"head_width": 3}, "heads are 3 wide, .* give rope=False"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options,named",
+    [
+        ({"attention": "sofmax"}, "attention: got 'sofmax'; did you mean 'softmax'"),
+        ({"attention": "rg_lru", "causal": False}, "causal: got False, but rg_lru"),
+        ({"attention": "rg_lru", "qk_norm": True}, "qk_norm: got True, but none of rg_lru, swiglu, rms .* softmax and poly"),
+        ({"attention": "poly", "degree": 2}, "degree, soft_clip and window: got 2, 8.0 and 0"),
+        ({"heads": 3}, "heads 3 is not a multiple of kv_heads 2"),
+        ({"head_width": 3}, "heads are 3 wide, .* give rope=False"),
+    ],
+)
 def test_configs_that_make_no_sense(options, named):
     with pytest.raises(ValueError, match=f"^RichardsConfig: {named}"):
         RichardsConfig(**SHAPE | options)

@@ -198,11 +198,15 @@ def _scaled(self, input_ids, use_cache=None):
     return self.lm_head(2 * self.model(input_ids, use_cache=use_cache).last_hidden_state)
 
 
-@pytest.mark.parametrize("change, why", [
-    (_hook, "its head carries hooks"), (_subclass, "its head (get_output_embeddings) is a tests.Twice, not a plain nn.Linear"),
-    (_patch, "its head (get_output_embeddings) is a torch.Linear, not a plain nn.Linear"),
-    (_scaled_input, "its forward does more than head(hidden states): the head's inputs differ by 1.0e+00"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (_hook, "its head carries hooks"),
+        (_subclass, "its head (get_output_embeddings) is a tests.Twice, not a plain nn.Linear"),
+        (_patch, "its head (get_output_embeddings) is a torch.Linear, not a plain nn.Linear"),
+        (_scaled_input, "its forward does more than head(hidden states): the head's inputs differ by 1.0e+00"),
+    ],
+)
 def test_what_is_not_the_heads_product_alone_is_asked_whole(reasons, change, why):
     model = llama()
     with torch.no_grad():

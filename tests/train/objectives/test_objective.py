@@ -74,12 +74,15 @@ def test_text_is_what_an_objective_writes(finished):
     assert Objective().sample(*asked) is None, "what is not a language model's objective writes nothing"
 
 
-@pytest.mark.parametrize("name, options, sentence", [
-    ("mask", {}, "recipe: objective: got 'mask', wanted one of {names}."),
-    ("causal_lm", {}, "recipe: objective: got 'causal_lm', wanted one of {names}."),
-    ("share", {"prt": 1.0}, "recipe: objective_options: 'prt' is no option of share; did you mean 'part'?"),
-    ("next_token", {"part": 1.0}, "recipe: objective_options: 'part' is no option of next_token; its options are none."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("mask", {}, "recipe: objective: got 'mask', wanted one of {names}."),
+        ("causal_lm", {}, "recipe: objective: got 'causal_lm', wanted one of {names}."),
+        ("share", {"prt": 1.0}, "recipe: objective_options: 'prt' is no option of share; did you mean 'part'?"),
+        ("next_token", {"part": 1.0}, "recipe: objective_options: 'part' is no option of next_token; its options are none."),
+    ],
+)
 def test_refusals(share, name, options, sentence):
     with pytest.raises(ValueError) as error:
         objective_named(name, options)

@@ -159,10 +159,16 @@ def test_the_reference_of_adapters_is_the_model_without_them():
         Policy(kl=0.5)(base, given)
 
 
-@pytest.mark.parametrize(("options", "name"), [
-    ({"variant": "ppo"}, "variant"), ({"variant": "dr_grpo"}, "max_tokens"), ({"average": "row"}, "average"),
-    ({"kl": -1.0}, "kl"), ({"clip": float("nan")}, "clip"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"variant": "ppo"}, "variant"),
+        ({"variant": "dr_grpo"}, "max_tokens"),
+        ({"average": "row"}, "average"),
+        ({"kl": -1.0}, "kl"),
+        ({"clip": float("nan")}, "clip"),
+    ],
+)
 def test_options_without_meaning_are_refused(options, name):
     with pytest.raises(ValueError, match=name):
         Policy(**options)

@@ -78,11 +78,14 @@ def to_fewer_layers(model):
     del model.model.layers[-1]
 
 
-@pytest.mark.parametrize(("change", "now"), [
-    (to_bf16, "2 layers in torch.bfloat16 on cpu with 89 words"),
-    (to_more_words, "2 layers in torch.float32 on cpu with 95 words"),
-    (to_fewer_layers, "1 layers in torch.float32 on cpu with 89 words"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (to_bf16, "2 layers in torch.bfloat16 on cpu with 89 words"),
+        (to_more_words, "2 layers in torch.float32 on cpu with 95 words"),
+        (to_fewer_layers, "1 layers in torch.float32 on cpu with 89 words"),
+    ],
+)
 def test_a_model_that_is_another_one_since(change, now):
     """In bf16 a prompt of one token was decoded over a state in fp32."""
     model = build(**SMALL)

@@ -195,10 +195,13 @@ def test_layers_that_no_longer_divide():
     assert fast.generate(prompt, max_new_tokens=4).tokens == before
 
 
-@pytest.mark.parametrize("options, why", [
-    ({"hidden_size": 64}, "its streams are 64 wide, and what devices tell each other has room for 32"),
-    ({"partial_rotary_factor": 0.5}, "its heads turn 8 of their numbers, which were 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"hidden_size": 64}, "its streams are 64 wide, and what devices tell each other has room for 32"),
+        ({"partial_rotary_factor": 0.5}, "its heads turn 8 of their numbers, which were 4"),
+    ],
+)
 def test_a_model_of_other_sizes_since(options, why):
     model, other = cases.build(), cases.build(**options)
     fast = sliced(model, verify=False)

@@ -125,8 +125,10 @@ def test_wrong_arguments(named):
     part = Windows(x, x, pending, torch.ones(1, 3, 4), torch.ones(2, 8), Norm(torch.ones(4), 1e-6))
     right = {
         "parts": [part._replace(**{key: t for key, t in other.items() if key in Windows._fields})],
-        "position": torch.zeros(1, dtype=torch.int32), "cos": torch.ones(5, 1), "sin": torch.ones(5, 1),
-    }  # fmt: skip
+        "position": torch.zeros(1, dtype=torch.int32),
+        "cos": torch.ones(5, 1),
+        "sin": torch.ones(5, 1),
+    }
     with pytest.raises(ValueError, match=f"^compress: .*{named}"):
         kernels.compress(**right | {key: value for key, value in other.items() if key in right})
 

@@ -56,15 +56,19 @@ def test_scores_of_nothing_are_equal_and_not_negative(device):
 
 
 CHOICES = {
-    "fewer than k": ([3.0, 1.0, 2.0, 9.0], 3, 5, [0, 1, 2, -1, -1]), "as many as k": ([3.0, 1.0, 2.0], 3, 3, [0, 1, 2]),
-    "the largest": ([3.0, -1.0, 2.0, 5.0, -7.0], 5, 2, [0, 3]), "negative scores": ([-3.0, -1.0, -2.0, -5.0], 4, 2, [1, 2]),
+    "fewer than k": ([3.0, 1.0, 2.0, 9.0], 3, 5, [0, 1, 2, -1, -1]),
+    "as many as k": ([3.0, 1.0, 2.0], 3, 3, [0, 1, 2]),
+    "the largest": ([3.0, -1.0, 2.0, 5.0, -7.0], 5, 2, [0, 3]),
+    "negative scores": ([-3.0, -1.0, -2.0, -5.0], 4, 2, [1, 2]),
     "of equal ones the lower": ([0.0, 1.0, 0.0, -0.0, 0.0, 1.0], 6, 4, [0, 1, 2, 5]),
-    "all equal": ([0.0] * 9, 9, 4, [0, 1, 2, 3]), "behind the limit": ([1.0, 2.0, 3.0, 99.0, NAN], 3, 2, [1, 2]),
+    "all equal": ([0.0] * 9, 9, 4, [0, 1, 2, 3]),
+    "behind the limit": ([1.0, 2.0, 3.0, 99.0, NAN], 3, 2, [1, 2]),
     "minus infinity is never taken": ([-INF, 1.0, -INF, 2.0, -INF], 5, 4, [1, 3, -1, -1]),
     "infinity and nan": ([5.0, NAN, INF, 6.0], 4, 2, [1, 2]),
     "neighbours in the last bit": ([1.0000001, 1.0, 1.0000002, 1.0], 4, 2, [0, 2]),
-    "nothing seen": ([1.0, 2.0], 0, 2, [-1, -1]), "a limit that is none": ([1.0, 2.0], 99, 1, [1]),
-}  # fmt: skip
+    "nothing seen": ([1.0, 2.0], 0, 2, [-1, -1]),
+    "a limit that is none": ([1.0, 2.0], 99, 1, [1]),
+}
 
 
 @pytest.mark.parametrize("block", [2, 16384], ids=["in stretches", "at once"])

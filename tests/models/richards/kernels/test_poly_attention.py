@@ -69,10 +69,13 @@ def by_hand(q, k, v, coefficients, gates, degree, clip, window, causal) -> list:
 
 # degree, clip, window, causal, gated, heads, kv heads
 FORMS = {
-    "plain": (3, 0.0, 0, True, False, 2, 2), "linear, all see all": (1, 0.0, 0, False, True, 2, 1),
-    "gates and a clip": (3, 2.0, 0, True, True, 2, 1), "a window": (7, 3.0, 13, True, False, 1, 1),
-    "a short window": (5, 0.0, 9, True, False, 2, 2), "a window, both ways": (3, 2.0, 20, False, True, 2, 1),
-}  # fmt: skip
+    "plain": (3, 0.0, 0, True, False, 2, 2),
+    "linear, all see all": (1, 0.0, 0, False, True, 2, 1),
+    "gates and a clip": (3, 2.0, 0, True, True, 2, 1),
+    "a window": (7, 3.0, 13, True, False, 1, 1),
+    "a short window": (5, 0.0, 9, True, False, 2, 2),
+    "a window, both ways": (3, 2.0, 20, False, True, 2, 1),
+}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -231,9 +234,11 @@ def test_a_coefficients_gradient_goes_to_its_accumulator(device):
 
 
 STEPS = {
-    "plain": (3, 0.0, 0, False, 2, 2), "gates and a clip": (3, 2.0, 0, True, 4, 2), "a window": (5, 0.0, 6, False, 2, 1),
+    "plain": (3, 0.0, 0, False, 2, 2),
+    "gates and a clip": (3, 2.0, 0, True, 4, 2),
+    "a window": (5, 0.0, 6, False, 2, 1),
     "gates and a window": (1, 0.0, 4, True, 2, 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", STEPS.values(), ids=STEPS)
