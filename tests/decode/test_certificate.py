@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 import gpubound as gb
+from gpubound import kernels
 from gpubound.decode import certificate, kv_cache, layer, transformer, weights as own_weights
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
@@ -40,9 +41,9 @@ def uncertified(kind: str = "Mistral", max_batch: int = 2, **options) -> str:
 
 def wrong(monkeypatch, door: str, change) -> None:
     """`change(door's result)` in place of what the decoder's body gets from a door."""
-    for module in (own_weights, layer):
-        if own := getattr(module, door, None):
-            monkeypatch.setattr(module, door, lambda *given, own=own, **named: change(own(*given, **named)))
+    module = layer if hasattr(layer, door) else kernels
+    own = getattr(module, door)
+    monkeypatch.setattr(module, door, lambda *given, **named: change(own(*given, **named)))
 
 
 def slightly(result: torch.Tensor) -> torch.Tensor:

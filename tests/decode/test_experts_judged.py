@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import transformers
 
 import gpubound as gb
-from gpubound import trace
-from gpubound.decode import certificate, moe, weight_view, weights as own_weights
+from gpubound import kernels, trace
+from gpubound.decode import certificate, moe, weight_view
 from gpubound.kernels.experts import likeliest
 from gpubound.models.mixtral import SparseReader
 from tests.messages import message, refusal
@@ -54,7 +54,7 @@ class TestCertificate:
         ],
     )
     def test_a_kernel_that_is_off_by_a_thousandth(self, door, change, monkeypatch):
-        module = own_weights if hasattr(own_weights, door) else moe
+        module = moe if hasattr(moe, door) else kernels
         own = getattr(module, door)
 
         def off(*given, **named):

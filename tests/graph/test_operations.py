@@ -24,7 +24,10 @@ PRINTS = "prints a tensor, which reads the device from the host; return it and p
 HOST = "copies the device to the host; return the tensor and read it after the replay"
 BUILT = "builds a tensor from host data; make it before the capture, or from sizes alone (torch.full, torch.arange)"
 SHAPE = "makes a shape that depends on the values; "
-NUMBER = "copies a Python number from the host into one place; write x[i : i + 1] = number, or use index_fill_"
+NUMBER = (
+    "copies a Python number from the host into one place; write x[i : i + 1] = number; at an index that is a tensor "
+    "index_fill_, at a mask masked_fill_"
+)
 COUNT = SHAPE + "count with scatter_add into a tensor of fixed size"
 NONZERO = SHAPE + "use torch.where(condition, a, b), or torch.nonzero_static with a fixed size"
 MASK = SHAPE + "use torch.where or multiply by the mask instead of indexing with it"
