@@ -339,9 +339,11 @@ def test_the_keys_of_long_rows_are_split_among_more_programs(samples, monkeypatc
         tiles.clear(), bounds.clear()
         lengths = [4, 4, most, *[4] * 57]
         found = fast.rollout(given * 12, n=samples, max_new_tokens=lengths, seed=1, stop=()).sequences
-        assert (3 in tiles) == (any(several) if device.type == "cpu" else 3 in tiles) == (most == 60)
-        assert bounds <= {0, 16, 32} and (0 in bounds) == (most == 60)  # a list needs no bound
-        assert 16 in bounds or (most == 60 and device.type != "cpu")  # of which a GPU has a graph by then
+        assert bounds <= {0, 16, 32}  # a list needs no bound: 0
+        if device.type == "cpu":
+            assert (3 in tiles) == any(several) == (0 in bounds) == (most == 60) and 16 in bounds
+        else:  # kernels of fewer rows are compiled ahead, with a list, too; and 60 tokens find a graph for 16 keys
+            assert 16 in bounds if most == 4 else 3 in tiles
         for one in found[2 * samples :: 17]:
             scores = fast.score([given[one.prompt % 5] + one.tokens])[0][-len(one.tokens) :]
             assert one.logprobs == pytest.approx(scores, abs=0.02)

@@ -524,8 +524,13 @@ def attend_lower_right(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def merged(y: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Return the attention to two sets of keys from that to each, (B, H, T, D), and its logarithms of sums, (B, H, T, 1)."""
-    return y.lerp(other, (other_lse - lse).sigmoid().to(y.dtype))
+    """Return the attention to two sets of keys from that to each, (B, H, T, D), and its logarithms of sums, (B, H, T, 1).
+
+    Each share is rounded by itself. lerp takes one as 1 minus the other, rounded: of the 3 % that 2,048 of 65,536 keys have a
+    tenth was lost in bf16, and the mean of so few keys is the larger one: 1e-2 of the result (H200). `y` is overwritten.
+    """
+    share, other_share = ((one - two).sigmoid().to(y.dtype) for one, two in ((lse, other_lse), (other_lse, lse)))
+    return y.mul_(share).addcmul_(other, other_share)
 
 
 def capped_attend(
