@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 import gpubound as gb
 from gpubound import kernels
-from gpubound.decode import certificate, kv_cache, layer, transformer, weights as own_weights
+from gpubound.decode import certificate, kv_cache, layer, transformer
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
 from gpubound.kernels import dispatch
