@@ -14,7 +14,7 @@ WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if GPUS > 1 and WORKER:  # a GPU each, in turn, before the driver is asked for them
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % GPUS))
 
-# The process of `-n 2` that distributes the tests starts the workers 2 s sooner without torch. Imported only in
+# The process of `-n 3` that distributes the tests starts the workers 2 s sooner without torch. Imported only in
 # pytest_configure, the plugin was too late for tests of kernels in the interpreter.
 RUNS_TESTS = WORKER or "--pdb" in sys.argv or re.search(r"\s-n\s*[1-9al]", " ".join(sys.argv)) is None
 pytest_plugins = ["tests.footing"] if RUNS_TESTS else []
