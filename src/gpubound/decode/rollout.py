@@ -275,17 +275,17 @@ class Rollout:
         body.begin(slots.rows.token[: self.size])
         self._share()  # after the prefills have been launched, which do not read it
 
-    def _stage(self, free: list[int], held: set[int]) -> None:
+    def _stage(self, free: list[int], prefilled: set[int]) -> None:
         """Prefill the next prompts into spare rows, once one of them begins: its samples copy the row, or get its pages."""
         spare = [row for row in self.decoder.body.spare if row not in self._staged]
-        held = held | {one.result.prompt for one in self._staged.values()}
+        prefilled = prefilled | {one.result.prompt for one in self._staged.values()}
         nexts: dict[int, Running] = {}
-        begins = {one.result.prompt for one in islice(self.waiting, len(free)) if not one.result.turn} - held
+        begins = {one.result.prompt for one in islice(self.waiting, len(free)) if not one.result.turn} - prefilled
         if not self._ahead or not begins or len(begins) >= len(spare):
             return
         for one in islice(self.waiting, self.request.samples * len(spare)):
             number = len(nexts)
-            if one.result.turn or one.result.prompt in held or one.result.prompt in nexts or number == len(spare):
+            if one.result.turn or one.result.prompt in prefilled or one.result.prompt in nexts or number == len(spare):
                 continue
             if power_of_two(number + 1) * width_of(one) > STAGED or not self._pages.give(spare[number], len(one.ids)):
                 break

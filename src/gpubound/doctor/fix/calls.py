@@ -228,8 +228,8 @@ def _maker(source: SourceText, node: ast.expr, met: frozenset[str]) -> str:
         return ""
     scope = source.scope(node)  # the module's names are not those of its functions
     values = [value for value in source.assigned(source.statement(node), node.id) if source.scope(value) is scope]
-    made = [_maker(source, value, met | {node.id}) for value in values if isinstance(value, (ast.Call, ast.Subscript))]
-    return made[0] if made and all(made) and len(made) == len(values) else ""
+    makers = [_maker(source, value, met | {node.id}) for value in values if isinstance(value, (ast.Call, ast.Subscript))]
+    return makers[0] if makers and all(makers) and len(makers) == len(values) else ""
 
 
 def _without_waiting(source: SourceText, copies: list[ast.Call]) -> list[Edit]:
@@ -350,7 +350,7 @@ BF16 = Patch(
 MADE_ALIKE = ("arange", "zeros", "ones", "full", "eye", "empty")  # with the same bits on any device
 
 
-def propose_made_there(source: SourceText, line: int) -> list[Edit]:
+def propose_device_factory(source: SourceText, line: int) -> list[Edit]:
     """Propose `torch.ones(n, device=device)` for `torch.ones(n).to(device)`."""
     edits = []
     for call in source.calls(line):
@@ -444,8 +444,8 @@ def propose_gathered(source: SourceText, line: int) -> list[Edit]:
         if not any(f"{index}.device" in source.text(each) for each in back):
             raise Refused(f"what is selected by {index} may be needed on the host")
         where = f"{RESIDENT}({source.text(owner)}, {index}.device)"
-        taken = source.end(call.func.value)  # type: ignore[attr-defined]
-        edits = [Edit(source.start(owner), source.end(owner), where), Edit(taken, source.end(call), "")]
+        end = source.end(call.func.value)  # type: ignore[attr-defined]
+        edits = [Edit(source.start(owner), source.end(owner), where), Edit(end, source.end(call), "")]
         return [*edits, *_resident(source, _torch(source))]
     raise NotHere("the line selects nothing by an index that it reads from the device")
 
@@ -674,7 +674,7 @@ def _are_random(source: SourceText, starts: ast.Name) -> bool:
     return False
 
 
-MADE_THERE = Patch("made_there", frozenset({"h2d"}), "the tensor is made on the device", propose_made_there)
+MADE_THERE = Patch("made_there", frozenset({"h2d"}), "the tensor is made on the device", propose_device_factory)
 GATHERED = Patch("gathered", frozenset({"d2h"}), "what an index selects is selected on the device", propose_gathered)
 KEPT_MASK = Patch(
     "positions", frozenset({"sync"}), "the positions of a mask are kept until it changes", propose_positions,

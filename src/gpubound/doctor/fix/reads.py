@@ -314,13 +314,13 @@ def _in_loop(source: SourceText, line: int) -> list[Edit]:
     """Return edits of a loop whose counter selects the elements that this line reads: `token = tokens[i].item()`."""
     edits: list[Edit] = []
     for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
-        whole = source.parents[source.parents[node]] if isinstance(node, ast.Subscript) else node
+        read = source.parents[source.parents[node]] if isinstance(node, ast.Subscript) else node
         loop = source.loop(node)
         if not isinstance(node, ast.Subscript) or not isinstance(loop, ast.For) or not name_of(node.value):
             continue
         over, _ = iterated(loop)
         first = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target
-        item = isinstance(whole, ast.Call) and last_name(whole) == "item" and not whole.args
+        item = isinstance(read, ast.Call) and last_name(read) == "item" and not read.args
         counts = over in ("range", "enumerate") and isinstance(first, ast.Name) and name_of(node.slice) == first.id
         if not item or not counts:
             continue
@@ -335,7 +335,7 @@ def _in_loop(source: SourceText, line: int) -> list[Edit]:
         edits += [
             source.inserted_line(loop.lineno, text),
             Edit(source.start(node.value), source.end(node.value), new),
-            Edit(source.end(node), source.end(whole), ""),  # type: ignore[arg-type]
+            Edit(source.end(node), source.end(read), ""),  # type: ignore[arg-type]
         ]
     return edits
 
@@ -539,8 +539,8 @@ def _check_collected(source: SourceText, statement: ast.stmt, call: ast.Call, lo
     for use in _uses(source, statement, root.id):
         holder = source.parents[use] if root is not values else use
         within, appended = loop in source.above(use), source.parents[holder]
-        beside = isinstance(appended, ast.Attribute) and appended.attr in COLLECTING and root is not values
-        if within and (not beside or source.text(holder) == source.text(values)):  # type: ignore[arg-type]
+        collecting = isinstance(appended, ast.Attribute) and appended.attr in COLLECTING and root is not values
+        if within and (not collecting or source.text(holder) == source.text(values)):  # type: ignore[arg-type]
             raise Refused(f"{root.id} is used inside the loop, in line {use.lineno}")
 
 

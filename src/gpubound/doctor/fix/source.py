@@ -287,8 +287,8 @@ def with_keywords(source: SourceText, call: ast.Call, needed: str = "", **wanted
 
 def with_call(source: SourceText, call: ast.Call, text: str) -> list[Edit]:
     """Return edits that write `text` in place of a call; around it, if the text holds the call unchanged."""
-    before, found, after = text.partition(source.text(call))
-    if not found:
+    before, separator, after = text.partition(source.text(call))
+    if not separator:
         return [Edit(source.start(call), source.end(call), text)]
     return [Edit(source.start(call), source.start(call), before), Edit(source.end(call), source.end(call), after)]
 

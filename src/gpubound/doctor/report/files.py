@@ -143,7 +143,7 @@ class Payload:
     extent: str = ""  # how much of the tape it holds
     missing: tuple[str, ...] = ()
     pickable: frozenset[int] = frozenset()  # numbers of the findings that have a check box
-    seen: frozenset[str] = frozenset()  # causes that the timeline draws
+    visible: frozenset[str] = frozenset()  # causes that the timeline draws
     zoom: tuple[int | str, ...] = ()  # for each finding its index in the script's places, or the cause of its gaps
 
 
@@ -240,14 +240,15 @@ def _content(verdict: Verdict, evidence: Measurements) -> tuple[dict[str, Any], 
             content["program"] = program(replay, chosen)
             content["scale"] = (verdict.step_ms or replay.step_ms) / replay.step_ms  # what is left between them at one pace
     except MeasureError as error:
-        return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom, seen=_seen(content))
+        return content, Payload(missing=(f"No what-if: {error}",), zoom=zoom, visible=_visible(content))
     pickable = frozenset(n for n, pick in enumerate(chosen, 1) if pick)
-    return content, Payload(pickable=pickable, zoom=zoom, seen=_seen(content))
+    return content, Payload(pickable=pickable, zoom=zoom, visible=_visible(content))
 
 
-def _seen(content: dict[str, Any]) -> frozenset[str]:
-    kinds = {row[[*content["fields"]["spans"]].index("kind")] for row in content["tape"]["spans"]}
-    return frozenset({"busy"} | kinds | {gap["cause"] for gap in content["gaps"]})
+def _visible(content: dict[str, Any]) -> frozenset[str]:
+    """Return the causes that the timeline draws."""
+    causes = {row[[*content["fields"]["spans"]].index("kind")] for row in content["tape"]["spans"]}
+    return frozenset({"busy"} | causes | {gap["cause"] for gap in content["gaps"]})
 
 
 def _gap(gap: Gap, tape: Tape, content: dict[str, Any]) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _unit(kind):
 
 @triton.constexpr_function
 def _zero(kind):
-    """Return the byte of `_levels` that stands for 0."""
+    """Return the byte of `_levels` that encodes 0."""
     return TABLE[kind].zero * _unit(kind)
 
 
@@ -202,7 +202,7 @@ def _zero(kind):
 def _rounded_x(x_ptr, norm_ptr, first, K: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
                GAIN: tl.constexpr):  # fmt: skip
     """Return a row of x as integers of 16 bits: the words of their low and high bytes, by one of four words and of `_levels`;
-    what a 1 stands for (C / 4,); the sums of low and of high bytes (C / 4,); the squares of x (C,)."""
+    the value of a 1 (C / 4,); the sums of low and of high bytes (C / 4,); the squares of x (C,)."""
     SLOTS: tl.constexpr = _slots(KIND)
     WORDS: tl.constexpr = _spacing(KIND)
     xs, square, most = (), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
