@@ -155,17 +155,17 @@ def compile_for(block):
 
 own, compiler.ASTSource.make_ir = compiler.ASTSource.make_ir, make_ir
 dispatch.compile_once(JITFunction)
-dispatch.BEGINS = dispatch.LONGEST = dispatch.IDLE = 1000
+dispatch.START_TIMEOUT = dispatch.COMPILE_TIMEOUT = dispatch.IDLE_TIMEOUT = 1000
 target, cache = GPUTarget("cuda", 90, 32), {}
 kernel.compile, kernel.ASTSource, backend = compiler.compile, compiler.ASTSource, compiler.make_backend(target)
 kernel.device_caches = {0: (cache, {}, target, backend, None)}
 os.cpu_count = lambda: 2
 compile_for(16)
-dispatch._processes.cache_clear()
+dispatch._workers.cache_clear()
 os.cpu_count = lambda: 4
 for block in (32, 64, 32):
     compile_for(block)
-processes = dispatch._processes()
+processes = dispatch._workers()
 gone = [processes.get() for _ in range(dispatch._at_a_time())]
 for process in gone:
     process.close()
@@ -293,7 +293,7 @@ def make_ir(source, *arguments):
     return own(source, *arguments)
 
 own, compiler.ASTSource.make_ir = compiler.ASTSource.make_ir, make_ir
-dispatch.BEGINS = dispatch.LONGEST = dispatch.IDLE = 1000
+dispatch.START_TIMEOUT = dispatch.COMPILE_TIMEOUT = dispatch.IDLE_TIMEOUT = 1000
 there, calls = torch.ones(8, device="cuda").device, [("rms_norm", (328,)), ("swiglu", (344, True))]
 dispatch.start_self_tests(calls, there, torch.bfloat16, compile_first=True)
 assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in calls] == [None] * 2

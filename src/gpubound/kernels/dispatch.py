@@ -191,7 +191,7 @@ def compile_once(jit: Any) -> None:
             return compiled.result()
         try:
             with _forking:
-                _find_keys(kernel)
+                _compute_cache_keys(kernel)
             with suppress(Exception):  # what fails there fails again here, and is raised
                 _compile_apart(kernel, signature, device, *rest)
             compiled.set_result(compile_kernel(kernel, key, signature, device, *rest, **options))
@@ -204,16 +204,17 @@ def compile_once(jit: Any) -> None:
     jit._do_compile = compile_or_wait
 
 
-_forking = Lock()  # held where a kernel's own lock is taken, too: a forked process would find it taken for ever
-BEGINS, LONGEST, IDLE = 5, 120, 60  # seconds that a process has to begin, to compile a kernel, and waits for the next one
-FORKED = 8 << 30  # bytes of a process that is forked: copying the page tables of more takes longer than it saves
+_forking = Lock()  # also acquired wherever Triton locks a kernel: a worker forked meanwhile would inherit that lock, locked
+# Timeouts in seconds: of a worker's start, of one compilation, and of a worker that waits for the next kernel.
+START_TIMEOUT, COMPILE_TIMEOUT, IDLE_TIMEOUT = 5, 120, 60
+LARGEST_FORK = 8 << 30  # bytes of private memory: copying the page tables of more takes longer than it saves
 
 
 def _compile_apart(kernel: Any, signature: Any, device: Any, constants: Any, options: Any, attributes: Any, *_: Any) -> None:
-    """Let another process put one of our kernels into Triton's cache, where this one finds it, unless it is there.
+    """Compile one of our kernels in a worker process, which writes it to Triton's cache, unless the cache has it.
 
-    Triton's front end is Python, which holds up all other threads for 65 ms a kernel, in decoding 115: a first token of 350m
-    took 6.2 s, and 4.2 with 16 processes.
+    Triton's front end is Python, which blocks all other threads for 65 ms a kernel, in decoding 115: a first token of 350m
+    took 6.6 s, and 4.0 with 24 workers (H200).
     """
     if not kernel.__module__.startswith(__name__.partition(".")[0] + "."):
         return
@@ -224,43 +225,45 @@ def _compile_apart(kernel: Any, signature: Any, device: Any, constants: Any, opt
         folder = compiler.get_cache_manager(sha256(key.encode()).hexdigest())
         if folder.get_file(f"{source.name[:150]}.json") is not None:
             return
-        processes = _processes()
+        workers = _workers()
     work = pickle.dumps((kernel.__module__, kernel.__name__, signature, constants, attributes, target, vars(options)))
-    process = processes.get()
+    worker = workers.get()
     try:
-        if process is not None and process.poll(BEGINS):
-            process.recv()  # it is ready
-            process.send_bytes(work)
-            if process.poll(LONGEST):
+        if worker is not None and worker.poll(START_TIMEOUT):
+            worker.recv()  # it is ready
+            worker.send_bytes(work)
+            if worker.poll(COMPILE_TIMEOUT):
                 return
-        process = None
-    except (OSError, EOFError):  # it has ended
-        process = None
+        worker = None
+    except (OSError, EOFError):  # it has exited
+        worker = None
     finally:
-        processes.put(process)
+        workers.put(worker)
 
 
-def _find_keys(function: Any) -> None:
-    """Hash the functions that a kernel calls before itself.
+def _compute_cache_keys(function: Any) -> None:
+    """Hash the functions that a kernel calls, then the kernel.
 
-    Triton 3.6's key of a kernel depends on which of them had been hashed before: in another order of threads it was another
-    one, and a filled cache had no such kernel.
+    Triton 3.6's cache key of a kernel depends on which of them were hashed before it. Threads hash in another order in each
+    run, so that a filled cache did not have some kernels.
     """
     for name in function.fn.__code__.co_names:
         called = function.fn.__globals__.get(name)
         if getattr(called, "hash", "") is None and called is not function:
-            _find_keys(called)
+            _compute_cache_keys(called)
     _ = function.cache_key
 
 
 @cache
-def _processes() -> SimpleQueue[Connection | None]:
-    """Fork processes that compile kernels. Return connections to them, and None for each that is gone or cannot be forked.
+def _workers() -> SimpleQueue[Connection | None]:
+    """Fork the workers. Return connections to those that are free, and None for each that has exited or was not forked.
 
-    They use nothing that this process's threads may hold: no lock, nor the GPU.
+    Workers use no lock that a thread of this process may have, and not the GPU. With ranks, on fewer than four cores and
+    where much memory is private there are none.
     """
     free, cores = SimpleQueue[Connection | None](), os.cpu_count() or 1
-    if cores < 4 or sys.platform != "linux" or _ranks() or _private_bytes() > FORKED:
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if cores < 4 or sys.platform != "linux" or ranks or _private_bytes() > LARGEST_FORK:
         free.put(None)
         return free
     pairs = [Pipe() for _ in range(_at_a_time())]
@@ -269,51 +272,47 @@ def _processes() -> SimpleQueue[Connection | None]:
         if not (first := os.fork()):
             try:
                 gc.disable()  # what it frees may be on a GPU
-                works = [work for _, work in pairs]
-                while len(works) > 1:  # each forks half of the others: one after the other, 16 took 0.5 s
-                    half = len(works) // 2
-                    works = works[:half] if os.fork() else works[half:]
-                _compile_what_comes(works[0])
+                ends = [end for _, end in pairs]
+                while len(ends) > 1:  # each worker forks half of the others: one after the other, 16 took 0.5 s
+                    half = len(ends) // 2
+                    ends = ends[:half] if os.fork() else ends[half:]
+                _compile_requests(ends[0])
             finally:
                 os._exit(0)
     threading.Thread(target=_reap, args=(first,), daemon=True).start()
-    for process, work in pairs:
-        work.close()
-        free.put(process)
+    for worker, end in pairs:
+        end.close()
+        free.put(worker)
     return free
 
 
 def _reap(process: int) -> None:
-    with suppress(ChildProcessError):  # a handler of signals has
+    with suppress(ChildProcessError):  # a signal handler has reaped it
         os.waitpid(process, 0)
 
 
-def _ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _private_bytes() -> int:
-    """Return how much memory of this process a forked one would get a copy of."""
+    """Return the bytes of anonymous memory, whose page tables a fork copies."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["RssAnon"].split()[0]) << 10
 
 
-def _compile_what_comes(work: Connection) -> None:
-    """Compile kernels, of which each goes into Triton's cache, until none has come for a while or who sends them has ended."""
+def _compile_requests(requests: Connection) -> None:
+    """Compile the kernels that are received into Triton's cache, until none has arrived for IDLE_TIMEOUT or the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number != work.fileno():  # open, the GPU's would hold its memory after the end of who sends kernels
+        if number > 2 and number != requests.fileno():  # an open file of the GPU would keep its memory after the parent's exit
             with suppress(OSError):
                 os.close(number)
     compiler = import_module("triton.compiler")
     with suppress(EOFError, OSError):
-        work.send(None)
-        while work.poll(IDLE):
-            module, name, signature, constants, attributes, target, options = pickle.loads(work.recv_bytes())
-            with suppress(Exception):  # it is compiled again, and raises, where it is needed
-                _find_keys(kernel := getattr(import_module(module), name))
+        requests.send(None)
+        while requests.poll(IDLE_TIMEOUT):
+            module, name, signature, constants, attributes, target, options = pickle.loads(requests.recv_bytes())
+            with suppress(Exception):  # the parent compiles it again, and raises
+                _compute_cache_keys(kernel := getattr(import_module(module), name))
                 compiler.compile(compiler.ASTSource(kernel, signature, constants, attributes), target, options)
-            work.send(None)
+            requests.send(None)
 
 
 def _begin(hashing: Lock, building: Lock) -> None:
