@@ -85,31 +85,31 @@ def main(argv: Sequence[str]) -> int:
         if "exact" in parts and (of := found("loop")) and (other := found("loop-not-exact")):
             keep_exact(bench, name, of, other)
         if "step" in parts:
-            with alone(bench, name, job) as measured:
+            with learning_alone(bench, name, job) as measured:
                 if of := found("loop"):
                     keep_step(bench, name, of, measured, peers={who: partial(found, who) for who in peers})
     return bench.finish()
 
 
-def begun(bench: Bench, name: str, job: RLJob, who: str) -> Worker | None:
-    """Return a contender's process, None where that failed, which is told."""
+def start_worker(bench: Bench, name: str, job: RLJob, who: str) -> Worker | None:
+    """Return a contender's process, or None where it failed to start, which is reported."""
     return started(bench, name, Worker, replace(job, who=who, device=bench.device.type), module="benchmarks.rl_worker")
 
 
 def facts(bench: Bench, name: str, job: RLJob, who: str) -> dict[str, Any] | None:
-    """Return what a contender measured in its process, None where that failed, which is told."""
-    if (worker := begun(bench, name, job, who)) is None:
+    """Return what a contender measured in its process, or None where that failed, which is reported."""
+    if (worker := start_worker(bench, name, job, who)) is None:
         return None
     with worker:
         return worker.facts
 
 
 @contextmanager
-def alone(bench: Bench, name: str, job: RLJob) -> Iterator[Callable[[], dict[str, Any] | None]]:
+def learning_alone(bench: Bench, name: str, job: RLJob) -> Iterator[Callable[[], dict[str, Any] | None]]:
     """Yield a function that returns what learning alone takes. It is made ready beside the loop's process, whose start is as
     long, and waits: a step of 0.6b with its peer took 250 s."""
-    with ThreadPoolExecutor(1) as beside:
-        ready = beside.submit(begun, bench, name, job, "learning")
+    with ThreadPoolExecutor(1) as executor:
+        ready = executor.submit(start_worker, bench, name, job, "learning")
         try:
             yield lambda: None if (worker := ready.result()) is None else worker.ask()
         finally:
@@ -161,11 +161,11 @@ def keep_step(
 ) -> None:
     """Keep the lines of steps, those beside each peer once it has been measured."""
 
-    def told(who: str, each: Mapping[str, Any]) -> None:
+    def print_phases(who: str, each: Mapping[str, Any]) -> None:
         phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in each["phases"].items())
         print(f"{name} {who}: a step of {each['tokens']:,.0f} tokens takes {each['seconds']:.2f} s: {phases}", flush=True)
 
-    told("ours", of)
+    print_phases("ours", of)
     learning = 1e3 * of["phases"]["learn"]
     if learnt := alone():
         theirs = 1e3 * learnt["seconds"]
@@ -178,7 +178,7 @@ def keep_step(
     for who, measured in peers.items():
         if (each := measured()) is None:
             continue
-        told(who, each)
+        print_phases(who, each)
         bench.figure(f"{name} step", "s", of["seconds"], {who: each["seconds"]}, {"trl": FASTER})
         for phase, words in (("sample", "sampling"), ("reward", "reward"), ("learn", "learning")):
             ours, theirs = (1e3 * max(1e-6, one["phases"][phase]) for one in (of, each))  # ready with the last answer

@@ -41,7 +41,7 @@ def test_prompts_have_one_length():
 def lines(monkeypatch, found: dict) -> dict:
     """What bench rl keeps of figures like these, by case and peer."""
     monkeypatch.setattr(bench_rl, "facts", lambda bench, name, job, who: found.get(who))
-    monkeypatch.setattr(bench_rl, "alone", lambda *_: nullcontext(lambda: found.get("learning")))
+    monkeypatch.setattr(bench_rl, "learning_alone", lambda *_: nullcontext(lambda: found.get("learning")))
     kept = []
     monkeypatch.setattr(bench_rl.Bench, "finish", lambda bench: kept.extend(bench.lines))
     bench_rl.main(["--dry"])
@@ -109,7 +109,7 @@ def test_a_line_is_printed_before_the_next_contender_is_measured(monkeypatch, ca
 def test_a_peer_that_is_late_is_told(capfd, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(bench_rl, "TINY", {"tiny": replace(bench_rl.SMALL, limit=0.01)})
-    monkeypatch.setattr(bench_rl, "alone", lambda *_: nullcontext())
+    monkeypatch.setattr(bench_rl, "learning_alone", lambda *_: nullcontext())
     monkeypatch.setattr(bench_rl, "keep_step", lambda *_, peers: peers["trl"]())
     monkeypatch.setattr(bench_rl, "facts", _only("trl", bench_rl.facts))
     assert guarded("bench", bench_rl.main, ["--dry", "--parts", "step"]) == 3

@@ -51,7 +51,7 @@ MOVED = 16  # rows that are moved at once: the copy in between takes memory
 # Tokens of the smallest prefill: 2.4 ms where one prompt of 32 takes 1.8 (H200, 0.6b), and fewer sizes to capture.
 LEAST = 512
 STAGED = 2048  # that are prefilled ahead
-PROMPT_TOKENS = 16384  # padding counted, that are prefilled at once: more would only take memory
+REFILL_TOKENS = 16384  # padding counted, that are prefilled at once: more would only take memory
 
 
 class Rollout:
@@ -87,7 +87,7 @@ class Rollout:
         self._pages = PagePool(decoder.body.paged)
         notice(
             f"rollout: {self.size:,} rows of up to {decoder.max_length:,} tokens in a cache of "
-            f"{readable(decoder.body.cache_bytes())}; a prefill takes up to {PROMPT_TOKENS:,} tokens at once."
+            f"{readable(decoder.body.cache_bytes())}; a prefill takes up to {REFILL_TOKENS:,} tokens at once."
         )
         self._playing = self._play()
         closed_at_exit().add(self._playing)
@@ -470,7 +470,7 @@ def batches(groups: list[list[Running]]) -> Iterator[list[list[Running]]]:
     """Yield groups of samples of one prompt, as many as a prefill takes, the shortest prompts first."""
     batch: list[list[Running]] = []
     for group in sorted(groups, key=lambda group: len(group[0].ids)):
-        if batch and power_of_two(len(batch) + 1) * width_of(group[0]) > PROMPT_TOKENS:
+        if batch and power_of_two(len(batch) + 1) * width_of(group[0]) > REFILL_TOKENS:
             yield batch
             batch = []
         batch.append(group)

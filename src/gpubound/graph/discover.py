@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..device import has_triton, interpreted
 from ..errors import GraphError
+from ..kernels.dispatch import OURS
 from ..trace import hooked
 from ..watch import ops
 from ..watch.events import (
@@ -293,7 +294,6 @@ def _launchers() -> list[tuple[type, str]]:
 
 # A kernel may write all its tensor arguments. Weights and larger tensors count as written only if their bytes change.
 LARGE = 256 << 20
-OURS = __name__.partition(".")[0] + "."  # modules of kernels whose callers bump the versions of what they write
 
 
 @dataclass

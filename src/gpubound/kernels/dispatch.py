@@ -204,6 +204,7 @@ def compile_once(jit: Any) -> None:
     jit._do_compile = compile_or_wait
 
 
+OURS = __name__.partition(".")[0] + "."  # modules of this package: their kernels bump the versions of what they write
 _forking = Lock()  # also acquired wherever Triton locks a kernel: a worker forked meanwhile would inherit that lock, locked
 # Timeouts in seconds: of a worker's start, of one compilation, and of a worker that waits for the next kernel.
 START_TIMEOUT, COMPILE_TIMEOUT, IDLE_TIMEOUT = 5, 120, 60
@@ -216,7 +217,7 @@ def _compile_apart(kernel: Any, signature: Any, device: Any, constants: Any, opt
     Triton's front end is Python, which blocks all other threads for 65 ms a kernel, in decoding 115: a first token of 350m
     took 6.6 s, and 4.0 with 24 workers (H200).
     """
-    if not kernel.__module__.startswith(__name__.partition(".")[0] + "."):
+    if not kernel.__module__.startswith(OURS):
         return
     compiler, (_, _, target, backend, _) = import_module("triton.compiler.compiler"), kernel.device_caches[device]
     source = kernel.ASTSource(kernel, signature, constants, attributes)
@@ -298,7 +299,7 @@ def _private_bytes() -> int:
 
 
 def _compile_requests(requests: Connection) -> None:
-    """Compile the kernels that are received into Triton's cache, until none has arrived for IDLE_TIMEOUT or the parent exits."""
+    """Compile received kernels into Triton's cache, until none has arrived for IDLE_TIMEOUT or the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number > 2 and number != requests.fileno():  # an open file of the GPU would keep its memory after the parent's exit

@@ -283,13 +283,9 @@ def propose_tensor(source: SourceText, line: int) -> list[Edit]:
     read = statement.value if isinstance(statement, ast.Assign) else None
     if not name or not isinstance(read, ast.Call) or last_name(read) != "item" or not isinstance(read.func, ast.Attribute):
         raise NotHere("the line does not give what it reads a name")
-    if source.loop(statement) is None:
+    if (loop := source.loop(statement)) is None:
         raise NotHere("the line is in no loop of this function")
-    edits, loop, computes = (
-        [Edit(source.end(read.func) - len("item"), source.end(read), TO_TENSOR)],
-        source.loop(statement),
-        False,
-    )
+    edits, computes = [Edit(source.end(read.func) - len("item"), source.end(read), TO_TENSOR)], False
     for use in _uses(source, statement, name):
         parent = source.parents[use]
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
@@ -297,7 +293,7 @@ def propose_tensor(source: SourceText, line: int) -> list[Edit]:
             if isinstance(other, (ast.Name, ast.Attribute, ast.Call, ast.BinOp)):
                 computes = True
                 continue
-        if loop is None or in_every_step(source, use, loop) or isinstance(parent, (ast.Subscript, ast.Compare)):
+        if in_every_step(source, use, loop) or isinstance(parent, (ast.Subscript, ast.Compare)):
             raise Refused(f"{name} is used in line {use.lineno} for more than sums and products")
         if not _formatted(source, use, "float"):
             edits += [Edit(source.start(use), source.start(use), "float("), Edit(source.end(use), source.end(use), ")")]

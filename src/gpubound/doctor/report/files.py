@@ -247,7 +247,8 @@ def _content(verdict: Verdict, evidence: Measurements) -> tuple[dict[str, Any], 
 
 def _visible(content: dict[str, Any]) -> frozenset[str]:
     """Return the causes that the timeline draws."""
-    causes = {row[[*content["fields"]["spans"]].index("kind")] for row in content["tape"]["spans"]}
+    kind = list(content["fields"]["spans"]).index("kind")
+    causes = {row[kind] for row in content["tape"]["spans"]}
     return frozenset({"busy"} | causes | {gap["cause"] for gap in content["gaps"]})
 
 
