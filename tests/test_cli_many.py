@@ -73,11 +73,6 @@ def test_the_processes_are_started_with_the_same_command_line_and_the_end_is_sai
     assert capsys.readouterr().err == message("cli_many:the_processes_are_starte", tmp_path, " ".join(typed_in[:-1]))
 
 
-def test_variants_are_trained_on_one_gpu(config, capsys):
-    assert cli.main(["train", str(config), "--gpus", "2", "--compare", "lr=1e-3,lr=3e-3"]) == 2
-    assert capsys.readouterr().err == message("cli_many:variants_are_trained_on")
-
-
 def test_a_process_that_stands_in_for_a_lost_one_goes_on_from_what_is_saved(monkeypatch):
     assert not RankOptions().is_restart
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")

@@ -6,7 +6,6 @@ gpubound train config.yaml --resume                go on from the newest whole c
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
 gpubound train --out first --resume                with the config that the run has recorded
 gpubound train config.yaml --gpus 8                on eight GPUs of this machine, a process each
-gpubound train config.yaml --compare lr=1e-3,lr=3e-3 --seeds 3    variants on the same tokens, in one table
 gpubound train --from axolotl.yaml --print         a config of axolotl, TRL, LLaMA-Factory or torchtune as one of ours
 gpubound train --list                              the models that have a name
 """
@@ -73,26 +72,14 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print(presets())
         return 0
-    from ..distributed import launched  # torch takes two seconds: options are read first
-    from ..train.prepare import check_launch
+    from ..train.prepare import check_launch  # torch takes two seconds: options are read first
     from .session import run_folder
 
     check_log(options.log)
     if options.resume and file is not None and options.out == default.out:
         check_folder(file, options.out)
     recipe, export = checked(options, default, file), export_folder(options)
-    starts = options.starts_ranks(recipe.device)
-    if options.compare is not None:
-        if starts or launched():
-            raise ValueError(
-                "gpus: got --compare, too, which trains one variant after another on one GPU; leave one of them out."
-            )
-        return compare_variants(options, recipe, command_line)
-    if options.seeds != 1:
-        raise ValueError(
-            f"seeds: got {options.seeds}, and there is nothing to compare; give --compare, or --seed for a run's own."
-        )
-    if starts:
+    if options.starts_ranks(recipe.device):
         with run_folder(recipe.out):  # no other run's logs are there
             check_launch(recipe, options.resume, options.gpus or 1)
 
@@ -189,26 +176,6 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
         elif export:
             say(f"export: {write_export(run, export, options.merge)}, the weights of step {run.best or run.done:,}")
     return Trained(run, outcome.failed, outcome, report, export)
-
-
-def compare_variants(options: Train, recipe: Recipe, command_line: list[str]) -> int:
-    """Run --compare: the table goes to stdout, or the figures as JSON."""
-    from .session import compare, log_level, make_variants, run_folder, say, write
-
-    for name in ("export", "merge", "auto_batch"):
-        if getattr(options, name):
-            raise ValueError(f"{name}: it is for a single run, got --compare, too; leave one of them out.")
-    variants = make_variants(recipe, options.compare or "", options.variants, options.seeds)
-    with log_level(options.quiet), run_folder(recipe.out):
-        comparison = compare(recipe, variants, options.seeds, options.resume, options.log)
-        if comparison is None:
-            say(f"go on with: {resume_command('train', command_line)}", needed=True)
-            return 0
-        report, figures = write(comparison, recipe)
-    say(f"report: {report}")
-    paths = {"out": recipe.out, "report": str(report), "numbers": str(figures)}
-    print(json.dumps(comparison.as_dict() | paths) if options.json else comparison)
-    return 1 if comparison.failed else 0
 
 
 def check_folder(file: str, out: str) -> None:

@@ -124,15 +124,8 @@ class Train(RunOptions, RankOptions, RecipeOptions):
 
     Examples: gpubound train --model 10m --data texts/ --steps 2000 --out first
               gpubound train config.yaml --resume
-              gpubound train config.yaml --compare 10m,10m-tiny,lr=1e-3 --seeds 3
     """
 
-    compare: str | None = None
-    """Train variants on the same tokens and print their held-out losses in one table: names, with commas between them.
-    Each is a model, a part that --model may have, key=value, or a name under compare: in the config file, with its options."""
-    variants: Annotated[dict[str, Any], tyro.conf.Suppress] = dataclasses.field(default_factory=dict)
-    seeds: int = 1
-    """With --compare: train each variant with this many seeds, --seed and those after it. Three show the random variation."""
     allow: tuple[str, ...] = ()
     """With --resume: what the recipe may change, which is refused otherwise: lr, schedule, clip, weight_decay, betas, seq,
     batch, data, validation. In a config file: resume: {allow: [lr]}."""
@@ -149,7 +142,7 @@ class Train(RunOptions, RankOptions, RecipeOptions):
     """List the models that --model knows by name, and exit."""
 
 
-OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("variants", "from_", "print")}
+OPTIONS = {field.name: field for field in dataclasses.fields(Train) if field.name not in ("from_", "print")}
 RL = {field.name for field in dataclasses.fields(RLRecipe)}
 PATHS = ("out", "model", "data", "eval_data", "tokenizer", "chat_template", "export")  # keys that may name a file or a folder
 
@@ -247,15 +240,11 @@ def from_file(path: str, complete: bool = True) -> Train:
             if key in RL and not is_alias(key, OPTIONS):
                 raise ValueError(f"config: {key!r} is a key of gpubound rl; write gpubound rl {path}, or leave it out.")
         values = {key: _expand_home(value) if key in PATHS else value for key, value in values.items()}
-        compare: Any = values.get("compare")
-        variants = {str(name): changes for name, changes in compare.items()} if isinstance(compare, dict) else {}
-        if isinstance(compare, dict | list):
-            values = values | {"compare": ",".join(map(str, compare))}
         if isinstance(resume := values.get("resume"), dict):
             if list(resume) != ["allow"]:
                 raise ValueError(f"config: resume: got {shown(resume)}, wanted true, or allow: with a list such as [lr].")
             values = values | {"resume": True, "allow": resume["allow"]}
-        options = Train(**convert(values, OPTIONS), variants=variants)
+        options = Train(**convert(values, OPTIONS))
         if complete:
             options.recipe()
         return options
