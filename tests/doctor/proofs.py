@@ -13,6 +13,7 @@ from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.record.located import MarkingLedger
 from gpubound.doctor.rules.diagnose import diagnose
 from gpubound.watch.pretend import simgpu
+from gpubound.watch.pretend_cuda import cuda_is_pretended
 
 
 class Stepping(Recorder):
@@ -70,7 +71,7 @@ def patched(folder: Path, text: str, asked: Collection[str] = ()) -> Patched:
 
 def ran(script: Path, copies: dict[str, str]) -> tuple[MarkingLedger, tuple[float, ...]]:
     simgpu()
-    with MarkingLedger(gputrace=False) as ledger:
+    with cuda_is_pretended(), MarkingLedger(gputrace=False) as ledger:  # whose events' waits the ledger then counts, too
         recorder = Stepping(ledger)
         run(SeededJob(str(script), [], copies, "", dry=True), recorder)
     return ledger, tuple(loss.item() for loss in recorder.losses)

@@ -455,11 +455,13 @@ def {AWAITED}(use=None, *values):  # calls use(*values) when they have arrived; 
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         sent = [v.detach().to("cpu", copy=True, non_blocking=v.is_cuda) for v in tensors]
         copies = [sent.pop(0) if isinstance(v, torch.Tensor) else v for v in values]
-        queue.append((use, copies, [torch.cuda.current_stream(v.device).record_event() for v in tensors if v.is_cuda]))
+        devices = dict.fromkeys(v.device for v in tensors if v.is_cuda)
+        queue.append((use, copies, [torch.cuda.current_stream(each).record_event() for each in devices]))
     while queue and (use is None or len(queue) > 32 or all(event.query() for event in queue[0][2])):
         then, copies, events = queue.pop(0)
         for event in events:
-            event.synchronize()
+            if not event.query():
+                event.synchronize()
         then(*(v.clone() if isinstance(v, torch.Tensor) else v for v in copies))  # their pinned memory is used again
 
 
