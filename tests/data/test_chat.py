@@ -84,6 +84,8 @@ TAGGED = (
 )
 END = "<|im_end|>\n"
 THOUGHT = [*HISTORY[:1], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nit is 1"}, *HISTORY[2:]]
+LINE, EMPTY = ([*SYSTEM[:1], {"role": "user", "content": text}, *HISTORY[1:]] for text in ("one?\n", ""))
+WEIGHED = [*HISTORY[:1], HISTORY[1] | {"weight": 0}, *HISTORY[2:]]
 THOUGHT_LAST = [*HISTORY[:3], {"role": "assistant", "content": "it is 2", "reasoning_content": "hm"}]
 
 
@@ -100,6 +102,10 @@ THOUGHT_LAST = [*HISTORY[:3], {"role": "assistant", "content": "it is 2", "reaso
         (GEMMA, HISTORY, ["it is 1<end_of_turn>\n", "it is 2<end_of_turn>\n"]),
         (MISTRAL, HISTORY, [" it is 1</s>", " it is 2</s>"]),
         (MISTRAL, SYSTEM, [" it is 1</s>", " it is 2</s>"]),
+        (MISTRAL, LINE, [" it is 1</s>", " it is 2</s>"]),
+        (MISTRAL, EMPTY, [" it is 1</s>", " it is 2</s>"]),
+        (CHATML, WEIGHED, [f"it is 2{END}"]),
+        (TAGGED, WEIGHED, ["it is 2;"]),
         (THINKING, THOUGHT_LAST, [f"it is 1{END}", f"hm\n</think>\n\nit is 2{END}"]),
         (UNTHINKING, THOUGHT_LAST, [f"it is 1{END}", f"hm\n</think>\n\nit is 2{END}"]),
         (CHANNELS, HISTORY, ["<|channel|>final<|message|>it is 1<|end|>", "<|channel|>final<|message|>it is 2<|return|>"]),
@@ -110,7 +116,8 @@ THOUGHT_LAST = [*HISTORY[:3], {"role": "assistant", "content": "it is 2", "reaso
     ],
     ids=[
         "chatml", "reasoning", "reasoning-one-turn", "reasoning-given-earlier", "reasoning-given-last", "reasoning-system",
-        "llama", "gemma", "mistral", "mistral-system", "thinking-prompt", "unthinking-prompt",
+        "llama", "gemma", "mistral", "mistral-system",
+        "mistral-line", "mistral-empty", "weights", "weights-tagged", "thinking-prompt", "unthinking-prompt",
         "channels", "channels-thinking", "closed", "tagged",
     ],
 )  # fmt: skip

@@ -251,6 +251,7 @@ def test_rows_of_two_formats_in_a_file_are_named(tmp_path):
     [
         ({"conversations": [{"from": "nobody", "value": "x"}]}, "['conversations'][0]: from: got 'nobody', wanted one of"),
         ({"messages": [{"role": "Asistant", "content": "x"}]}, "['messages'][0]: role: got 'Asistant', wanted 'assistant'"),
+        ({"messages": [TELL | {"weight": 0.5}]}, "['messages'][0]: weight: got 0.5, wanted 1, or 0"),
         ({"conversations": [{"from": "human", "value": 3}]}, "['conversations'][0]: content: got 3, wanted a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content: got [{'type': 'image'}], wanted a text"),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [3]}]}, "tool_calls: got 3, wanted {'function'"),

@@ -85,19 +85,20 @@ def write_chat(render, messages, train_on, given):
 
     render    renders messages; with prompt=True up to the beginning of the assistant's answer
     train_on  "assistant", "last" (the assistant's last message) or "all" (the whole text)
-    given     the first messages, of which nothing is learnt
+    given     the first messages, of which nothing is learnt, nor of those whose "weight" is 0
     """
     text, spans = render(messages)
     if train_on == "all":
         return text, [(0, len(text))]
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    is_part = given > 0 or train_on == "last"
+    unlearnt = {i for i in answers if i < given or messages[i].get("weight") == 0}
+    is_part = bool(unlearnt) or train_on == "last"
     if not spans or (is_part and len(spans) != len(answers)):  # no {% generation %} blocks, or several a message
         spans = [span_of(render, messages, i, text) for i in answers]
     if any(begin > end for begin, end in spans) or any(end > begin for (_, end), (begin, _) in pairwise(spans)):
         raise TemplateError(UNCLEAR)
     if is_part:
-        spans = [span for i, span in zip(answers, spans) if i >= given]
+        spans = [span for i, span in zip(answers, spans) if i not in unlearnt]
     return text, spans[-1:] if train_on == "last" else spans
 
 
@@ -138,7 +139,8 @@ def find_span(render, messages, i, text):
     asked, prompt = render(messages[:i])[0] if i else "", render(messages[:i], prompt=True)[0]
     header = prompt[len(asked) :] if prompt.startswith(asked) else ""
     if not header and i:  # the template ends a prompt with the end of the user's turn
-        header = prompt.rpartition(messages[i - 1]["content"].strip())[2]
+        marked = [*messages[: i - 1], messages[i - 1] | {"content": "\ue000" * 8}]
+        header = render(marked, prompt=True)[0].rpartition("\ue000" * 8)[2]
     at = one.rfind(header.partition(">")[0].partition("\n")[0], 0, before) if header else before
     if at < 0:
         raise TemplateError(UNCLEAR)

@@ -367,6 +367,8 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any]:
     if role not in KNOWN_ROLES and (close := get_close_matches(role.lower(), sorted(KNOWN_ROLES), n=1, cutoff=0.8)):
         raise DataError(f"{where}: role: got {role!r}, wanted {close[0]!r} if that is meant: what it says would not be learnt.")
     message["content"] = content
+    if type(weight := message.get("weight", 1)) not in (int, float) or weight not in (0, 1):
+        raise DataError(f"{where}: weight: got {shown(weight)}, wanted 1, or 0 for a message that is not learnt.")
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
     for key in message.keys() - {"role", "content"}:
