@@ -1,6 +1,7 @@
 """Where 16-bit rounding alone passes the limit of a whole model, fp32 is the judge."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -297,23 +298,32 @@ def test_dropout_that_is_a_module_is_called():
     assert placement.verified and isinstance(model.attention_dropout, nn.Dropout)
 
 
-def test_the_run_behind_the_last_swap_is_compared_with_the_original_too(monkeypatch):
-    runs, compared = [], []
+def test_the_run_behind_the_last_swap_is_compared_with_the_original(monkeypatch):
+    runs, compared, judged = [], [], []
     sketched, compare = verify._sketched, verify.compare
 
     def noted(model, *rest, **named):
         runs.append(sketched(model, *rest, **named))
         return runs[-1]
 
+    def apart(after, before, dtype):
+        compared.append((after, before))
+        result = compare(after, before, dtype)
+        return replace(result, error=2 * result.limit)
+
+    def in_fp32(model, run, after, before, *_):
+        judged.append((type(model).__name__, after["all gradients together"], before["all gradients together"]))
+        return verify.Agreement()
+
     monkeypatch.setattr(verify, "_sketched", noted)
-    monkeypatch.setattr(
-        verify, "compare", lambda after, before, dtype: compared.append((after, before)) or compare(after, before, dtype)
-    )
-    model = tiny("llama", torch.float32)
-    assert gb.place(model, "cpu").verified
-    assert len(runs) == 5 and len(compared) == 3  # the model, and its stack and itself before and after their swaps
-    assert compared[-1][1].keys() >= runs[0].keys() and compared[-1][0]["loss"] is compared[-2][0]["loss"]
-    assert compared[-1][1]["loss"] is runs[0]["loss"]
+    monkeypatch.setattr(verify, "compare_in_fp32", in_fp32)
+    monkeypatch.setattr(verify, "compare", apart)
+    assert gb.place(tiny("llama", BF16), "cpu").verified
+    assert len(runs) == 4  # the model before any swap, its stack before and after its swap, and the model after its own
+    assert compared[-1][0]["loss"] is runs[3]["loss"] and compared[-1][1]["loss"] is runs[0]["loss"]
+    together = [run["all gradients together"] for run in runs]
+    assert [name for name, *_ in judged] == ["LlamaModel", "LlamaForCausalLM"]
+    assert [judged[i][j] is together[k] for i, j, k in ((0, 1, 2), (0, 2, 1), (1, 1, 3), (1, 2, 0))] == [True] * 4
     compared.clear()
     runs.clear()
     gb.place(tiny("llama", torch.float32), "cpu", example={"input_ids": torch.ones(1, 5, dtype=torch.int64)})

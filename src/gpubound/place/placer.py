@@ -210,7 +210,7 @@ def place(
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, complete))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)
-            if not complete.trouble and not (result := attempt("", complete.again)).ok:
+            if not complete.trouble and not (result := complete.agreement or attempt("", complete.again)).ok:
                 result = Agreement(why=f"the whole model with every swap in it: {result}")
                 if strict:
                     raise PlaceError(f"place: {result}; every swap was undone.")
@@ -278,15 +278,16 @@ def _trial_refusal(c: Candidate) -> str | None:
 def _exercised(c: Candidate, complete: Exercise) -> Agreement:
     """Swap a decoder stack or language model, whose leaves are swapped already, and compare runs before and after.
 
-    The run after the swap of the model of `complete` itself serves its own comparison, too: 0.3 s at 8b.
+    The model of `complete` itself is compared with its run before any swap, as at the end, and once for both: 0.8 s at 8b.
     """
-    exercise, complete.after = Exercise(c.module), None
+    is_complete = c.module is complete.model and bool(complete.seeds)
+    exercise, complete.agreement = complete if is_complete else Exercise(c.module), None
     if exercise.trouble:
         return Agreement(why=exercise.trouble)
     c.adopt()
     result = exercise.again()
-    if result.ok and c.module is complete.model and complete.seeds:
-        complete.after = exercise.after
+    if result.ok and is_complete:
+        complete.agreement = result
     return result
 
 

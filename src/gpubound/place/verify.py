@@ -373,7 +373,7 @@ class Exercise:
     def __init__(self, model: nn.Module, example: Any = None) -> None:
         self.model, self.trouble = model, "its input cannot be guessed; pass example=<a batch>"
         self.seeds = SEEDS if example is None else ()
-        self.after: Named | None = None
+        self.agreement: Agreement | None = None  # of the model as it is
         run = run_of(model, example)
         if run is None:
             return
@@ -390,9 +390,8 @@ class Exercise:
                 self.trouble += " on random tokens; pass example=<a batch>"
 
     def again(self) -> Agreement:
-        """Run the model again, unless `after` is a run of it unchanged, and compare."""
-        dtype, after = coarsest(self.model), self.after or self.run()
-        self.after = dict(after)  # other inputs may be added to these
+        """Run the model again, and compare."""
+        dtype, after = coarsest(self.model), self.run()
         result = compare(after, self.before, dtype)
         if result.ok or not may_be_rounding(result, dtype):
             return result
