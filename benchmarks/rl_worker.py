@@ -1,4 +1,4 @@
-"""The contenders of reinforcement learning, one a process: peaks of memory must not mix. Each says what it measured, and ends.
+"""The contenders of reinforcement learning, one a process. Each says when it is ready, and measures what stdin asks for.
 
 Everyone has random weights in bf16, prompts of one length, and a reward that Python computes from token ids. TRL's GRPOTrainer
 runs inside its own `train()`; its weights are bf16, which is its fastest.
@@ -13,27 +13,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gpubound as gb
 from gpubound.device import uncounted_bytes
 from gpubound.rl.batches import RowShape, advantages, micro_batches
 from gpubound.rl.episodes import Episode
+from gpubound.rl.loop import prepare, take_steps
 from gpubound.rl.rewards import AnswerGroup, RLPrompt
 
 from .finetune_worker import dtype, tokenizer, words
-from .harness import host_syncs
+from .harness import host_syncs, release
 from .lora_worker import ALPHA, RANK, add
 from .real_weights_trl import without_hashes
 from .serving import Job, answer, settle
 from .shapes import QWEN3, llama_config, qwen3_config, shape_of
 
 LR = 1e-6
+Measure = Callable[..., Any]
+STEPS = 2  # of a peer: the first one is not timed
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class RLJob(Job):
     micro-batches of answers."""
 
     prompts: int = 64
-    steps: int = 3  # of the loop; the first one captures graphs
     samples: int = 8
     prompt: int = 128  # tokens
     new: int = 512
@@ -51,7 +52,7 @@ class RLJob(Job):
     equal: tuple[int, ...] = (128, 256, 512)  # new tokens
     mean: int = 256  # of geometric lengths
     most: int = 2048
-    sequences: int = 2048  # of geometric lengths
+    sequences: int = 2048  # of geometric lengths; of own ones half as many
     lengths: tuple[int, ...] = (64, 512, 2048)  # of a prompt that is prefilled
     prefills: int = 20  # of each
     limit: float = 75.0  # seconds of a peer
@@ -77,7 +78,7 @@ def plain(job: RLJob) -> nn.Module:
 
 def texts(job: RLJob) -> list[str]:
     """Return the prompts of a run."""
-    return words(job.shape, np.full(job.steps * job.prompts, job.prompt), seed=0)
+    return words(job.shape, np.full(STEPS * job.prompts, job.prompt), seed=0)
 
 
 def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
@@ -88,7 +89,7 @@ def even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 def keys(job: RLJob) -> dict[str, Any]:
     """Return what a run has, ours and TRL's: the loss of GRPO, without a reference, an update a step."""
     return {
-        "steps": job.steps, "prompts_per_step": job.prompts, "samples": job.samples, "max_new_tokens": job.new,
+        "steps": 1, "prompts_per_step": job.prompts, "samples": job.samples, "max_new_tokens": job.new,
         "rollout_rows": job.rows, "variant": "grpo", "lr": LR, "device": job.device,
     }  # fmt: skip
 
@@ -100,97 +101,120 @@ def held_gib(job: RLJob) -> float | None:
     return (torch.cuda.max_memory_reserved() + uncounted_bytes(torch.device(job.device))) / 2**30
 
 
-def loop(job: RLJob, exact: bool | None = None) -> dict[str, Any]:
-    """`gb.rl.train`: seconds of a step and of its phases, tokens, and the gap between sampler and trainer."""
-    with tempfile.TemporaryDirectory() as out:
-        run = gb.rl.train(policy(job), texts(job), even, tokenizer=tokenizer(job), exact=exact, out=f"{out}/run", **keys(job))
-        steps = run.tape.steps()[1:]
-    phases = {name: fmean(step["seconds"] * step[f"{name}_share"] for step in steps) for name in ("sample", "reward", "learn")}
-    return {
-        "seconds": fmean(step["seconds"] for step in steps),
-        "phases": phases,
-        "tokens": fmean(step["tokens"] for step in steps),
-        "gap": fmean(step["gap"] for step in steps),
-        "largest_gap": max(step["largest_gap"] for step in steps),
-        "peak_gib": held_gib(job),
+def loop(job: RLJob, exact: bool | None = None) -> Measure:
+    """A step of `gb.rl.train`: its seconds and those of its phases, tokens, and the gap between sampler and trainer.
+
+    A rollout of few tokens and an update on few answers capture the graphs before. Nothing is saved: weights and moments of
+    1.7b are 31 GB.
+    """
+    out = tempfile.TemporaryDirectory()
+    recipe, model = gb.rl.RLRecipe(**keys(job), exact=exact, out=f"{out.name}/run"), policy(job)
+    alone = learning_alone(job, recipe, model)
+    release(torch.device(job.device))
+    run = prepare(recipe, model, texts(job), None, even, None, tokenizer(job), False)
+    run.save = lambda wait=False: None
+    ids = [prompt.ids for prompt in run.prompts[: -(-job.rows // job.samples)]]
+    for _ in range(2):
+        run.decoder.rollout(ids, n=job.samples, max_new_tokens=min(8, job.new), stop=run.stop_tokens).sequences  # noqa: B018
+        run.step(few_batches(job, run.shape, run.recipe)).read()
+    run.objective.take_figures()
+
+    def measure() -> dict[str, Any]:
+        with out:
+            take_steps(run)
+            (step,) = run.tape.steps()
+            run.close()
+        facts = {name: step[name] for name in ("seconds", "tokens", "gap", "largest_gap")}
+        phases = {name: step["seconds"] * step[f"{name}_share"] for name in ("sample", "reward", "learn")}
+        return facts | {"phases": phases, "peak_gib": held_gib(job), "alone": alone}
+
+    return measure
+
+
+def learning_alone(job: RLJob, recipe: gb.rl.RLRecipe, model: nn.Module) -> dict[str, Any]:
+    """Return what the step of such a run holds of the GPU without a sampler, and its host syncs, from answers to the update.
+
+    It comes before the run, in its process: what it leaves, if anything, counts as the run's.
+    """
+    device = torch.device(job.device)
+    shape = RowShape.of(job.prompts * job.samples, job.seq)
+    exact = recipe.is_exact(model, device)
+    step = recipe.training(shape.most).make_step(model.train(), recipe.objective(), device, exact=exact)
+
+    def learn() -> None:
+        step(few_batches(job, shape, recipe)).read()
+
+    learn()
+    learn()
+    facts = {"peak_gib": held_gib(job), "syncs": None if job.device == "cpu" else host_syncs(learn)}
+    step.close()
+    return facts
+
+
+def few_batches(job: RLJob, shape: RowShape, recipe: gb.rl.RLRecipe) -> list[dict[str, Tensor]]:
+    """Return three micro-batches of random answers: with them each of a step's graphs is captured."""
+    draw, vocabulary = np.random.default_rng(0), shape_of(job.shape).vocab
+    groups = []
+    for number in range(min(job.prompts, -(-3 * shape.rows * (shape.tokens // job.seq) // job.samples))):
+        prompt = RLPrompt(None, draw.integers(2, vocabulary, job.prompt).tolist())
+        answers = [
+            Episode(
+                prompt, number, sample, tokens=draw.integers(2, vocabulary, job.new).tolist(),
+                logprobs=[-float(np.log(vocabulary))] * job.new, learnt=[True] * job.new,
+            )
+            for sample in range(job.samples)
+        ]  # fmt: skip
+        groups.append(AnswerGroup(prompt, answers, draw.random(job.samples).tolist()))
+    return micro_batches(groups, advantages(groups, recipe.scaled), shape, torch.device(job.device))
+
+
+def rollouts(job: RLJob, exact: bool = False) -> Measure:
+    """Tokens a second of rollouts with log-probabilities, of the lengths that are asked for, and the host syncs inside one.
+
+    Geometric lengths: the samples of a prompt have one length, or ("own") each sequence has its own prompt and length. As they
+    are drawn, a prompt of 1,771 tokens begins among the last, and 1,086 of 3,766 steps have 16 rows or fewer: they are
+    shuffled. Kernels are compiled and graphs captured before, by a third of them, the longest included.
+    """
+    most = max(job.equal) if exact else job.most
+    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=job.prompt + most, verify="quick", exact=exact)
+    draw, vocabulary = np.random.default_rng(0), shape_of(job.shape).vocab
+    unlike = {
+        name: draw.geometric(1 / job.mean, count).clip(1, job.most)
+        for name, count in (("geometric", job.sequences // job.samples), ("own", job.sequences // 2))
     }
 
-
-def learning(job: RLJob) -> dict[str, Any]:
-    """The step of such a run alone, on random answers: seconds, memory and host syncs, from answers to the update.
-
-    It is measured once a line on stdin asks for it, so that it may become ready while another process does.
-    """
-    recipe, device, draw = gb.rl.RLRecipe(**keys(job)), torch.device(job.device), np.random.default_rng(0)
-    vocabulary = shape_of(job.shape).vocab
-
-    def answer_of(prompt: RLPrompt, number: int, sample: int) -> Episode:
-        tokens = draw.integers(2, vocabulary, job.new).tolist()
-        return Episode(
-            prompt, number, sample, tokens=tokens, logprobs=[-float(np.log(vocabulary))] * job.new, learnt=[True] * job.new
-        )
-
-    prompts = [RLPrompt(None, draw.integers(2, vocabulary, job.prompt).tolist()) for _ in range(job.prompts)]
-    groups = [
-        AnswerGroup(
-            prompt, [answer_of(prompt, number, sample) for sample in range(job.samples)], draw.random(job.samples).tolist()
-        )
-        for number, prompt in enumerate(prompts)
-    ]
-    shape = RowShape.of(job.prompts * job.samples, job.seq)
-    step = recipe.training(shape.most).make_step(policy(job).train(), recipe.objective(), device)
-
-    def seconds(groups: list[AnswerGroup]) -> float:
-        began = time.perf_counter()
-        step(micro_batches(groups, advantages(groups, recipe.scaled), shape, device)).read()
-        return time.perf_counter() - began
-
-    few = groups[: -(-3 * shape.rows * (shape.tokens // job.seq) // job.samples)]  # of three micro-batches: all graphs
-    for _ in range(2):
-        seconds(few)
-    answer("ready")
-    if not sys.stdin.readline():
-        sys.exit()
-    facts = {"seconds": seconds(groups), "peak_gib": held_gib(job)}
-    return facts | {"syncs": None if job.device == "cpu" else host_syncs(lambda: seconds(few))}
-
-
-def rollouts(job: RLJob, exact: bool = False) -> dict[str, Any]:
-    """Tokens a second of rollouts with log-probabilities, after one that captures the graphs, and the host syncs inside one.
-
-    Geometric lengths: the samples of a prompt have one length, or ("own") each sequence has its own prompt and length. Each
-    round has them in another order: as they are drawn, a prompt of 1,771 tokens begins among the last, and 1,086 of 3,766 steps
-    have 16 rows or fewer.
-    """
-    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=job.prompt + job.most, exact=exact)
-    draw, vocabulary = np.random.default_rng(0), shape_of(job.shape).vocab
-
-    def rollout(lengths: list[int], samples: int, seed: int = 0) -> Any:
+    def rollout(lengths: Any, samples: int = job.samples, seed: int = 0) -> float:
         prompts = np.random.default_rng(1).integers(0, vocabulary, (len(lengths), job.prompt)).tolist()
+        lengths = np.random.default_rng(seed).permutation(lengths).tolist()
         made = decoder.rollout(prompts, n=samples, max_new_tokens=lengths, seed=seed, stop=())
         assert sum(len(one.tokens) for one in made.sequences) == samples * sum(lengths)
-        return made
+        return made.tokens_per_s
 
-    def rates(lengths: list[int], samples: int, rounds: int) -> list[float]:
-        orders = (np.random.default_rng(seed).permutation(lengths).tolist() for seed in range(rounds + 1))
-        return [rollout(order, samples, seed).tokens_per_s for seed, order in enumerate(orders)][1:]
+    def third(name: str) -> Any:
+        return np.sort(unlike[name])[::-1][::3]
 
-    found: dict[str, Any] = {f"{new}": rates([new] * (job.rows // job.samples), job.samples, 3) for new in job.equal}
-    unlike = {
-        name: draw.geometric(1 / job.mean, job.sequences // samples).clip(1, job.most).tolist()
-        for name, samples in (("geometric", job.samples), ("own", 1))
-    }
-    found["geometric"] = rates(unlike["geometric"], job.samples, 3)
-    found["own"] = rates(unlike["own"], 1, 1)
-    few = unlike["geometric"][: 2 * job.rows // job.samples]
-    syncs = None if job.device == "cpu" else host_syncs(lambda: rollout(few, job.samples))
-    return {"rates": found, "mean": float(np.mean(unlike["geometric"])), "syncs": syncs}
+    groups = job.rows // job.samples
+    rollout(np.full(groups, min(job.equal)) if exact else third("geometric"))
+
+    def measure(lengths: str) -> Any:
+        if lengths == "syncs":
+            return None if job.device == "cpu" else host_syncs(lambda: rollout(unlike["geometric"][:groups].clip(1, job.mean)))
+        if lengths == "mean":
+            return float(np.mean(unlike["geometric"]))
+        if lengths == "geometric":
+            return [rollout(unlike[lengths], seed=2)]
+        if lengths == "own":
+            rollout(third("own"), 1)
+            return [rollout(unlike["own"], 1, seed=2)]
+        return [rollout(np.full(groups, int(lengths)), seed=seed) for seed in range(3)][1:]
+
+    return measure
 
 
-def prefill(job: RLJob, exact: bool = False) -> dict[str, Any]:
+def prefill(job: RLJob, exact: bool = False) -> Measure:
     """Seconds from a prompt to the first token of each of its samples, in turn with those of a single one."""
-    decoder = gb.decoder(policy(job), max_batch=job.rows, max_length=max(job.lengths) + 2, exact=exact)
-    draw, found = np.random.default_rng(0), dict[str, dict[int, list[float]]]()
+    decoder = gb.decoder(policy(job), job.samples, max(job.lengths) + 2, verify="quick", exact=exact)
+    draw = np.random.default_rng(0)
 
     def seconds(prompt: list[int], samples: int) -> float:
         settle(job.device)
@@ -198,15 +222,22 @@ def prefill(job: RLJob, exact: bool = False) -> dict[str, Any]:
         assert len(decoder.rollout([prompt], n=samples, max_new_tokens=1, stop=()).sequences) == samples
         return time.perf_counter() - began
 
-    for length in job.lengths:
+    def measure(length: int) -> dict[str, list[float]]:
         prompt = draw.integers(0, shape_of(job.shape).vocab, length).tolist()
         taken = [(seconds(prompt, job.samples), seconds(prompt, 1)) for _ in range(job.prefills + 3)][3:]
-        found[f"{length}"] = {"ours": [one for one, _ in taken], "one sample": [one for _, one in taken]}
-    return found
+        return {"ours": [one for one, _ in taken], "one sample": [one for _, one in taken]}
+
+    for length in job.lengths:
+        measure(length)
+    return measure
 
 
-def trl(job: RLJob, continuous: bool = False) -> dict[str, Any]:
+def trl(job: RLJob, continuous: bool = False) -> Measure:
     """TRL's GRPOTrainer, two steps of it, or one where the second would end after the limit."""
+    return partial(train_by_trl, job, continuous)
+
+
+def train_by_trl(job: RLJob, continuous: bool) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"], os.environ["TOKENIZERS_PARALLELISM"] = "1", "false"
     began = time.perf_counter()
     timer = threading.Timer(job.limit, stop_late, [job])
@@ -224,7 +255,7 @@ def trl(job: RLJob, continuous: bool = False) -> dict[str, Any]:
         adapters = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules="all-linear", task_type="CAUSAL_LM")
     args = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=job.micro, gradient_accumulation_steps=job.accumulate,
-        num_generations=job.samples, max_completion_length=job.new, max_steps=2, temperature=1.0, top_k=0, beta=0.0,
+        num_generations=job.samples, max_completion_length=job.new, max_steps=STEPS, temperature=1.0, top_k=0, beta=0.0,
         loss_type="grpo", learning_rate=LR, adam_beta2=0.99, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0,
         bf16=job.device != "cpu", use_cpu=job.device == "cpu", gradient_checkpointing=False, report_to=[], save_strategy="no",
         logging_steps=1_000, disable_tqdm=True, optim="adamw_torch_fused" if job.device != "cpu" else "adamw_torch",
@@ -276,10 +307,9 @@ def stop_late(job: RLJob) -> None:
     os._exit(1)
 
 
-CONTENDERS: dict[str, Callable[[RLJob], dict[str, Any]]] = {
+CONTENDERS: dict[str, Callable[[RLJob], Measure]] = {
     "loop": loop,
     "loop-not-exact": partial(loop, exact=False),
-    "learning": learning,
     "rollouts": rollouts,
     "rollouts-exact": partial(rollouts, exact=True),
     "prefill": prefill,
@@ -291,4 +321,7 @@ CONTENDERS: dict[str, Callable[[RLJob], dict[str, Any]]] = {
 
 if __name__ == "__main__":
     job = RLJob(**json.loads(sys.argv[1]))
-    answer(CONTENDERS[job.who](job))
+    measure = CONTENDERS[job.who](job)
+    answer("ready")
+    for line in sys.stdin:
+        answer(measure(**json.loads(line)))

@@ -62,7 +62,7 @@ LIMITS = (
 )  # shares of these are percentages
 OURSELVES = (
     "bf16", "ours-bf16", "uncaptured", "accumulate 1", "normal step", "ours-lora", "training alone", "not exact", "one sample",
-    "equal lengths", "the longest rows",
+    "equal lengths", "the longest rows", "its learning",
 )  # fmt: skip
 BUDGET = "budget"
 ACCUMULATORS = " + fp32 accumulators"

@@ -30,13 +30,20 @@ W = TypeVar("W")
 class Worker:
     """A contender's process. Use it in a `with`: it ends there, and gives its memory back.
 
-    `kernels`: where they are kept. `variables`: of its environment, beside our own.
+    `kernels`: where they are kept. `variables`: of its environment, beside our own. `wait`: until it is ready, for its facts.
 
     On a CPU the definitions run, never the kernels in Triton's interpreter, in which a step takes minutes.
     """
 
+    facts: Any = None
+
     def __init__(
-        self, job: Job, module: str = TRAIN, kernels: str | None = None, variables: Mapping[str, str] = MappingProxyType({})
+        self,
+        job: Job,
+        module: str = TRAIN,
+        kernels: str | None = None,
+        variables: Mapping[str, str] = MappingProxyType({}),
+        wait: bool = True,
     ):
         self.who = job.who
         if kernels is not None and job.device == "cuda":  # whose first step is timed
@@ -45,7 +52,11 @@ class Worker:
         there = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         there |= ({} if kernels is None else {"TRITON_CACHE_DIR": kernels}) | variables
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=there)
-        self.facts: dict[str, Any] = self._hear()
+        if wait:
+            self.hear_facts()
+
+    def hear_facts(self) -> None:
+        self.facts = self._hear() if self.facts is None else self.facts
 
     def ask(self, **wish: Any) -> Any:
         assert self.process.stdin is not None
