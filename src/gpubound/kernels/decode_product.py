@@ -128,7 +128,7 @@ def norm_product(
 
 @definition(
     lambda g, offset=0.0, cap=0.0, rank=0, fp32=True, activation="", by=False: (
-        *draw_stream(g, 48, offset), *_draw_qkv_outputs(g, activation), 0, cap,
+        *draw_stream(g, 48, offset), *_draw_qkv_outputs(g, activation, cap), 0, cap,
         _draw_adapters(g, 48, (32, 16, 16), rank, fp32), activation, draw(g, 2, 64).detach() if by else None,
     )
 )  # fmt: skip
@@ -323,10 +323,18 @@ def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> t
     return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
 
 
-def _draw_qkv_outputs(generator, activation=""):
+def below_cap(cap: float, *drawn: Tensor) -> tuple[Tensor, ...]:
+    """Scale an example's weights, with which outputs are up to 55, by its cap: of outputs far beyond it several would round to
+    it, and which of these is the largest would be the rounding's choice."""
+    for t in drawn if cap else ():
+        t.detach().mul_(cap / 32)
+    return drawn
+
+
+def _draw_qkv_outputs(generator, activation="", cap=0.0):
     if activation:
         return *draw_qkv(generator), draw(generator, 2, 64), None, None
-    return *draw_qkv(generator), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
+    return *below_cap(cap, *draw_qkv(generator)), zeros(2, 64), zeros(2, 4), torch.zeros(2, 4, dtype=torch.int32, device="cpu")
 
 
 def _added(adapters: StepAdapters | None, number: int, x: Tensor) -> Tensor | float:

@@ -22,6 +22,7 @@ from .decode_product import (
     WRITTEN,
     Norm,
     add_product_reference,
+    below_cap,
     call_shape,
     check_activation,
     check_add,
@@ -88,7 +89,7 @@ def quantized_norm_product(
     return out
 
 
-@definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 256, offset), *_draw_head(g), 0, cap))
+@definition(lambda g, offset=0.0, cap=0.0: (*draw_stream(g, 256, offset), *_draw_head(g, cap), 0, cap))
 def quantized_norm_product_reference(x, norm, weight, bias, out, best, arg, dependent=0, cap=0.0):
     return norm_product_reference(x, norm, unpack(weight), None, None, bias, None, None, out, best, arg, 0, cap)
 
@@ -246,8 +247,9 @@ def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) 
     return Packed(words, scale, columns, kind, extra if about.offset or about.values == "nf4" else None)
 
 
-def _draw_head(generator):
+def _draw_head(generator, cap):
     packed, bias = draw_packed(generator, 40, 256, "int4"), draw(generator, 40)
+    below_cap(cap, packed.scale, bias)
     return packed, bias, zeros(2, 40), zeros(2, 3), ints(*[0] * 6).view(2, 3)
 
 
