@@ -15,7 +15,9 @@ from gpubound import kernels
 from gpubound.decode import certificate, kv_cache, layer, transformer
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
-from gpubound.kernels import dispatch
+from gpubound.kernels import dispatch, quantized_product
+from gpubound.kernels.decode_product import rms_normed
+from gpubound.kernels.packed_weights import round_inputs
 from gpubound.models import registry
 from gpubound.models.reader import READ, unread_option
 from gpubound.trace import hooked
@@ -278,6 +280,24 @@ def test_a_model_with_something_of_its_own():
     assert re.fullmatch(OTHER, refusal(gb.GenerateError, lambda: gb.decoder(model, 1, cases.ROOM)))
     fast = gb.decoder(model, 1, cases.ROOM, fused=False)
     assert fast.generate([5, 6], max_new_tokens=16).tokens[0] == cases.greedy_by_forwards(model, [5, 6], 16)
+
+
+@pytest.mark.parametrize("times", [1, 8])
+def test_products_of_levels_may_round_inputs_and_not_more(times, monkeypatch):
+    """To 16 bits, of which Gemma 4, whose scores have no factor, makes 2e-4 of its logits in fp32."""
+
+    def off(definition, normed):
+        def run(x, first, *rest):
+            exact = rms_normed(x, first) if normed else x.float()
+            return definition(exact + times * (round_inputs(exact, "int8") - exact), None if normed else first, *rest)
+
+        return run
+
+    for name in ("norm_product_reference", "norm_gate_up_reference", "add_product_reference"):
+        monkeypatch.setattr(quantized_product, name, off(getattr(quantized_product, name), "norm" in name))
+    with nullcontext() if times == 1 else pytest.raises(gb.GenerateError, match="do not compute this model"):
+        fast = gb.decoder(cases.build("Gemma4"), 1, cases.ROOM, weights="int8")
+        assert certificate.FLOOR[torch.float32] < fast.certificate.logits_error < 4e-4
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -152,7 +152,8 @@ class PackedLinear:
             return self.layers
         begins = [0] * len(self.layers) if self.turns > 1 else accumulate(self.counts[:-1], initial=0)
         exact = [partial(self._exact_rows, index, begin) for index, begin in enumerate(begins)]
-        weights: list[Any] = [RowParts((count, self.size[1]), rows) for count, rows in zip(self.counts, exact)]
+        kind = self.parts[0].kind
+        weights: list[Any] = [RowParts((count, self.size[1]), rows, kind) for count, rows in zip(self.counts, exact)]
         return [layer._replace(weight=weight) for layer, weight in zip(self.layers, weights)]
 
     def _exact_rows(self, index: int, begin: int, start: int, stop: int) -> Tensor:

@@ -94,6 +94,7 @@ ZERO = {name: kind.zero for name, kind in TABLE.items()}
 # Shares of the scale that spans a whole group, of which the best in squared error is taken.
 SHARES = {"int8": (1.0,), "int4": (1.0, 0.94, 0.88, 0.82, 0.76)}
 LARGEST = 448.0  # of e4m3
+MOST = 127 * 256  # of an x in 16 bits: its high byte has a sign, its low byte none
 CHUNK = 1 << 24  # weights widened at a time
 
 
@@ -241,6 +242,17 @@ def unpack(packed: Packed) -> Tensor:
         assert packed.extra is not None
         values = (values.unflatten(1, (-1, kind.group)) - packed.extra[..., None]).flatten(1)
     return values[:, :columns].contiguous()
+
+
+def round_inputs(x: Tensor, kind: str) -> Tensor:
+    """Return fp32 x (..., columns) as decoding kernels multiply it by levels of this kind: in 16 bits of the largest of the
+    columns that four words hold. Numbers that are no levels are multiplied by x itself."""
+    about, columns = TABLE[kind], x.shape[-1]
+    if about.values != "level":
+        return x
+    parts = F.pad(x, (0, -columns % GROUP)).unflatten(-1, (-1, len(about.shifts), about.spacing // 4, 4))
+    one = parts.abs().amax((-3, -1), keepdim=True).clamp_min(1e-30) / MOST
+    return ((parts / one).round() * one).flatten(-4)[..., :columns]
 
 
 def _times(values: Tensor, scale: Tensor, group: int) -> Tensor:

@@ -7,6 +7,8 @@ Legend: T tokens, H query heads, K key and value heads, D width of a head, S exp
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_, rms_normed
 from ..kernels.experts import ExpertRouting, clamped_unit, selection, shares_of
+from ..kernels.packed_weights import round_inputs
 from ..kernels.rope import apart, rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
 from ..layers.linear_product import format_of
@@ -478,10 +481,12 @@ def plain_attention(
 
 @dataclass(frozen=True)
 class RowParts:
-    """A weight whose values exist only where they are asked for: `rows(begin, end)` returns some of its rows in fp32."""
+    """A packed weight of that kind, whose values exist only where they are asked for: `rows(begin, end)` returns some of its
+    rows in fp32."""
 
     shape: tuple[int, int]
     rows: Callable[[int, int], Tensor]
+    kind: str
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -490,10 +495,26 @@ class RowParts:
         return (self.rows(begin, min(begin + rows, self.shape[0])) for begin in range(0, self.shape[0], rows))
 
 
+_inputs_rounded: ContextVar[bool] = ContextVar("gpubound_inputs_rounded", default=False)
+
+
+@contextmanager
+def inputs_rounded() -> Iterator[None]:
+    """Let `plain_linear` round what it multiplies packed weights by as a decoding step's kernels do."""
+    before = _inputs_rounded.set(True)
+    try:
+        yield
+    finally:
+        _inputs_rounded.reset(before)
+
+
 def plain_linear(x: Tensor, layer: Linear) -> Tensor:
     """Return the product in fp32, of a weight in any format, which may be in host memory: AT_ONCE numbers of it at a time."""
-    coded = format_of(layer.weight).coded
-    weight: Any = dequantised([layer.weight], torch.float32) if coded else layer.weight
+    weight: Any = layer.weight
+    format: Any = format_of(weight)
+    if _inputs_rounded.get() and (format.coded or isinstance(weight, RowParts)):
+        x = round_inputs(x, format.packed(weight.detach()).kind if format.coded else weight.kind)
+    weight = dequantised([weight], torch.float32) if format.coded else weight
     parts = weight.split(max(1, AT_ONCE // weight.shape[1]))
     y = torch.cat([F.linear(x, part.to(x.device).float()) for part in parts], -1)
     y = y if layer.bias is None else y + layer.bias.to(x.device).float()

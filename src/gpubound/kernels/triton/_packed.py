@@ -22,11 +22,11 @@ No shuffle, and no shared memory but for the last sums. The norm rides along as 
 import triton
 import triton.language as tl
 
-from ..packed_weights import TABLE
+from ..packed_weights import MOST, TABLE
 from ._launch import _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
-_MOST = tl.constexpr(127.0 * 256.0)  # of an x in 16 bits: its high byte has a sign, its low byte none
+_MOST = tl.constexpr(float(MOST))
 _LEAST = tl.constexpr(1e-30)  # the largest of four words, at least: its reciprocal is finite
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a number, its lowest bits are the rounded number
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.
