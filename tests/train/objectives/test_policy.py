@@ -31,7 +31,7 @@ def batch(old: bool = False, seed: int = 0) -> dict:
     given["advantages"] = torch.tensor([1.0, -0.5, 2.0, -1.5, 0.0, 0.7])
     near = decoder()(given["input_ids"]).log_softmax(-1).gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).detach()
     for name in ("sampler_logprobs", "reference_logprobs", *(["old_logprobs"] if old else [])):
-        given[name] = near + 0.3 * torch.randn(near.shape, generator=g)
+        given[name] = (near + 0.3 * torch.randn(near.shape, generator=g)).masked_fill(labels == -100, torch.nan)
     return given
 
 

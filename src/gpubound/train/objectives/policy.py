@@ -208,7 +208,7 @@ class Policy(AnswerLoss):
         self, logprob: Tensor, batch: Mapping[str, Any], reference: Tensor | None, answers: Examples, counted: Tensor
     ) -> Tensor:
         """Return the loss of each token (B, T), 0 where it does not count, without the entropy."""
-        advantage = _by_token(batch["advantages"], logprob)
+        advantage = _by_token(batch["advantages"], logprob).masked_fill(~counted, 0)  # what is there may be NaN
         old = _batch_logprobs(batch, "old_logprobs", logprob, counted)
         if self.variant == "reinforce":
             loss = -advantage * logprob
@@ -217,7 +217,7 @@ class Policy(AnswerLoss):
             loss = -torch.minimum(ratio * advantage, self._clip(ratio) * advantage)
         loss = loss * self._importance(batch, old, counted)
         if reference is not None:
-            loss = loss + self.kl * k3(reference, logprob)
+            loss = loss + self.kl * k3(torch.where(counted, reference.to(logprob.dtype), logprob.detach()), logprob)
         return loss.masked_fill(~counted, 0)
 
     def _ratio(self, logprob: Tensor, old: Tensor, answers: Examples, counted: Tensor) -> Tensor:
