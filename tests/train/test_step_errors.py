@@ -26,7 +26,8 @@ def test_wrong_options():
 
 
 def test_wrong_numbers():
-    messages.refusals("train/step_errors:wrong_numbers", lambda: AdamW(lr=-1), lambda: AdamW(betas=(0.9, 1.0)))
+    calls = lambda: AdamW(lr=-1), lambda: AdamW(betas=(0.9, 1.0)), lambda: AdamW(betas=0.9)
+    messages.refusals("train/step_errors:wrong_numbers", *calls)
 
 
 def test_a_refused_model_is_left_as_it_was():

@@ -64,7 +64,8 @@ class AdamW:
                 f"{type(self).__name__}: lr, eps and weight_decay must be finite numbers of at least 0, "
                 f"got {self.lr}, {self.eps} and {self.weight_decay}."
             )
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        pair = isinstance(self.betas, tuple | list) and len(self.betas) == 2
+        if not pair or not all(is_rate(beta) and beta < 1 for beta in self.betas):
             raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
 
     def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
