@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ..formatting import PRINTABLE
 from ..generate.options import Generate, check, check_path, read_prompts
 from . import arguments
-from .ranks import check_timeout
 
 if TYPE_CHECKING:
     from ..decode.request import Generated
@@ -29,7 +28,6 @@ def main(argv: Sequence[str], chat: bool = False) -> int:
     options = arguments(Generate, argv, command)
     options = replace(options, chat=options.chat or chat)
     check(options)
-    check_timeout(options.timeout)
     check_path(options.ckpt)
     prompts = [] if options.chat else read_prompts(options)
     from ..generate.batches import check_decoding, load  # torch takes two seconds: options are read first

@@ -6,7 +6,8 @@ second, and the fraction of the rate at which this machine can read weights and 
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -336,20 +337,18 @@ class BatchGenerator:
         settings = self.settings | {"seed": self.options.seed + first}  # the same prompt in another batch is drawn anew
         return self.engine.start(self.ids[first : first + self.size], **settings)
 
-    def answer(self, first: int, heartbeat: Callable[[], None]) -> list[dict[str, Any]]:
+    def answer(self, first: int) -> list[dict[str, Any]]:
         """Return the sequences of a group of prompts as they are in the JSON: of a decoder by a rollout, else by batches."""
         last, n = min(first + group_size(self.options, len(self.ids)), len(self.ids)), self.options.n
         if isinstance(self.engine, FastDecoder) and self.engine.refills:
             settings = {"temperature": 0.0} | self.settings | {"seed": self.options.seed + first}
             rollout = self.engine.rollout(self.ids[first:last], **settings)
-            rollout.each_launch = heartbeat
             results = [one.as_generated(self.ids[first + one.prompt], settings["stop"]) for one in rollout.sequences]
             return [entry for at in range(0, len(results), n) for entry in self.as_json(first + at // n, results[at : at + n])]
         entries = []
         for start in range(first, last, self.size):
             run = self.start(start)
-            for _ in run.play():
-                heartbeat()
+            deque(run.play(), maxlen=0)
             entries += self.as_json(start, run.sequences)
         return entries
 

@@ -105,9 +105,6 @@ class Generate:
     """Share one model between the GPUs. layers: each has some layers, for a model that does not fit on one. tensors: each
     has a slice of every layer, so that a text comes sooner; up to 8 sequences at once. --gpus says how many GPUs; by default
     all that are visible."""
-    timeout: float = 10.0
-    """With --gpus or --out: minutes in which a replica may make no progress, while it loads or generates. One that hangs is
-    ended, and another takes its prompts."""
     out: Annotated[str | None, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = None
     """Write these lines to a file. An existing file is resumed."""
     device: str = "auto"

@@ -1,27 +1,24 @@
 """`gpubound generate --gpus N`: distribute prompts over replicas of the model; write answers in the order of the prompts.
 
 The groups of prompts, and the random draw within each, do not depend on the number of replicas, nor on where a run was
-interrupted: an interrupted run can be resumed.
-
-The replicas are independent processes that take tasks from one queue. concurrent.futures gives up all workers when one process
-ends, and waits forever for one that hangs. Here the task of a lost worker goes to the next free one, and the others go on.
+interrupted: an interrupted run can be resumed. When a replica ends, the run ends, and the same command completes its output.
 """
 
 import json
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
+import threading
 import time
-import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
+from functools import cache, partial
 from hashlib import sha256
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TextIO
 from zlib import crc32
@@ -32,170 +29,15 @@ from ..device import look
 from ..errors import GenerateError
 from ..files import explain_disk_full, flock, regular, writing
 from ..formatting import shown
-from ..trace import logger, notice, say
+from ..trace import logger, notice
 from ..train.checkpoint import Checkpoint
 from ..train.checkpoint.checkpoints import ORIGIN
 from ..train.checkpoint.files import STATE
 from .batches import BatchGenerator, group_size, load
 from .options import Generate, base_of_adapter, find_source, is_adapter
 
-TRIES = 2  # a task that has ended this many workers is left out
-EXIT_SECONDS = 5.0  # for a process to end
-HEARTBEAT = 1.0  # seconds between two heartbeats of a worker, and between two checks for workers that hang
-
-
-class PoolWorker:
-    """A worker process, as its pool sees it."""
-
-    def __init__(self, number: int, process: Any, pipe: Connection):
-        self.number, self.process, self.pipe = number, process, pipe
-        self.ready = False
-        self.task: int | None = None
-        self.last_message = time.monotonic()
-
-    def assign(self, task: int) -> None:
-        self.task, self.last_message = task, time.monotonic()
-        with suppress(OSError):  # the process has ended, as the next wait finds, and the task is still this worker's
-            self.pipe.send(task)
-
-    def hangs(self, timeout: float) -> bool:
-        return (self.task is not None or not self.ready) and time.monotonic() - self.last_message > timeout
-
-
-class WorkerPool:
-    """Runs `tasks` on worker processes. Iterating yields (task, result), in the order in which tasks are done.
-
-    count    maximum number of processes
-    begin    a module-level function: begin(number of the process, *args) returns run(task, heartbeat); `run` calls
-             heartbeat() at times to show that it makes progress
-    name     description of a task
-    timeout  seconds without a heartbeat, or in `begin`, after which a worker is ended
-
-    An error that a worker raises is raised here. A worker that ends is logged, and its task goes to another one. `left` has the
-    tasks without a result.
-    """
-
-    def __init__(
-        self,
-        tasks: Sequence[int],
-        count: int,
-        begin: Callable[..., Callable[[int, Callable[[], None]], Any]],
-        *args: Any,
-        name: Callable[[int], str] = str,
-        timeout: float = 600.0,
-    ):
-        self.name, self.timeout = name, timeout
-        self.left: list[int] = []
-        self._queue, self._losses = deque(tasks), Counter[int]()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([begin.__module__])  # imported once for all workers
-        self._workers = {}
-        for number in range(min(count, len(tasks))):
-            pipe, child_pipe = context.Pipe()
-            process = context.Process(target=_run, args=(child_pipe, number, begin, args), daemon=True)
-            process.start()
-            child_pipe.close()  # or the end of the process would not close the pipe
-            self._workers[pipe] = PoolWorker(number, process, pipe)
-
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        try:
-            while self._workers and (self._queue or any(worker.task is not None for worker in self._workers.values())):
-                for pipe in wait(list(self._workers), HEARTBEAT):
-                    yield from self._receive(self._workers[pipe])  # type: ignore[index]
-                for worker in [worker for worker in self._workers.values() if worker.hangs(self.timeout)]:
-                    worker.process.kill()
-                    self._remove(worker, f"made no progress for {self.timeout / 60:g} minutes and was ended")
-        finally:
-            for worker in self._workers.values():
-                worker.process.kill()
-                worker.process.join(EXIT_SECONDS)
-        self.left = sorted([*self.left, *self._queue])
-
-    def _receive(self, worker: PoolWorker) -> Iterator[tuple[int, Any]]:
-        task, worker.last_message = worker.task, time.monotonic()
-        try:
-            message = worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            worker.process.join(EXIT_SECONDS)
-            code = worker.process.exitcode
-            killed = code is not None and code < 0
-            self._remove(worker, f"was ended by {signal.Signals(-code).name}" if killed else f"ended with code {code}")
-            return
-        if message is None:  # a heartbeat
-            return
-        result, error = message
-        if error is not None:
-            raise error
-        worker.ready, worker.task = True, None
-        self._assign()
-        if task is not None:
-            yield task, result
-
-    def _remove(self, worker: PoolWorker, reason: str) -> None:
-        del self._workers[worker.pipe]
-        task, text = worker.task, f"replica {worker.number} {reason}"
-        if task is not None:
-            self._losses[task] += 1
-            if self._losses[task] < TRIES:
-                self._queue.appendleft(task)
-                text += f" at {self.name(task)}" + (", which goes to another" if self._workers else "")
-            else:
-                self.left.append(task)
-                text += f" at {self.name(task)}, like another before; this is left out"
-        say(f"{text}. Replicas left: {len(self._workers)}.", logging.WARNING)
-        self._assign()
-
-    def _assign(self) -> None:
-        for worker in self._workers.values():
-            if self._queue and worker.ready and worker.task is None:
-                worker.assign(self._queue.popleft())
-
-
-def _run(pipe: Connection, number: int, begin: Callable[..., Callable[..., Any]], args: tuple) -> None:
-    """Run tasks until the pool's process closes the pipe or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the pool ends its workers
-    if number:
-        logger.setLevel(logging.WARNING)  # the first worker logs for all, except for warnings
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        try:
-            run = begin(number, *args)
-        except Exception as error:
-            pipe.send((None, _portable(error)))
-            return
-        pipe.send((None, None))
-        while True:
-            task = pipe.recv()
-            try:
-                answer: tuple[Any, Exception | None] = run(task, _heartbeat(pipe)), None
-            except Exception as error:
-                answer = None, _portable(error)
-            pipe.send(answer)
-
-
-def _heartbeat(pipe: Connection) -> Callable[[], None]:
-    """Return a function that sends a heartbeat, at most once per second."""
-    last = time.monotonic()
-
-    def beat() -> None:
-        nonlocal last
-        if (now := time.monotonic()) - last > HEARTBEAT:
-            last = now
-            pipe.send(None)
-
-    return beat
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error if it can be pickled, else a RuntimeError with its traceback."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError("".join(traceback.format_exception(error)))
-    return error
-
-
 # Options that do not change an answer.
-UNRELATED = ("prompt", "file", "whole", "gpus", "split", "timeout", "out", "device", "ckpt", "verify", "k")
+UNRELATED = ("prompt", "file", "whole", "gpus", "split", "out", "device", "ckpt", "verify", "k")
 PATHS = ("adapter", "tokenizer")
 MODEL_FILES = (".safetensors", ".bin", ".json")
 SAMPLES, BLOCK = 64, 1 << 20  # a file's checksum is that of so many blocks of so many bytes
@@ -213,7 +55,7 @@ def generate_lines(options: Generate, prompts: list[str]) -> int:
         return f"prompt {last}" if last == first + 1 else f"prompts {first + 1} to {last}"
 
     advice = "the answers before are in it. Free space, then give the same command again."
-    with explain_disk_full(options.out or "stdout", advice), closing(lines):
+    with explain_disk_full(options.out or "stdout", advice), closing(lines), ExitStack() as stack:
         groups = [
             first
             for first in range(0, len(prompts), size)
@@ -225,22 +67,67 @@ def generate_lines(options: Generate, prompts: list[str]) -> int:
                 f"generate: {count} of up to {size} prompts for {len(devices)} replicas: the rest of them is idle; "
                 f"a smaller --batch makes more batches."
             )
-        arguments = (options, prompts, devices)
-        pool = WorkerPool(groups, len(devices), start_replica, *arguments, name=name, timeout=60 * options.timeout)
-        _collect(pool, options, lines)
-    if pool.left:
-        missing = ", ".join(map(name, pool.left[:5])) + (", ..." if len(pool.left) > 5 else "")
-        raise GenerateError(
-            f"not answered: {missing}. The others are; with --out FILE, the same command answers what is missing."
-        )
+        answered = answers(groups, len(devices), start_replica, options, prompts, devices)
+        _collect(stack.enter_context(closing(answered)), options, lines)
+        if left := [first for first in groups if not lines.answered(first)]:
+            missing = ", ".join(map(name, left[:5])) + (", ..." if len(left) > 5 else "")
+            raise GenerateError(
+                f"not answered: {missing}, because a replica ended; with --out FILE, the same command answers what is missing."
+            )
     return 0
 
 
-def _collect(pool: WorkerPool, options: Generate, lines: "OrderedLines") -> None:
-    """Write the results of the replicas, and lines of progress."""
+def answers(groups: list[int], count: int, start: Callable[..., Any], *args: Any) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Yield (group, its sequences) in the order in which up to `count` replicas complete them, until one of these ends.
+
+    start  a module-level function: start(number of the replica, *args) returns the function that answers a group
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([start.__module__])  # imported once for all workers
+    numbers = context.SimpleQueue()
+    for number in range(count):
+        numbers.put(number)
+    pool = ProcessPoolExecutor(count, context, _begin, (numbers, start, args))
+    try:
+        group_of = {pool.submit(_answer_group, group): group for group in groups}
+        for future in as_completed(group_of):
+            with suppress(BrokenProcessPool):  # groups that were answered before may follow
+                yield group_of[future], future.result()
+    finally:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        pool.shutdown(cancel_futures=True)
+
+
+_answer: Callable[[], Callable[[int], list[dict[str, Any]]]]
+
+
+def _begin(numbers: Any, start: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Prepare a worker process, which ends with Ctrl-C and with its parent. Its first group loads the replica."""
+    global _answer
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    number = numbers.get()
+    if number:
+        logger.setLevel(logging.WARNING)  # the first worker logs for all, except for warnings
+    _answer = cache(partial(start, number, *args))
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _answer_group(first: int) -> list[dict[str, Any]]:
+    return _answer()(first)
+
+
+def _collect(answered: Iterator[tuple[int, list[dict[str, Any]]]], options: Generate, lines: "OrderedLines") -> None:
+    """Write the sequences of the replicas, and lines of progress."""
     started = reported = time.perf_counter()
     prompts = tokens = 0
-    for first, sequences in pool:
+    for first, sequences in answered:
         for start in range(0, len(sequences), options.n):
             lines.put(first + start // options.n, sequences[start : start + options.n])
         prompts, tokens = prompts + len(sequences) // options.n, tokens + sum(len(one["tokens"]) for one in sequences)
@@ -258,7 +145,7 @@ def _collect(pool: WorkerPool, options: Generate, lines: "OrderedLines") -> None
 
 def start_replica(
     number: int, options: Generate, prompts: list[str], devices: list[str]
-) -> Callable[[int, Callable[[], None]], list[dict[str, Any]]]:
+) -> Callable[[int], list[dict[str, Any]]]:
     """Load replica `number`, and return its function that answers a group of prompts."""
     if devices[number] == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // len(devices)))
