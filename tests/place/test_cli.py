@@ -8,6 +8,7 @@ import pytest
 
 from gpubound import trace
 from gpubound.cli import main
+from gpubound.cli.place import call
 from tests.messages import message
 
 from .models import tiny
@@ -114,3 +115,24 @@ def test_a_dtype_for_a_function_is_refused(capsys):
     """It had no effect, and nothing said so."""
     assert place("users:without", "--dtype", "bfloat16") == 2
     assert capsys.readouterr().err == message("place/cli:a_dtype_for_a_function_i")
+
+
+@pytest.mark.parametrize("name", ["json", "configured_model"])
+def test_a_file_may_hold_dataclasses_and_be_called_as_another_module(tmp_path, name):
+    """A dataclass whose annotations are texts looks its module up."""
+    path = tmp_path / f"{name}.py"
+    path.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Config:\n    width: int = 8\n"
+        "def build():\n    import json\n    return (lambda: json.dumps(Config().width)),\n"
+    )
+    (made,) = call(f"{path}:build")
+    assert made() == "8"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_target_that_ends_the_process_is_told(tmp_path, code):
+    """Code 0 would say that the model was placed, code 3 that it was not verified."""
+    (tmp_path / "ends.py").write_text(f"raise SystemExit({code})")
+    with pytest.raises(ValueError, match=rf"ends\.py:build raised SystemExit: {code}$"):
+        call(f"{tmp_path / 'ends.py'}:build")

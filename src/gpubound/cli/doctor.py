@@ -3,7 +3,6 @@
 gpubound doctor train.py --epochs 3            runs the script unmodified until enough of its steps have been seen
 gpubound doctor -m package.train               the same, of a module
 gpubound doctor trace.json.gz                  reads a trace of torch.profiler
-gpubound doctor --graph-ready train.py:build   says whether a CUDA graph can hold a model or a function
 """
 
 import json
@@ -34,11 +33,6 @@ class Doctor:
     The script runs unmodified, with the arguments that follow its name. A step ends with Optimizer.step. After enough steps
     the script is stopped. The doctor's own options come before the script; after -- everything belongs to the script. Instead
     of a script, a trace of torch.profiler (.json, .json.gz) can be read.
-
-    --graph-ready says instead whether a CUDA graph can hold a model or a function, and which lines stop it. TARGET is a folder
-    with a config.json, a preset's name, MODULE:NAME or FILE.py:NAME. NAME is a function or class that is called without
-    arguments and returns a model, a function, or either with its inputs: (step, x, y). Exit code 0: a graph holds all of it.
-    1: something stops it. 3: nothing was found, but there is no GPU to capture on.
 
     Examples: gpubound doctor train.py --epochs 3
               gpubound doctor --dry-run -m package.train
@@ -86,10 +80,6 @@ class Doctor:
     """With --baseline: how much slower a step may be. By default 3 per cent."""
     allow: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
     """A list (TOML) of what may stay."""
-    graph_ready: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
-    """What to audit: a folder, a preset, MODULE:NAME or FILE.py:NAME."""
-    device: str = "auto"
-    """Where to audit: auto, require, cpu, cuda or cuda:<index>."""
 
     @property
     def other_patches(self) -> tuple[str, ...]:
@@ -101,12 +91,6 @@ def main(argv: Sequence[str]) -> int:
     command = split(argv)
     target, rest, module = command.target, command.rest, command.module
     options = arguments(Doctor, command.own, "doctor")
-    if options.graph_ready is not None:
-        if target:
-            raise ValueError(f"graph-ready: got the script {target}, too; run one without the other.")
-        from .doctor_actions import graph_ready
-
-        return graph_ready(options.graph_ready, options.device, options.json)
     check_command(options, command)
     from ..distributed.rendezvous import rank_and_world
     from ..doctor.record.run import RunPlan, measure_script, measure_trace
@@ -172,8 +156,6 @@ def main(argv: Sequence[str]) -> int:
 def check_command(options: Doctor, command: "Command") -> None:
     """Raise ValueError for a command line without a script or trace, or with misplaced options."""
     target, rest = command.target, command.rest
-    if options.device != "auto":
-        raise ValueError(f"device: got {options.device!r}; it is for --graph-ready, a script chooses its own.")
     if not target:
         raise ValueError("script: got none; give a script, -m and a module, or a trace, as in gpubound doctor train.py.")
     if rest and is_trace(command):

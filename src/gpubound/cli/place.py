@@ -84,7 +84,7 @@ def load(target: str, dtype: str = "auto", trust_remote_code: bool = False) -> t
         return _from_folder(Path(target), dtype_asked(dtype), trust_remote_code), None
     if dtype != "auto":
         raise ValueError(f"--dtype {dtype} is for a folder's model; {target} builds its own: give it that dtype there.")
-    _, built = call(target)
+    built = call(target)
     if not isinstance(built, tuple):
         return built, None
     if len(built) != 2:
@@ -136,8 +136,8 @@ def _random(folder: Path, about: dict[str, Any], dtype: "torch.dtype | None", tr
     return auto.from_config(config, **options)
 
 
-def call(target: str) -> tuple[Any, Any]:
-    """Return what MODULE:NAME or FILE.py:NAME names, and the result of its call without arguments.
+def call(target: str) -> Any:
+    """Return the result of a call, without arguments, of what MODULE:NAME or FILE.py:NAME names.
 
     Modules are imported as `python -m` would, where the working directory comes first, and for a file its own folder.
     """
@@ -145,8 +145,7 @@ def call(target: str) -> tuple[Any, Any]:
     folder = str(Path(where).resolve().parent) if where.endswith(".py") else ""
     sys.path.insert(0, folder)
     try:
-        named = getattr(_run_file(where) if folder else import_module(where), name)
-        return named, named()
+        return getattr(_run_file(where) if folder else import_module(where), name)()
     except (Exception, SystemExit) as error:  # the user's own code may raise anything, or end; the cause is kept
         raise ValueError(f"{target} raised {type(error).__name__}: {error}") from error
     finally:

@@ -7,7 +7,7 @@ nothing else is tried. Where it fails, its modules are captured, and an obstacle
 import copy
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,13 +109,6 @@ class AuditedPart:
             self.not_copied.add(type(value).__name__)
             return value
 
-    def as_dict(self) -> dict[str, Any]:
-        obstacles = [{"reason": o.reason, "line": o.line.as_dict() if o.line is not None else None} for o in self.obstacles]
-        return {
-            "name": self.name, "ready": self.ready, "obstacles": obstacles, "stopped_inside": self.inside,
-            "within": self.within, "certificate": self.certificate, "not_copied": sorted(self.not_copied),
-        }  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Audit:
@@ -135,16 +128,6 @@ class Audit:
     def captured(self) -> bool:
         """True if there was a device on which graphs are captured."""
         return self.device.type == "cuda"
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if not self.ready else 0 if self.captured else 3
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "version": 2, "name": self.name, "device": str(self.device), "ready": self.ready, "captured": self.captured,
-            "parts": [part.as_dict() for part in self.parts], "ledger": self.ledger,
-        }  # fmt: skip
 
     def __str__(self) -> str:
         if self.ledger is None:
@@ -179,7 +162,6 @@ def audit(
     fn: Callable,
     *inputs: Any,
     kwargs: Mapping[str, Any] | None = None,
-    other_inputs: Sequence[tuple] | None = None,
     tolerance: float = 0.0,
 ) -> Audit:
     """Check whether CUDA graphs can hold `fn(*inputs, **kwargs)`, as a whole and module by module. `print` the result.
@@ -187,8 +169,7 @@ def audit(
     fn is called twice: once to record the modules that it calls, once under the ledger. Each call gets copies of the arguments.
     Then it is captured; on a CPU its operations are checked and replayed eagerly. State that this changes is restored.
 
-    other_inputs  inputs for the replays where invented values would not do: a list of argument tuples
-    tolerance     as for `gpubound.capture`: the largest relative difference between a replay and eager; 0: equal bits
+    tolerance  as for `gpubound.capture`: the largest relative difference between a replay and eager; 0: equal bits
     """
     if not callable(fn):
         raise ValueError(f"audit: fn: got {type(fn).__name__}, wanted a function or module; pass the callable itself.")
@@ -210,7 +191,7 @@ def audit(
         leave(note_wait)
     with watch(gputrace=True if device.type == "cuda" else None) as ledger:
         root.run()
-    _capture_parts(root, other_inputs, tolerance)
+    _capture_parts(root, tolerance)
     return Audit(root.name, device, [*root.walk()], ledger.as_dict())
 
 
@@ -244,22 +225,22 @@ def _named(module: nn.Module, prefix: str, names: Mapping[int, str]) -> dict[int
     return {id(child): name for name, child in module.named_modules(prefix=prefix) if id(child) not in names}
 
 
-def _capture_parts(part: AuditedPart, others: Sequence[tuple] | None, tolerance: float) -> None:
+def _capture_parts(part: AuditedPart, tolerance: float) -> None:
     """Capture the part, and the parts inside where that fails."""
-    certificate, obstacles = _capture(part, others, tolerance)
+    certificate, obstacles = _capture(part, tolerance)
     if not obstacles:
         part.certificate = str(certificate)
         for inner in [*part.walk()][1:]:
             inner.within = part.name
         return
     for inner in part.parts:
-        _capture_parts(inner, None, tolerance)
+        _capture_parts(inner, tolerance)
     reported = {obstacle.key for inner in part.parts for row in inner.walk() for obstacle in row.obstacles}
     part.obstacles = [obstacle for obstacle in obstacles if obstacle.key not in reported]
     part.inside = len(obstacles) - len(part.obstacles)
 
 
-def _capture(part: AuditedPart, others: Sequence[tuple] | None, tolerance: float) -> tuple[Certificate | None, list[Obstacle]]:
+def _capture(part: AuditedPart, tolerance: float) -> tuple[Certificate | None, list[Obstacle]]:
     """Return the certificate of a graph of this part, and what stops it."""
     fn, ((leaves, spec), tensors) = part.fn, _flat(part.copies())
 
@@ -269,9 +250,8 @@ def _capture(part: AuditedPart, others: Sequence[tuple] | None, tolerance: float
         return list(tensors_in(fn(*args, **kwargs)))
 
     call.__name__ = part.name
-    flat = [tuple(_flat((args, part.kwargs))[1]) for args in others] if others else None
     try:
-        certificate = capture(call, *tensors, other_inputs=flat, tolerance=tolerance).certificate
+        certificate = capture(call, *tensors, tolerance=tolerance).certificate
     except GraphError as error:
         text = str(error).removeprefix("cannot capture ").removeprefix(f"{part.name}: ").rstrip(".")
         return None, [*dict.fromkeys(map(Obstacle.of, error.hazards))] or [Obstacle(text)]
