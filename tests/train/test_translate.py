@@ -1,4 +1,4 @@
-"""Configs of axolotl, TRL, LLaMA-Factory and torchtune, those of the folder configs/, as recipes."""
+"""Configs of axolotl, TRL and LLaMA-Factory, those of the folder configs/, as recipes."""
 
 from pathlib import Path
 
@@ -10,9 +10,7 @@ from gpubound.cli.train_options import OPTIONS, from_file
 from gpubound.train.translate import translate
 
 FOLDER = Path(__file__).parent / "configs"
-AXOLOTL, TRL, LLAMAFACTORY, TORCHTUNE = (
-    (FOLDER / f"{name}.yaml").read_text() for name in ("axolotl", "trl", "llamafactory", "torchtune")
-)
+AXOLOTL, TRL, LLAMAFACTORY = ((FOLDER / f"{name}.yaml").read_text() for name in ("axolotl", "trl", "llamafactory"))
 RECIPES = yaml.safe_load((FOLDER / "recipes.yaml").read_text())
 
 
@@ -91,7 +89,6 @@ def test_a_refused_config_of_another_tool_names_from(capsys):
 
 @pytest.mark.parametrize("tool, key, value", [
     (AXOLOTL, "special_tokens", 5), (AXOLOTL, "betas", "x"), (TRL, "dataset_name", 5), (LLAMAFACTORY, "template", []),
-    (TORCHTUNE, "checkpointer", 5), (TORCHTUNE, "dataset", [1]),
 ])  # fmt: skip
 def test_values_of_another_form(tool, key, value):
     with pytest.raises(ValueError, match=f"^from: {key}: got "):
