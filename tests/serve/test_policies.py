@@ -113,27 +113,6 @@ def test_a_sample_has_the_log_probabilities_of_the_weights_as_they_are(pair):
 
 
 @pytest.mark.slow
-def test_a_conversation_is_an_example_of_several_turns(pair):
-    """What the environment says is not learnt, and each turn is what a sample of the whole conversation would be."""
-    turns = {0: 3, 1: 1, 2: 99}
-
-    def respond(talk):
-        return [60 + talk["prompt"]] * 2 if talk["turns"] < turns[talk["prompt"]] else None
-
-    names, prompts = ["first", "second", None], [[1, 2, 3], [1, 9], [5]]
-    talks = pair.converse(names, prompts, respond, n=2, max_new_tokens=4, seed=2)
-    assert [(one["prompt"], one["sample"]) for one in talks] == [(p, s) for p in range(3) for s in range(2)]
-    for talk in talks:
-        example, said = talk["example"], [60 + talk["prompt"]] * 2
-        assert talk["turns"] == turns[talk["prompt"]] or (talk["prompt"] == 2 and talk["turns"] > 4)
-        spoken = [token for token, learnt in zip(example["answer"], example["learnt"]) if not learnt]
-        assert spoken == said * (talk["turns"] - 1) and len(example["prompt"]) + len(example["answer"]) <= LENGTH
-    for name, talk in (("first", talks[0]), ("second", talks[2])):
-        found = pair.forward_backward(name, [talk["example"] | {"advantage": 1.0}], "grpo")
-        assert found["items"] == 1 and found["tokens"] == sum(talk["example"]["learnt"]) and found["largest_gap"] < 1e-5
-
-
-@pytest.mark.slow
 def test_a_loaded_policy_goes_on_as_the_saved_one(pair, tmp_path):
     train(pair, ["first", "second"], 2)
     pair.save_state("first", tmp_path / "first")

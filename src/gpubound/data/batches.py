@@ -123,7 +123,7 @@ def batches(
     default = {"stream": STREAM_FIELDS, "none": STREAM_FIELDS, "pairs": (*STREAM_FIELDS, "example")}.get(pack, PACKED_FIELDS)
     fields = fields or default
     identity: dict[str, Any] = {
-        "corpus": corpus.identity(), "contents": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
+        "corpus": corpus.identity(), "checksum": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
         "max_documents": max_documents, "seed": seed, "shuffle": shuffle,
     }  # fmt: skip
     if pack != "stream":
@@ -331,13 +331,13 @@ class CorpusFeed(Feed):
                 f"feed: state: it is of {world} ranks, for which an earlier version drew other batches; go on with that "
                 f"version, or begin where you choose with seek(epoch, batch)."
             )
-        saved, contents = state.get("contents"), self._identity["contents"]  # earlier versions did not save it
-        if state.get("corpus") == self._identity["corpus"] and None not in (saved, contents) and saved != contents:
+        saved, checksum = state.get("checksum"), self._identity["checksum"]  # earlier versions did not save it
+        if state.get("corpus") == self._identity["corpus"] and None not in (saved, checksum) and saved != checksum:
             raise ValueError(
                 "feed: state: the corpus has documents as long as those of the one it was saved with, and they hold other "
                 "tokens or masks; give that corpus back, or begin anew."
             )
-        super().load_state_dict({**state, "contents": contents})
+        super().load_state_dict({**state, "checksum": checksum})
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         super().seek(epoch, batch)

@@ -15,7 +15,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -216,44 +216,7 @@ def tokenizer_is_unchanged(folder: Path) -> bool:
     return bool(recorded) and recorded == tokenizer_checksums(folder)
 
 
-_POLYNOMIAL = 0xEDB88320  # of CRC-32. Bit 31 is the coefficient of x^0, bit 0 that of x^31
-_ONE, _BYTE = 1 << 31, 1 << 23  # 1 and x^8
-
-
 def contents(shards: Sequence[Shard]) -> int:
-    """Return a hash of all tokens and masks, from the shards' checksums and independent of the shards' sizes."""
-    tokens = combined_crc((shard.header.sections["tokens"][2], shard.tokens.nbytes) for shard in shards)
-    if all(shard.mask is None for shard in shards):
-        return mix(tokens, 0)
-    masks = []
-    for shard in shards:  # without a mask every token counts
-        crc = zlib.crc32(b"\1" * len(shard.tokens)) if shard.mask is None else shard.header.sections["mask"][2]
-        masks.append((crc, len(shard.tokens)))
-    return mix(tokens, combined_crc(masks))
-
-
-def combined_crc(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the CRC-32 of concatenated bytes from the (CRC-32, length) of each part.
-
-    >>> combined_crc([(zlib.crc32(b"one "), 4), (zlib.crc32(b"corpus"), 6)]) == zlib.crc32(b"one corpus")
-    True
-    """
-    crc = 0
-    for part_crc, length in parts:
-        power, square = _ONE, _BYTE  # power becomes x^(8 · length): appending that many bytes multiplies by it
-        while length:
-            if length & 1:
-                power = _multiply(power, square)
-            square, length = _multiply(square, square), length >> 1
-        crc = _multiply(power, crc) ^ part_crc
-    return crc
-
-
-def _multiply(a: int, b: int) -> int:
-    """Return the product of two polynomials modulo the CRC's."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product
+    """Return a hash of all tokens and masks, from the shards' checksums."""
+    crcs = [shard.header.sections[name][2] for shard in shards for name in ("tokens", "mask") if name in shard.header.sections]
+    return mix(len(shards), *crcs)

@@ -7,7 +7,7 @@ The files of a saved policy besides its adapter: the options of its optimizer, a
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -262,48 +262,6 @@ class Policies:
             for one in sequences
         ]  # fmt: skip
 
-    def converse(
-        self,
-        name: str | Sequence[str | None] | None,
-        prompts: Sequence[Any],
-        respond: Callable[[dict[str, Any]], Any],
-        n: int = 1,
-        max_new_tokens: int = 128,
-        temperature: float = 1.0,
-        seed: int = 0,
-        stop: Any = None,
-        **settings: Any,
-    ) -> list[dict[str, Any]]:
-        """Return `n` conversations of each prompt with an environment, in order, for a caller in this process.
-
-        respond  is called with a conversation when a turn of the policy has ended, while others go on; returns what the
-                 environment says, a text or token ids, or None to end the conversation. It also ends where max_length leaves
-                 no room for a token
-
-        A conversation is a dict: prompt (its index), sample, turns, tokens and text of the last turn, finish, and `example`,
-        which `forward_backward` takes: the environment's tokens are not learnt. The keys and values of a conversation are kept
-        between turns where that is quicker (`Rollout.extend`).
-        """
-        ids, talks = self._prompts(prompts, "converse"), dict[tuple[int, int], dict[str, Any]]()
-        arguments = n, max_new_tokens, temperature, True, seed, self.ends if stop is None else stop
-        for run, numbers in self._rollouts(name, ids, *arguments, **settings):
-            for one in run:
-                prompt = numbers[one.prompt]
-                example = {"prompt": ids[prompt], "answer": [], "learnt": [], "logprobs": []}
-                talk = talks.setdefault(
-                    (prompt, one.sample), {"prompt": prompt, "sample": one.sample, "turns": 0, "example": example}
-                )
-                talk |= {"turns": talk["turns"] + 1, "tokens": one.tokens, "text": one.text, "finish": one.finish}
-                _say(talk["example"], one.tokens, one.logprobs, 1)
-                reply = respond(talk)
-                if reply is None:
-                    continue
-                tokens = self._ids(reply, "respond")
-                if len(ids[prompt]) + len(talk["example"]["answer"]) + len(tokens) < self.max_length:
-                    _say(talk["example"], tokens, [0.0] * len(tokens), 0)
-                    run.extend(one, tokens, max_new_tokens)
-        return [talks[key] for key in sorted(talks)]
-
     def _prompts(self, prompts: Any, who: str) -> list[list[int]]:
         if not isinstance(prompts, Sequence) or isinstance(prompts, str) or not prompts:
             raise ValueError(f"{who}: prompts: wanted a list of at least one text or list of token ids.")
@@ -477,8 +435,3 @@ def _check_name(name: Any, who: str) -> None:
     parts = ("lora_A", "lora_B", "weight", "bias")  # of tensors' names, which PEFT could not tell from an adapter's
     if not isinstance(name, str) or not name or "." in name or "/" in name or name in parts:
         raise ValueError(f"{who}: name: got {name!r}, wanted a word without dots and slashes, and none of {', '.join(parts)}.")
-
-
-def _say(example: dict[str, list[Any]], tokens: list[int], logprobs: list[float], learnt: int) -> None:
-    for key, values in (("answer", tokens), ("learnt", [learnt] * len(tokens)), ("logprobs", logprobs)):
-        example[key] += values
