@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing, suppress
@@ -77,7 +77,9 @@ def generate_lines(options: Generate, prompts: list[str]) -> int:
     return 0
 
 
-def answers(groups: list[int], count: int, start: Callable[..., Any], *args: Any) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+def answers(
+    groups: list[int], count: int, start: Callable[..., Any], *args: Any
+) -> Generator[tuple[int, list[dict[str, Any]]], None, None]:
     """Yield (group, its sequences) in the order in which up to `count` replicas complete them, until one of these ends.
 
     start  a module-level function: start(number of the replica, *args) returns the function that answers a group
