@@ -18,6 +18,7 @@ from gpubound.decode.weight_view import WeightView, bind
 from gpubound.kernels import dispatch, quantized_product
 from gpubound.kernels.decode_product import rms_normed
 from gpubound.kernels.packed_weights import round_inputs
+from gpubound.lora.base import quantize_base
 from gpubound.models import registry
 from gpubound.models.reader import READ, unread_option
 from gpubound.trace import hooked
@@ -283,7 +284,8 @@ def test_a_model_with_something_of_its_own():
 
 
 @pytest.mark.parametrize("times", [1, 8])
-def test_products_of_levels_may_round_inputs_and_not_more(times, monkeypatch):
+@pytest.mark.parametrize("weights", ["int8", None], ids=["packed", "quantised"])
+def test_products_of_levels_may_round_inputs_and_not_more(weights, times, monkeypatch):
     """To 16 bits, of which Gemma 4, whose scores have no factor, makes 2e-4 of its logits in fp32."""
 
     def off(definition, normed):
@@ -296,7 +298,10 @@ def test_products_of_levels_may_round_inputs_and_not_more(times, monkeypatch):
     for name in ("norm_product_reference", "norm_gate_up_reference", "add_product_reference"):
         monkeypatch.setattr(quantized_product, name, off(getattr(quantized_product, name), "norm" in name))
     with nullcontext() if times == 1 else pytest.raises(gb.GenerateError, match="do not compute this model"):
-        fast = gb.decoder(cases.build("Gemma4"), 1, cases.ROOM, weights="int8")
+        model = cases.build("Gemma4")
+        if weights is None:
+            quantize_base(model, "int8")
+        fast = gb.decoder(model, 1, cases.ROOM, weights=weights)
         assert certificate.FLOOR[torch.float32] < fast.certificate.logits_error < 4e-4
 
 
