@@ -68,6 +68,16 @@ def test_products_in_parts_give_the_logits_of_those_by_torch(kind, layers, sever
     assert not kept.split and not kept.workspace.split
 
 
+def test_split_products_may_begin_at_two_rows(several_parts, monkeypatch):
+    model, found = cases.build("Qwen3", torch.bfloat16, num_hidden_layers=1), []
+    for sizes, rows in ((((1 << 40, range(2, 129)),), (1, 0, 2)), ((), (3, 16, 4))):
+        monkeypatch.setattr(ways, "SPLIT", sizes)
+        body = body_of(model, 3)
+        assert (body.gemv_rows, body.tiled_rows, body.split.start) == rows
+        found.append(logits(body, 3))
+    assert (found[0] - found[1]).norm() / found[1].norm() < 2e-2
+
+
 def test_layers_on_several_devices_have_no_split_products():
     """The next device's first norm would have to add what this one's last product leaves."""
     live = bind(cases.build("Llama", torch.bfloat16, num_hidden_layers=2), 32)

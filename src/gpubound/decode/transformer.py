@@ -453,8 +453,10 @@ class FusedRunner(ViewRunner):
         self.form.begin(live.model, self.device, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         split = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else range(0)
-        self.tiled_rows = min(self.tiled_rows, split.start - 1) if split else self.tiled_rows
         self.gemv_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
+        if split:
+            self.tiled_rows = min(self.tiled_rows, split.start - 1) if split.start > 2 else 0
+            self.gemv_rows = min(self.gemv_rows, split.start - 1)
         self.head_rows = self.gemv_rows
         if self.tiled_rows:
             self.gemv_rows, self.head_rows = max(1, _by_bytes(live, self.config, AT_ONCE, 0)), 1
