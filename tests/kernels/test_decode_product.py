@@ -103,6 +103,14 @@ def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inn
     agree("add_product", h, weight, bias, stream(device, rows, hidden, seed=3))
 
 
+@pytest.mark.parametrize("op", ["add_product", "tiled_add_product"])
+def test_the_stream_is_written_to_a_second_place(device, op):
+    h, weight = draw(device, torch.bfloat16, 3, 40), draw(device, torch.bfloat16, 24, 40, seed=1)
+    x, wide = stream(device, 3, 24, seed=3), torch.zeros(3, 80, device=device)
+    load("triton", op)(h, weight, None, x, keep=wide[:, 30:54])
+    assert torch.equal(wide[:, 30:54], x) and not wide[:, :30].any() and not wide[:, 54:].any()
+
+
 def test_tiles_that_do_not_divide_the_columns_stay_inside(device, monkeypatch):
     """The last tile of the last row: what lies behind it is NaN, and NaN times a masked zero would show."""
     hidden = 72

@@ -7,6 +7,7 @@ from gpubound import kernels
 from gpubound.kernels.decode_product import Norm
 from gpubound.kernels.draft_inputs import Reads
 from gpubound.kernels.ngram_speculation import Chunk
+from gpubound.kernels.registry import load
 from tests.messages import refusals
 
 from .cases import agree, draw
@@ -66,13 +67,14 @@ def test_extend_draft_matches(at, device, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_keep_stream_matches(tokens, device):
-    x, to = draw(device, torch.float32, 2 * tokens, 40), draw(device, torch.float32, 2 * tokens, 100)
+    x, wide = draw(device, torch.float32, 2 * tokens, 40), draw(device, torch.float32, 2 * tokens, 100)
     position = torch.arange(2 * tokens, device=device, dtype=INT).view(2, tokens)
-    _, kept, _, _, first, _ = agree("keep_stream", x, to, 60, position, ints(device, 7, 7), 0, limit=0)
-    assert torch.equal(kept[:, 60:], x) and first.tolist() == [0, tokens]
-    agree("keep_stream", x, to, 0, None, None, 0, limit=0)
+    _, kept, _, _, _, first = agree("keep_stream", x, torch.empty_like(x), 0, None, position, ints(device, 7, 7), limit=0)
+    assert torch.equal(kept, x) and first.tolist() == [0, tokens]
+    load("triton", "keep_stream")(x, wide[:, 60:])
+    assert torch.equal(wide[:, 60:], x) and not torch.equal(wide[:, :40], x)
     index = torch.tensor([2 * tokens - 1, 0, 0], device=device)
-    _, kept, *_ = agree("keep_stream", x, draw(device, torch.float32, 3, 40), 0, None, None, 0, index, limit=0)
+    _, kept, *_ = agree("keep_stream", x, draw(device, torch.float32, 3, 40), 0, index, limit=0)
     assert torch.equal(kept, x[index])
 
 
@@ -91,7 +93,7 @@ def test_the_doors(device):
     kernels.begin_draft(rows, text, ints(device, 0), x.repeat(2, 1), Reads(table, norm, norm), chunk, place, last, both)
     torch.testing.assert_close(both[:, :2], torch.tensor([[1.0, 1.0], [0.0, 2**0.5]], device=device))
     assert (chunk.token[0, 0], place.tolist(), last.item()) == (1, [[0, 1]], 0)
-    kernels.keep_stream(x.repeat(2, 1), both, 2)
+    kernels.keep_stream(x.repeat(2, 1), both[:, 2:])
     assert both[:, 2:].tolist() == [[0.0, 5.0]] * 2
 
 
@@ -108,5 +110,5 @@ def test_errors():
         lambda: kernels.extend_draft(None, None, targets, token, x[:2], read, chunk, 0, both[:2]),
         lambda: kernels.extend_draft(zeros("cpu", 2, 4), None, targets, token, x[:2], read, chunk, 3, None),
         lambda: kernels.extend_draft(None, None, targets, token, x[:2], read, chunk, 1, both),
-        lambda: kernels.keep_stream(x, both, 5),
+        lambda: kernels.keep_stream(x, both),
     )

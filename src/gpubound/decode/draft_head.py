@@ -50,17 +50,15 @@ class HiddenStates:
         self._lengths: Tensor | None = None
         self._prompt: dict[int, Tensor] = {}
 
-    def keep(self, number: int, x: Tensor, position: Tensor, mode: int) -> None:
-        """Keep the stream x (B T, hidden) before layer `number` of a step of tokens at `position`, (B, T) or (B,)."""
+    def places(self, number: int, rows: int) -> list[Tensor]:
+        """Return where a step writes the stream of its `rows` tokens before layer `number`, each (rows, hidden)."""
+        found = []
         for at, layer in enumerate(self.layers):
             if layer == number:
-                rows, places = len(position), position.view(len(position), -1)
-                begins = (places, self.position[:rows]) if at == 0 else (None, None)
-                to, column = self.rows[: len(x)], at * self.hidden
-                if self.plain is not None:
-                    self.step += at == 0
-                    to, column = self.plain.view(rows, -1), column + (self.step - 1) * self.plain.shape[2]
-                keep_stream(x, to, column, begins[0], begins[1], EARLY if mode else 0)
+                self.step += self.plain is not None and at == 0
+                to = self.rows[:rows] if self.plain is None else self.plain[:, self.step - 1]
+                found.append(to[:, at * self.hidden : (at + 1) * self.hidden])
+        return found
 
     def begin_prompt(self, lengths: Tensor) -> None:
         """Begin a prefill of prompts of these lengths (B,)."""
@@ -260,7 +258,7 @@ class HeadDraft(DrawnDraft):
         text, reads = self.text[:rows], runner.reads
         begin_draft(state, text, begin, stream, reads, chunk, place, last, runner.both[:n], body.embed, to, mode)
         runner.attend(stream, place)
-        keep_stream(stream, x, 0, index=last, dependent=mode)
+        keep_stream(stream, x, mode, last, chunk.position, begin)
         if settings is not None:
             own.token.copy_(state.token)
             own.position.copy_(state.position)
@@ -290,6 +288,7 @@ class HeadDraft(DrawnDraft):
             both = self.runner.inputs(torch.cat([verified, states.plain], 1), following)
             self.runner.attention.write_runs(both, place, [T, steps])
             verified[:, 0] = states.plain[:, -1]
+            states.position[:rows] = self.slots.rows.position[:rows] - 1
         finally:
             states.plain = None
         return begin

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..device import entered
 from ..errors import GenerateError
-from ..kernels import add_rms_norm, layer_norm_rows
+from ..kernels import add_rms_norm, keep_stream, layer_norm_rows
 from ..kernels.decode_product import EARLY, LATE, Norm, call_shape, can_chain, capped_
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
 from ..kernels.experts import routing_shape
@@ -261,10 +261,13 @@ class LayerGroup:
     def step(self, x: Tensor, position: Tensor, mode: int, own_kernels: bool) -> None:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
         together: list[Any] = []  # parts that read the same stream, with their inputs of the last product
+        states = self.hidden_states
+        places = [] if states is None else states.places(self.numbers[0], len(x))
         with entered(self.device):
             for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
-                if self.hidden_states is not None:
-                    self.hidden_states.keep(number, x, position, mode)
+                for to in places:
+                    keep_stream(x, to, EARLY if mode else 0)
+                places = states.places(number + 1, len(x)) if states is not None and number + 1 in self.numbers else []
                 together.append((attention, (attention.compute if own_kernels else attention.gemm_compute)(x, position, mode)))
                 if attention.weights.joined:
                     continue
@@ -278,6 +281,7 @@ class LayerGroup:
                         part.gemm_add(y, x, mode)
                 together.clear()
                 if not mlp.weights.parallel:
+                    mlp.keep = places.pop() if len(places) == 1 and own_kernels and extra is None and mlp.can_keep else None
                     (mlp.step if own_kernels else mlp.gemm_step)(x, mode)
                 if extra is not None:
                     (extra.step if own_kernels else extra.gemm_step)(x, mode)

@@ -266,6 +266,7 @@ class DenseLinear:
 
     prefix = ""
     added: LoraDelta | None = None  # of the layers' adapters; set by the layer's part
+    keeps = True  # whether `add_product` takes a second place for the stream
     gemv_rows: int | None = None
     copy: Tensor | None = None  # of the stream, which tiled GEMMs read and write
 
@@ -303,11 +304,12 @@ class DenseLinear:
             return
         kernels.norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)))
 
-    def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
+    def add_product(self, h: Tensor, x: Tensor, mode: int, keep: Tensor | None = None) -> None:
         if self.gemv_rows is not None and len(h) > self.gemv_rows:
-            kernels.tiled_add_product(h, *self.layers[0][:2], x, mode, None if self.copy is None else self.copy[: len(h)])
+            copy = None if self.copy is None else self.copy[: len(h)]
+            kernels.tiled_add_product(h, *self.layers[0][:2], x, mode, copy, keep)
         else:
-            kernels.add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)))
+            kernels.add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)), keep)
 
     def send_product(self, h: Tensor, to: Mail, mode: int) -> None:
         kernels.send_product(h, *self.layers[0][:2], to, mode)

@@ -188,14 +188,17 @@ def norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, dependent
 
 
 def add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None
-) -> Tensor:
-    """x += h weightᵀ, in place: the output and the down product, with the residual."""
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x += h weightᵀ, in place: the output and the down product, with the residual. keep: rows of x's width, such as columns of
+    a wider tensor, that become the new x, too."""
     check_add("add_product", h, weight, bias, x.device)
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
+    check_keep("add_product", "keep", keep, x)
     check_adapters("add_product", adapters, h, [len(weight)])
     kernel = implementation("add_product", weight, None, adapters_shape(adapters))
-    return kernel(h, weight, bias, x, dependent, adapters)
+    return kernel(h, weight, bias, x, dependent, adapters, keep)
 
 
 @definition(
@@ -203,9 +206,10 @@ def add_product(
         draw(g, 2, 40), draw(g, 48, 40), None, draw(g, 2, 48).detach(), 0, _draw_adapters(g, 40, (48,), rank, fp32)
     )
 )  # fmt: skip
-def add_product_reference(h, weight, bias, x, dependent=0, adapters=None):
+def add_product_reference(h, weight, bias, x, dependent=0, adapters=None, keep=None):
     h = h.to(x.dtype)
-    return x.add_(_times(h, weight, bias) + _added(adapters, 0, h))
+    x.add_(_times(h, weight, bias) + _added(adapters, 0, h))
+    return x if keep is None else (x, keep.copy_(x))
 
 
 def send_product(h: Tensor, weight: Tensor, bias: Tensor | None, mail: Mail, dependent: int = 0) -> tuple[Tensor, ...]:
@@ -225,6 +229,15 @@ def check_add(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, device: t
     require(op, "weight", weight, None, ("outputs", "inputs"), device, "the kernel reads row after row")
     require(op, "h", h, None, (*h.shape[:1], weight.shape[1]), device, "the kernel reads row after row")
     check_biases(op, (bias,), [weight])
+
+
+def check_keep(op: str, name: str, to: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError unless `to` can take the rows of x."""
+    if to is not None and (to.dtype, to.shape, to.device, to.stride(-1)) != (x.dtype, x.shape, x.device, 1):
+        raise ValueError(
+            f"{op}: {name} must be {x.dtype} {tuple(x.shape)} on {x.device}, each row in one piece, got {to.dtype} "
+            f"{tuple(to.shape)} on {to.device} with strides {to.stride()}; give columns of a wider tensor, or one of x's shape."
+        )
 
 
 def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:

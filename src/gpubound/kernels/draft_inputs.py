@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .decode_product import Norm, rms_normed
+from .decode_product import Norm, check_keep, rms_normed
 from .dispatch import implementation, require
 from .ngram_speculation import Chunk
 from .registry import definition, draw, frozen, ints, zeros
@@ -26,31 +26,27 @@ class Reads(NamedTuple):
 
 
 def keep_stream(
-    x: Tensor, to: Tensor, column: int, position: Tensor | None = None, first: Tensor | None = None, dependent: int = 0,
-    index: Tensor | None = None,
+    x: Tensor, to: Tensor, dependent: int = 0, index: Tensor | None = None, position: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Copy the stream x, float32 (N, H), or the rows `index`, int64 (M,), of it, to the columns of `to`, float32 (N or M, W),
-    from `column` on. And, where they are given, the first of each row's positions (B, T) to `first` (B,), both int32.
+    """Copy the stream x, float32 (N, H), or the rows `index`, int64 (M,), of it, to `to`, float32 (N or M, H), such as columns
+    of a wider tensor. And, where they are given, the first of each row's positions (B, T) to `first` (B,), both int32.
 
     Returns what it changed: `to`, then `first` where given.
     """
     require("keep_stream", "x", x, torch.float32, ("N", "H"), x.device)
     if index is not None:
         require("keep_stream", "index", index, torch.int64, ("M",), x.device)
-    require("keep_stream", "to", to, torch.float32, (len(x if index is None else index), "W"), x.device)
-    if not 0 <= column <= to.shape[1] - x.shape[1]:
-        raise ValueError(
-            f"keep_stream: column: got {column}, wanted 0 to {to.shape[1] - x.shape[1]}, so that x fits into `to`."
-        )
+    check_keep("keep_stream", "to", to, x if index is None else x[: len(index)])
     if position is not None and first is not None:
         require("keep_stream", "position", position, torch.int32, ("B", "T"), x.device)
         require("keep_stream", "first", first, torch.int32, (len(position),), x.device)
-    return implementation("keep_stream", x)(x, to, column, position, first, dependent, index)
+    return implementation("keep_stream", x)(x, to, dependent, index, position, first)
 
 
-@definition(lambda g: (draw(g, 6, 40).detach(), zeros(6, 100), 40, ints(*range(6)).view(3, 2), ints(0, 0, 0)))
-def keep_stream_reference(x, to, column, position=None, first=None, dependent=0, index=None):
-    to[:, column : column + x.shape[1]] = x if index is None else x[index]
+@definition(lambda g: (draw(g, 6, 40).detach(), zeros(6, 40), 0, None, ints(*range(6)).view(3, 2), ints(0, 0, 0)))
+def keep_stream_reference(x, to, dependent=0, index=None, position=None, first=None):
+    to.copy_(x if index is None else x[index])
     return (to,) if position is None or first is None else (to, first.copy_(position[:, 0]))
 
 

@@ -28,6 +28,7 @@ from .decode_product import (
     check_add,
     check_best,
     check_biases,
+    check_keep,
     check_stream,
     draw_gate_up,
     draw_qkv,
@@ -328,8 +329,9 @@ def tiled_norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, dep
 
 
 def tiled_add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None
-) -> Tensor:
+    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, copy: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`add_product` of all rows at once: x += h weightᵀ, in place. `copy`, in the weight's dtype, receives x, too."""
     check_add("tiled_add_product", h, weight, bias, x.device)
     _check_rows("tiled_add_product", h)
@@ -337,7 +339,8 @@ def tiled_add_product(
     require("tiled_add_product", "x", x, torch.float32, shape, x.device, WRITTEN)
     if copy is not None:
         require("tiled_add_product", "copy", copy, weight.dtype, shape, x.device, WRITTEN)
-    return implementation("tiled_add_product", weight)(h, weight, bias, x, dependent, copy)
+    check_keep("tiled_add_product", "keep", keep, x)
+    return implementation("tiled_add_product", weight)(h, weight, bias, x, dependent, copy, keep)
 
 
 def _add_example(g, rows=5, inner=WIDE, hidden=48):
@@ -346,9 +349,10 @@ def _add_example(g, rows=5, inner=WIDE, hidden=48):
 
 
 @definition(_add_example)
-def tiled_add_product_reference(h, weight, bias, x, dependent=0, copy=None):
+def tiled_add_product_reference(h, weight, bias, x, dependent=0, copy=None, keep=None):
     add_product_reference(h, weight, bias, x)
-    return x if copy is None else (x, copy.copy_(x))
+    written = tuple(to.copy_(x) for to in (copy, keep) if to is not None)
+    return (x, *written) if written else x
 
 
 def _check_rows(op: str, x: Tensor) -> None:

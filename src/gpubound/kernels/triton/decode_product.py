@@ -228,10 +228,10 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, 
 
 @triton.jit(do_not_specialize=SCALARS)
 def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow, before, columns, split, second,
-                        emptied, ahead, boxes, box, state, number, sender, room, B: tl.constexpr, SOME: tl.constexpr,
-                        K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
-                        RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr, BOXES: tl.constexpr,
-                        SENDERS: tl.constexpr, S: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                        emptied, ahead, boxes, box, state, number, sender, room, keep, apart, B: tl.constexpr,
+                        SOME: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+                        WHOLE: tl.constexpr, RANKS: tl.constexpr, MORE: tl.constexpr, REACH: tl.constexpr, TYPE: tl.constexpr,
+                        BOXES: tl.constexpr, SENDERS: tl.constexpr, S: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     program = tl.program_id(0)
     if table is not None:
@@ -278,7 +278,10 @@ def _add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, rows, table, ids, narrow,
             if boxes is not None:
                 _send(addresses, sender * room + b * rows + first + row, y.to(tl.int32, bitcast=True), stamp, in_range)
             else:
-                tl.store(x_ptr + b * rows.to(tl.int64) + first + row, before_them[b - at] + y, mask=in_range)
+                y += before_them[b - at]
+                tl.store(x_ptr + b * rows.to(tl.int64) + first + row, y, mask=in_range)
+                if keep is not None:
+                    tl.store(keep + b * apart + first + row, y, mask=in_range)
 
 
 def _way(use: str, adapters: StepAdapters | None) -> str:
@@ -326,10 +329,10 @@ def norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, activa
 
 
 @in_place
-def add_product(h, weight, bias, x, dependent=0, adapters=None):
+def add_product(h, weight, bias, x, dependent=0, adapters=None, keep=None):
     more = _adapter_arguments(adapters, len(h), weight.shape[1]) | _mail_arguments(None)
-    _launch_add(_way("add", adapters), h, weight, bias, x, dependent, **more)
-    return x
+    _launch_add(_way("add", adapters), h, weight, bias, x, dependent, keep, **more)
+    return x if keep is None else (x, keep)
 
 
 @in_place
@@ -340,12 +343,14 @@ def send_product(h, weight, bias, mail, dependent=0):
 
 
 def _launch_add(
-    way: str, h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor | None, dependent: int, **more: Any
-) -> None:
+    way: str, h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor | None, dependent: int, keep: Tensor | None = None,
+    **more: Any,
+) -> None:  # fmt: skip
     rows, width = weight.shape
     launch_product(
         _add_product_kernel, job_of("product", way, (rows, width, rows), weight), width, 1, dependent, h, weight,
-        bias, x, rows, weights=1, B=len(h), BIAS=bias is not None, **more,
+        bias, x, rows, weights=1, keep=keep, apart=0 if keep is None else keep.stride(0), B=len(h), BIAS=bias is not None,
+        **more,
     )  # fmt: skip
 
 

@@ -15,12 +15,12 @@ PARTS = 1024  # partial maxima at a time
 
 
 @triton.jit
-def _keep_stream_kernel(x_ptr, to_ptr, position_ptr, first_ptr, index_ptr, column, width, H, rows, T: tl.constexpr,
+def _keep_stream_kernel(x_ptr, to_ptr, position_ptr, first_ptr, index_ptr, apart, H, rows, T: tl.constexpr,
                         BLOCK: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     _start(DEPENDENT)
     n, col = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     source = n if index_ptr is None else tl.load(index_ptr + n)
-    tl.store(to_ptr + n * width + column + col, tl.load(x_ptr + source * H + col, mask=col < H, other=0.0), mask=col < H)
+    tl.store(to_ptr + n * apart + col, tl.load(x_ptr + source * H + col, mask=col < H, other=0.0), mask=col < H)
     if position_ptr is not None:  # noqa: SIM102  this is a constant of the compiler, the program's number is not
         if n == 0:
             b = tl.arange(0, ROWS)
@@ -101,10 +101,10 @@ def _plan(reads: Reads, embed: Tensor | None, dependent: int) -> tuple[tuple[int
 
 
 @in_place
-def keep_stream(x, to, column, position=None, first=None, dependent=0, index=None):
+def keep_stream(x, to, dependent=0, index=None, position=None, first=None):
     block, (rows, tokens) = power_of_two(x.shape[1]), (1, 1) if position is None else position.shape
     _keep_stream_kernel[(len(to),)](
-        x, to, position, first, index, column, to.shape[1], x.shape[1], rows, T=tokens, BLOCK=block, ROWS=power_of_two(rows),
+        x, to, position, first, index, to.stride(0), x.shape[1], rows, T=tokens, BLOCK=block, ROWS=power_of_two(rows),
         **options(max(1, min(8, block // 256)), dependent),
     )  # fmt: skip
     return (to,) if first is None else (to, first)

@@ -403,7 +403,7 @@ def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_
 
 
 @triton.jit
-def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, TB: tl.constexpr, K: tl.constexpr,
+def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, keep, apart, TB: tl.constexpr, K: tl.constexpr,
                               S: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr,
                               BIAS: tl.constexpr, COPY: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
                               DEPENDENT: tl.constexpr):  # fmt: skip
@@ -418,6 +418,8 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
     tl.store(x_ptr + to, y, mask=inside)
     if COPY:
         tl.store(copy_ptr + to, y.to(copy_ptr.dtype.element_ty), mask=inside)
+    if keep is not None:
+        tl.store(keep + b.to(tl.int64)[None] * apart + row[:, None], y, mask=inside)
 
 
 @in_place
@@ -443,13 +445,14 @@ def tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, dependent=0, 
 
 
 @in_place
-def tiled_add_product(h, weight, bias, x, dependent=0, copy=None):
+def tiled_add_product(h, weight, bias, x, dependent=0, copy=None, keep=None):
     rows = len(weight)
     _launch(
         _tiled_add_product_kernel, weight, h, rows, dependent, h, weight, bias, x, copy, rows, BIAS=bias is not None,
-        COPY=copy is not None,
+        COPY=copy is not None, keep=keep, apart=0 if keep is None else keep.stride(0),
     )  # fmt: skip
-    return x if copy is None else (x, copy)
+    written = tuple(to for to in (copy, keep) if to is not None)
+    return (x, *written) if written else x
 
 
 def _launch(kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *arguments: Any, **constants: Any) -> None:
