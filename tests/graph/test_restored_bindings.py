@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gpubound.graph import capture
+from gpubound.graph.reachable import AccessPath, Reachable
 
 from .cases import drawn, said
 from .test_certificate import peek
@@ -96,3 +97,13 @@ def test_what_a_capture_that_holds_has_bound_stays(runner):
     captured = capture(last.step, torch.ones(3))
     captured(torch.full((3,), 4.0))
     assert last.value is not None
+
+
+def test_no_path_is_made_to_numbers_and_to_objects_seen_before(monkeypatch):
+    made, to = list[str](), AccessPath.to
+    monkeypatch.setattr(AccessPath, "to", lambda path, label, *steps: made.append(label) or to(path, label, *steps))
+    module = nn.Linear(2, 2)
+    module.numbers, module.again, module.other = [*range(100), "name", None], [module, module], {"weight": module.weight}
+    found = Reachable(lambda: module(torch.ones(2)), None)
+    assert sorted(made) == sorted([".training", ".weight", ".bias", ".numbers", ".again", ".other", "['weight']"])
+    assert [path.name for path, _ in found.tensors] == ["module.weight", "module.bias", "module.other['weight']"]
