@@ -25,7 +25,7 @@ from ..lora import layers as lora_layers  # noqa: F401  registers the reader of 
 from ..trace import fallback
 from . import candidates
 from .candidates import MARK, Candidate, Fused, release
-from .verify import CACHED, Agreement, Exercise, attempt, check_example, coarsest, inference_weight, verify
+from .verify import CACHED, KEPT, Agreement, Exercise, attempt, check_example, coarsest, inference_weight, verify
 
 
 @dataclass(frozen=True)
@@ -204,9 +204,11 @@ def place(
         result = Agreement(why=complete.trouble)
         try:
             shared = candidates.shared_memory(model) if fuse else {}
+            kept = max(CACHED, sum(p.nbytes for p in model.parameters()) // KEPT)
             for c in leaves:
-                notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), partial(verify, c.module, c.swap.cases, c.adopt))
-                facts.release_cached(target, CACHED)  # stacked weights have left theirs, in pieces too small for others
+                check = partial(verify, c.module, c.swap.cases, c.adopt, kept)
+                notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), check)
+                facts.release_cached(target, kept)  # stacked weights have left theirs, in pieces too small for others
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, complete))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)

@@ -169,8 +169,11 @@ GRADIENT_LIMIT = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 1e-1,
 SEEDS = (1, 2)  # of further inputs of random tokens
 FLOOR = 1e-3  # of the largest gradient: one that is zero in exact arithmetic is rounding alone
 PART = 1 << 24  # elements of two tensors whose difference exists at a time
-CACHED = 1 << 24  # bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB
-LARGE = 1 << 26  # bytes of a gradient: after a larger one, unused memory is released before the next
+# Bytes without a tensor that the allocator may keep from one run to the next: in pieces, 8B kept 8.4 GiB. Of a layer's runs the
+# next layer's take the place, up to a part of the model: to map their gigabyte anew three times a layer took 8B a second.
+CACHED = 1 << 24
+KEPT = 16
+LARGE = 1 << 28  # bytes of a gradient: after a larger one, unused memory is released before the next
 
 Named = dict[str, Tensor]
 """Outputs and gradients of a run by name, without the gradients that are None"""
@@ -227,16 +230,19 @@ def coarsest(model: nn.Module) -> torch.dtype:
     return max(dtypes & set(UNIT), key=UNIT.__getitem__, default=torch.float32)
 
 
-def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None]) -> Agreement:
-    """Run `module` on every case, call `swap`, run it again, and compare the runs."""
+def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None], kept: int = CACHED) -> Agreement:
+    """Run `module` on every case, call `swap`, run it again, and compare the runs.
+
+    kept: bytes without a tensor that the allocator may keep between the runs
+    """
     cases, dtype = list(cases), coarsest(module)
     config = getattr(module, "config", None)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     truth = run(deepcopy(module, {id(config): config}).to(wider), cases, wider, spent=True)
-    facts.release_cached(device, CACHED)  # tensors of the other runs have other sizes
+    facts.release_cached(device, kept)  # tensors of the other runs have other sizes
     original = Original.of(run(module, cases, dtype), truth)
-    facts.release_cached(device, CACHED)
+    facts.release_cached(device, kept)
     swap()
     return compare_with_truth(run(module, cases, dtype), original, truth, dtype)
 
