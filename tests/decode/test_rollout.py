@@ -466,8 +466,9 @@ class TestFaults:
 
     def test_requests_that_cannot_be(self):
         fast = cases.shared("Llama")
-        for how in ({"n": 0}, {"max_new_tokens": [3]}, {"temperature": -1.0}, {"max_new_tokens": [3, 0, 1, 1, 1]}):
-            with pytest.raises(ValueError):
+        settings = {"n": 0}, {"max_new_tokens": [3]}, {"temperature": -1.0}, {"max_new_tokens": [3, 0, 1, 1, 1]}, {"stop": 2.5}
+        for how in (*settings, {"stop": [""]}, {"adapters": "x"}):
+            with pytest.raises(ValueError, match=r"^rollout: "):
                 fast.rollout(PROMPTS, **how)
         with pytest.raises(TypeError):
             fast.rollout(PROMPTS, beams=3)

@@ -46,6 +46,7 @@ from .request import (
     describe_sampling,
     make_request,
     model_ends,
+    named,
     pad,
     padding_of,
     read_prompts,
@@ -192,10 +193,11 @@ class FastDecoder(NotCopyable):
         with self.turn, self.plainly():
             self.bound.follow()
 
+    @named("score")
     def score(self, prompts: Any) -> list[list[float]]:
         """Return, for each sequence, the log-probability of every token but the first, given the tokens before it."""
         sequences = read_prompts(prompts, self.text, padding_of(self.generation, self.text))
-        check_prompts(sequences, self.body.vocab, max(len(sequences), 1), self.max_length, "score", new=0)
+        check_prompts(sequences, self.body.vocab, max(len(sequences), 1), self.max_length, new=0)
         result = []
         with self.turn, self.plainly():  # it uses the cache of the first row
             self.bound.follow()
@@ -210,6 +212,7 @@ class FastDecoder(NotCopyable):
                 result.append(scores)
         return result
 
+    @named("accuracy")
     def accuracy(self, text: Any) -> Accuracy:
         """Return what rounding costs on `text` (text or ids): KL divergence per token and both perplexities, as a table."""
         if not self.body.rounds:

@@ -3,7 +3,8 @@
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -32,6 +33,17 @@ LIMITS: dict[str, tuple[type, float, float, str]] = {
     "repetition_penalty": (Real, 1 / LARGEST, LARGEST, f"{1 / LARGEST:g} to {LARGEST:g}; 1 is off"),
     "seed": (Integral, -(2**63), 2**63 - 1, "a whole number of 64 bits"),
 }
+
+
+@contextmanager
+def named(who: str) -> Iterator[None]:
+    """Raise the errors of checks that others share with `generate` by the name of the function that was called."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("generate: "):
+            raise
+        raise ValueError(f"{who}: {str(error).removeprefix('generate: ')}") from None
 
 
 @dataclass(frozen=True)
@@ -272,29 +284,27 @@ def check_count(name: str, value: Any, also: str = "") -> None:
         raise ValueError(f"generate: {name}: got {value!r}, wanted a whole number, 1 or more{also}.")
 
 
-def check_prompts(
-    prompts: list[list[int]], vocab: int, max_batch: int, max_length: int, who: str = "generate", new: int = 1
-) -> None:
+def check_prompts(prompts: list[list[int]], vocab: int, max_batch: int, max_length: int, new: int = 1) -> None:
     """Raise a ValueError for prompts that do not fit. new: the tokens that each must at least have room for."""
     if not prompts:
-        raise ValueError(f"{who}: got no prompts, wanted at least one.")
+        raise ValueError("generate: got no prompts, wanted at least one.")
     if len(prompts) > max_batch:
         raise ValueError(
-            f"{who}: {len(prompts)} sequences at once, but the decoder was built for max_batch={max_batch}; "
+            f"generate: {len(prompts)} sequences at once, but the decoder was built for max_batch={max_batch}; "
             "ask for fewer, or build it larger."
         )
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise ValueError(f"{who}: prompt {number} is empty; give it at least one token (the model's bos, say).")
+            raise ValueError(f"generate: prompt {number} is empty; give it at least one token (the model's bos, say).")
         if len(prompt) + new > max_length:
             leaves = f"which leaves no room in max_length={max_length}" if new else f"more than max_length={max_length}"
             raise ValueError(
-                f"{who}: prompt {number} has {len(prompt)} tokens, {leaves}; shorten it, or build the decoder longer."
+                f"generate: prompt {number} has {len(prompt)} tokens, {leaves}; shorten it, or build the decoder longer."
             )
         worst = min(prompt) if min(prompt) < 0 else max(prompt)
         if not 0 <= worst < vocab:
             raise ValueError(
-                f"{who}: prompt {number} holds the token {worst}, outside the model's vocabulary of {vocab}; "
+                f"generate: prompt {number} holds the token {worst}, outside the model's vocabulary of {vocab}; "
                 "is the tokenizer this model's own?"
             )
 

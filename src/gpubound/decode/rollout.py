@@ -26,7 +26,7 @@ from ..formatting import readable
 from ..kernels.plans import power_of_two
 from ..trace import notice
 from .kv_cache import PAGE, PagePool
-from .request import check_count, check_prompts, note_room, pad, prompt_width, to_device
+from .request import check_count, check_prompts, named, note_room, pad, prompt_width, to_device
 from .rollout_request import RolloutRequest, RolloutSequence, Running
 from .running import HEAVY, closed_at_exit, cut_at_stop, read_row, short_switch_interval
 from .text import TextStream
@@ -114,6 +114,7 @@ class Rollout:
             raise GenerateError(f"rollout: it was ended with {left:,} sequences left; `finished` has the others.")
         return sorted(self.finished, key=lambda one: (one.prompt, one.sample, one.turn))
 
+    @named("rollout: extend")
     def extend(self, sequence: RolloutSequence, tokens: list[int], max_new_tokens: int | None = None) -> None:
         """Go on with a conversation: `tokens` follow a sequence that has ended, such as a tool's answer or the next question.
 
@@ -126,7 +127,7 @@ class Rollout:
                 f"of this rollout, or the rollout has ended; extend a sequence when the iteration yields it."
             )
         decoder, ids = self.decoder, [*before.ids, *sequence.tokens, *tokens]
-        check_prompts([ids], decoder.body.vocab, 1, decoder.max_length, "rollout: extend")
+        check_prompts([ids], decoder.body.vocab, 1, decoder.max_length)
         if max_new_tokens is not None:
             check_count("max_new_tokens", max_new_tokens, "; None takes as many as the turn before")
         note_room([ids], [max_new_tokens], decoder.max_length, "rollout: extend")

@@ -15,6 +15,7 @@ from .request import (
     check_adapters,
     check_count,
     check_prompts,
+    named,
     note_room,
     padding_of,
     read_prompts,
@@ -89,6 +90,7 @@ class RolloutRequest:
         return SamplingVariant(greedy, penalty, self.logprobs, tempered, any(one.filtered for one in choices))
 
 
+@named("rollout")
 def rollout_request(
     decoder: "FastDecoder",
     prompts: Any,
@@ -110,7 +112,7 @@ def rollout_request(
         raise unexpected("rollout", unknown, ("n", "max_new_tokens", "logprobs", "stop", "adapters", *LIMITS))
     check_count("n", n)
     ids = read_prompts(prompts, decoder.text, padding_of(decoder.generation, decoder.text))
-    check_prompts(ids, body.vocab, len(ids), decoder.max_length, "rollout")
+    check_prompts(ids, body.vocab, len(ids), decoder.max_length)
     if n * len(ids) > MOST_SEQUENCES:
         raise ValueError(
             f"rollout: n: got {n:,} for {len(ids):,} prompts, wanted at most {MOST_SEQUENCES:,} sequences; "
