@@ -141,9 +141,11 @@ def test_replies_are_computed_while_other_rows_go_on(tmp_path):
     train(tmp_path, environment=meets, steps=1, **TALK)
 
 
-def test_conversations_end_where_there_is_no_room(tmp_path):
-    run = train(tmp_path, environment=lambda episode: [11] * 5, steps=1, turns=9, seq=20, max_new_tokens=4)
-    assert run.tape.steps()[0]["turns"] < 3
+def test_conversations_end_where_there_is_no_room(tmp_path, capsys):
+    reply = torch.tensor([11] * 5, device="cpu")
+    run = train(tmp_path, environment=lambda episode: reply, steps=1, turns=9, seq=20, max_new_tokens=4)
+    assert 1 < run.tape.steps()[0]["turns"] < 3
+    assert capsys.readouterr().err.count("5 tokens leaves no room in seq, 20") == 1
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from gpubound.train.checkpoint.files import Staging
 from gpubound.train.loop import Stop
 from gpubound.train.step import TrainStep
 
-from .policies import KEYS, NEW, PROMPTS, WANTED, policy, sevens, train, wide_policy
+from .policies import KEYS, NEW, PROMPTS, WANTED, WORDS, policy, sevens, train, wide_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -318,7 +318,7 @@ def exits(completion_ids, **_):
         (exits, "SystemExit: 3"),
         (hangs, "0.2 seconds"),
         (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"),
-        (lambda completion_ids: [1.0], "1 numbers"),
+        (lambda completion_ids: [1.0], "1 number "),
         (lambda completion_ids: [1e39] * len(completion_ids), "fp32"),
         (lambda completion_ids: "good", "good"),
     ],
@@ -368,6 +368,24 @@ def test_a_reward_that_no_process_can_be_sent_is_found_before_a_run(tmp_path):
     with pytest.raises(ValueError, match=r"^rl: processes: <lambda> cannot be sent to a process \(.*\); define it in a file"):
         train(tmp_path / "run", rewards=lambda completion_ids: [1.0] * len(completion_ids), processes=True)
     assert not (tmp_path / "run" / "steps.jsonl").exists()
+
+
+def test_what_no_step_could_learn_is_refused_before_the_first(tmp_path):
+    with pytest.raises(ValueError, match=r"prompts\[1\] holds the token 20, outside"):
+        train(tmp_path, prompts=[[1], [WORDS]])
+    with pytest.raises(ValueError, match="no other answer to compare with"):
+        train(tmp_path, samples=1, prompts_per_step=1)
+    with pytest.raises(ValueError, match="exact_match reads texts, and there is no tokenizer"):
+        train(tmp_path, rewards="exact_match", prompts=[{"prompt": [1], "answer": 2}])
+
+
+def test_a_run_of_another_model_or_other_prompts_is_told_so(tmp_path, capsys):
+    train(tmp_path, steps=1)
+    with pytest.raises(ValueError, match=r"the policy: .*embed.* has the shape \(64, 64\), and in .* \(20, 16\)"):
+        train(tmp_path, model=wide_policy(), steps=2, resume=True)
+    capsys.readouterr()
+    train(tmp_path, prompts=PROMPTS[:3], steps=2, resume=True)
+    assert "prompts: got others than the run had" in capsys.readouterr().err
 
 
 def test_steps_without_a_signal_move_nothing_and_are_counted(tmp_path):

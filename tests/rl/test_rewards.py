@@ -2,8 +2,9 @@
 
 import pytest
 
-from gpubound.rl import ExactMatch, Regex, UnitTests, run_code
-from gpubound.rl.rewards import read_rewards
+from gpubound.errors import RewardError
+from gpubound.rl import Episode, ExactMatch, Regex, UnitTests, run_code
+from gpubound.rl.rewards import AnswerGroup, RLPrompt, Scoring, means_of_parts, read_rewards, with_signal
 
 
 def test_exact_match_compares_all_of_an_answer_or_what_is_extracted():
@@ -76,7 +77,7 @@ def test_functions_are_named_and_weighted():
     assert [(f.name, f.weight) for f in read_rewards(length)] == [("length", 1.0)]
     functions = read_rewards({length: 0.1, "regex": {"pattern": "a", "weight": 2}, "exact_match": 1})
     assert [(f.name, f.weight) for f in functions] == [("length", 0.1), ("regex", 2.0), ("exact_match", 1.0)]
-    assert functions[1].call == Regex("a")
+    assert functions[1].call == Regex("a") and read_rewards("regex")[0].call == Regex()
 
 
 def test_numbers_may_be_those_of_numpy():
@@ -87,11 +88,36 @@ def test_numbers_may_be_those_of_numpy():
     assert _call(lambda: np.ones(2, np.float32), {}) == _call(lambda: [np.float32(1), True], {}) == [1.0, 1.0]
 
 
+def test_a_function_may_say_nothing_of_an_answer():
+    def first(completion_ids):
+        return [1.0, None, None]
+
+    def second(completion_ids):
+        return [4.0, 2.0, None if len(completion_ids[2]) else 3.0]
+
+    def scored(last):
+        group = AnswerGroup(RLPrompt(None, [1]), [Episode(None, 0, i, ids=ids) for i, ids in enumerate(([1], [2], last))])
+        with Scoring(read_rewards({first: 1.0, second: 0.5})) as scoring:
+            scoring.submit(group)
+            scoring.collect()
+        return group
+
+    group = scored([])
+    assert group.rewards == [3.0, 1.0, 1.5] and means_of_parts([group]) == {"first": 1.0, "second": 3.0}
+    with pytest.raises(RewardError, match="no function gave a number"):
+        scored([1])
+
+
+def test_single_answers_are_compared_with_those_to_other_prompts():
+    groups = [AnswerGroup(RLPrompt(None, [1]), rewards=rewards) for rewards in ([1.0], [1.0], [2.0], [1.0, 1.0], [1.0, 2.0])]
+    assert with_signal(groups[:2]) == [] and with_signal(groups[:3]) == groups[:3] and with_signal(groups[3:]) == groups[4:]
+
+
 @pytest.mark.parametrize(
     ("rewards", "words"),
     [
         ([], "function"),
-        ("exact_match", "function"),
+        ("exact_mach", "exact_match"),
         ({"exact": 1}, "exact_match"),
         ({"exact_match": "much"}, "weight"),
         ({"regex": {"patern": "a"}}, "pattern"),

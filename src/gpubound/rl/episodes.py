@@ -16,7 +16,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GpuboundError, RewardError
-from ..formatting import hint, shown
+from ..formatting import counted, hint, shown
+from ..trace import notice
 from .rewards import CODE, WORKERS, FromFile, RLPrompt, one_line, run_code
 
 if TYPE_CHECKING:
@@ -141,6 +142,13 @@ class Episodes:
                     raise RewardError("environment: changed the tokens of its conversation; write into its state alone.")
                 room = self.seq - len(episode.prompt.ids) - len(episode.tokens) - len(ids)
                 if not ids or room < 1:
+                    if ids:
+                        notice(
+                            f"rl: a conversation ended after {counted(episode.policy_turns, 'turn')}, where a reply of "
+                            f"{counted(len(ids), 'token')} leaves no room in seq, {self.seq:,}; give a larger seq, or fewer "
+                            f"max_new_tokens.",
+                            key="rl: a conversation without room",
+                        )
                     ended.append(episode)
                     continue
                 if wrong := next((token for token in ids if not 0 <= token < vocabulary), None):
@@ -190,6 +198,8 @@ class Episodes:
     def _written(self, episode: Episode, reply: Any) -> tuple[list[dict[str, Any]], list[int]]:
         """Return a reply as messages, and the tokens that follow the conversation's, up to the policy's next turn."""
         tokenizer, text = self.tokenizer, episode.prompt.text
+        if hasattr(reply, "tolist"):
+            reply = reply.tolist()
         if isinstance(reply, Mapping):
             reply = [reply]
         if isinstance(reply, Sequence) and reply and all(type(token) is int for token in reply):

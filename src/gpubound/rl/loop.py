@@ -37,7 +37,19 @@ from ..train.step import TrainStep
 from .batches import RowShape, Sampled, advantages, micro_batches
 from .episodes import Episodes, read_environment
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, RLPrompt, Scoring, check_columns, check_sendable, fitting, read_prompts, read_rewards
+from .rewards import (
+    KNOWN,
+    AnswerGroup,
+    RLPrompt,
+    Scoring,
+    check_columns,
+    check_sendable,
+    check_tokens,
+    fitting,
+    read_prompts,
+    read_rewards,
+    with_signal,
+)
 from .run import RLRun, figures_of
 
 
@@ -71,6 +83,10 @@ def prepare(
     eval_list = [] if validation is None else read_prompts(validation, known)
     check_columns(functions, asked, "prompts")
     check_columns(functions, eval_list, "eval_prompts")
+    if known is None and (name := next((one.name for one in functions if isinstance(one.call, tuple(KNOWN.values()))), None)):
+        raise ValueError(
+            f"rewards: {name} reads texts, and there is no tokenizer; pass tokenizer=, or a function of token ids."
+        )
     new = recipe.max_new_tokens
     seq = recipe.seq or max(len(prompt.ids) for prompt in (*asked, *eval_list)) + new
     asked, eval_list = fitting(asked, seq, new, "prompts"), fitting(eval_list, seq, new, "eval_prompts") if eval_list else []
@@ -99,6 +115,8 @@ def prepare(
     with released(step.sums if shares else None):
         decoder = decode.decoder(model, rows, seq, verify="quick", cache=recipe.cache, exact=exact, pages=pages)
         memory = decoder.lend_cache(step.sums) if shares else None
+    check_tokens(asked, decoder.body.vocab, "prompts")
+    check_tokens(eval_list, decoder.body.vocab, "eval_prompts")
     if memory is not None:
         step.borrow(memory)
         notice(
@@ -255,7 +273,7 @@ def take_steps(run: RLRun, log: str | None = None) -> None:
             # Learn: one update a pass. Of answers that are all worth the same nothing is learnt.
             record: dict[str, Any] = {"step": run.done + 1}
             groups, batches = sampled.groups, list[Any]()
-            if any(group.has_signal for group in groups) or ((recipe.kl or recipe.entropy) and groups):
+            if with_signal(groups) or ((recipe.kl or recipe.entropy) and groups):
                 batches = micro_batches(groups, advantages(groups, recipe.scaled), run.shape, run.device, recipe.pack)
             if batches:
                 for batch in batches:
@@ -349,7 +367,7 @@ def sample(run: RLRun, scoring: Scoring, stop: Stop, ahead: int = 0) -> Sampled 
             scoring.collect()
             waited += time.perf_counter() - ended
             every += new
-            groups += [group for group in new if group.has_signal or not recipe.dynamic]
+            groups += with_signal(new) if recipe.dynamic else new
             if len(groups) == recipe.prompts_per_step:
                 break
     except torch.OutOfMemoryError:

@@ -145,6 +145,10 @@ class RLRecipe:
             raise ValueError(f"rl: temperature: got {self.temperature}, wanted more than 0, such as 1: answers must differ.")
         if not self.timeout > 0:
             raise ValueError(f"rl: timeout: got {self.timeout}, wanted a number of seconds above 0.")
+        if self.samples == 1 == self.prompts_per_step:
+            raise ValueError(
+                "rl: samples: got 1 with prompts_per_step 1: there is no other answer to compare with; give more of either."
+            )
         if self.overlap and self.truncate is None:
             raise ValueError(
                 "rl: truncate: got none with overlap, whose answers are one update old: the importance that truncate bounds "

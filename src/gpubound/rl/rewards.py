@@ -3,7 +3,7 @@
 A reward function is called with keywords, for the answers to one prompt: `completions` (texts), `completion_ids`, `prompts`,
 `finish` ("stop" or "length"), `turns` and `states` of conversations (episodes.py; the others are then of their last turns),
 and each other key of the prompt's row, all of them lists of one length. It takes those that it names, or all as **kwargs, and
-returns a number for each answer.
+returns a number for each answer, or None where it says nothing of it.
 
 `run_code` runs Python that a model has written, in a separate process with limits of time, memory and file size. The limits
 keep a run from being held up, and its machine from being filled. They are no wall against an attacker: the code may read what
@@ -31,6 +31,7 @@ from multiprocessing.pool import AsyncResult, ThreadPool
 from numbers import Real
 from pathlib import Path
 from secrets import token_hex
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -113,6 +114,17 @@ def fitting(prompts: list[RLPrompt], seq: int, new: int, what: str) -> list[RLPr
             f"rl: {what}: {left_out} of {len(prompts):,} left out: up to {longest:,} tokens, with {new:,} new ones beyond seq."
         )
     return fit
+
+
+def check_tokens(prompts: Sequence[RLPrompt], vocabulary: int, what: str) -> None:
+    """Raise a ValueError for a token that the model does not know: its prompt may be drawn late in a run."""
+    for number, prompt in enumerate(prompts):
+        for token in (min(prompt.ids), max(prompt.ids)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"rl: {what}[{number}] holds the token {token}, outside the model's vocabulary of {vocabulary}; is the "
+                    f"tokenizer this model's own?"
+                )
 
 
 @dataclass
@@ -295,9 +307,9 @@ def read_rewards(rewards: Any) -> list[RewardFunction]:
 
     A name is one of KNOWN or file.py:function. In place of a weight there may be a dict: weight, and the function's options.
     """
-    if callable(rewards):
+    if callable(rewards) or (isinstance(rewards, str) and rewards):
         rewards = [rewards]
-    if isinstance(rewards, str) or not isinstance(rewards, Mapping | Iterable) or not rewards:
+    if not isinstance(rewards, Mapping | Iterable) or not rewards:
         raise ValueError(f"rewards: got {shown(rewards)}, wanted a function, a list of them, or a dict with their weights.")
     pairs = rewards.items() if isinstance(rewards, Mapping) else ((each, 1.0) for each in rewards)
     functions = [_function(what, value) for what, value in pairs]
@@ -335,7 +347,8 @@ def check_columns(functions: Sequence[RewardFunction], prompts: Sequence[RLPromp
             if row is not None:
                 has = ", ".join(prompts[row].columns) or "none"
                 raise ValueError(
-                    f"rewards: {name} needs {key!r}, and {what}[{row}] has {has} besides its prompt; add it to each row."
+                    f"rewards: {name} needs {key!r}, and {what}[{row}] has {has} besides its prompt; add it to each row, or "
+                    f"take one of {', '.join(GIVEN)}."
                 )
 
 
@@ -399,12 +412,21 @@ class AnswerGroup:
     prompt: RLPrompt
     answers: list[Any] = field(default_factory=list)  # Conversations
     rewards: list[float] = field(default_factory=list)
-    parts: dict[str, list[float]] = field(default_factory=dict)
+    parts: dict[str, list[float | None]] = field(default_factory=dict)
 
-    @property
-    def has_signal(self) -> bool:
-        """True where the answers' rewards differ, so that something is learnt from them."""
-        return len(self.rewards) == 1 or max(self.rewards) > min(self.rewards)
+
+def with_signal(groups: Sequence[AnswerGroup]) -> list[AnswerGroup]:
+    """Return the groups whose answers' rewards differ, so that something is learnt from them. Single answers are compared with
+    those to the other prompts."""
+    if all(len(group.rewards) == 1 for group in groups):
+        return [*groups] if len({group.rewards[0] for group in groups}) > 1 else []
+    return [group for group in groups if max(group.rewards) > min(group.rewards)]
+
+
+def means_of_parts(groups: Sequence[AnswerGroup]) -> dict[str, float]:
+    """Return the mean of each function's numbers, where it gave some."""
+    values = {name: [v for group in groups for v in group.parts[name] if v is not None] for name in groups[0].parts}
+    return {name: fmean(numbers) for name, numbers in values.items() if numbers}
 
 
 class Scoring:
@@ -449,14 +471,18 @@ class Scoring:
             for function, result in zip(self.functions, results):
                 values = self._values(function, group, result)
                 group.parts[function.name] = values
-                group.rewards = [total + function.weight * value for total, value in zip(group.rewards, values)]
+                group.rewards = [total + function.weight * (value or 0.0) for total, value in zip(group.rewards, values)]
+            if any(all(value is None for value in each) for each in zip(*group.parts.values())):
+                raise RewardError(
+                    f"rewards: no function gave a number for an answer to {_named(group)}, wanted one of at least one function."
+                )
             if wrong := [total for total in group.rewards if not abs(total) <= LARGEST]:
                 raise RewardError(
                     f"rewards: their weighted sum is {wrong[0]:g} for an answer to {_named(group)}, wanted numbers that are "
                     f"finite in fp32."
                 )
 
-    def _values(self, function: RewardFunction, group: AnswerGroup, result: AsyncResult) -> list[float]:
+    def _values(self, function: RewardFunction, group: AnswerGroup, result: AsyncResult) -> list[float | None]:
         what = f"rewards: {function.name}"
         where = f"for the answers to {_named(group)}"
         try:
@@ -472,9 +498,11 @@ class Scoring:
         if not isinstance(values, list):
             raise RewardError(f"{what}: returned {values} {where}, wanted a list with a number for each of them.")
         if len(values) != len(group.answers):
-            raise RewardError(f"{what}: returned {len(values)} numbers {where}, wanted {len(group.answers)}, one for each.")
+            raise RewardError(
+                f"{what}: returned {counted(len(values), 'number')} {where}, wanted {len(group.answers)}, one for each."
+            )
         for value in values:
-            if not math.isfinite(value):
+            if value is not None and not math.isfinite(value):
                 raise RewardError(f"{what}: returned {value} {where}, wanted finite numbers.")
         return values
 
@@ -497,9 +525,9 @@ def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
         raise RuntimeError(f"it ended its thread or process by {one_line(error)}") from None
     if hasattr(values, "tolist"):
         values = values.tolist()
-    if not isinstance(values, list | tuple) or not all(isinstance(value, Real) for value in values):  # those of NumPy, too
+    if not isinstance(values, list | tuple) or not all(isinstance(value, Real | None) for value in values):  # NumPy's, too
         return f"{shown(values)}, a {type(values).__name__}"
-    return [float(value) for value in values]
+    return [None if value is None else float(value) for value in values]
 
 
 def _accepted(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:

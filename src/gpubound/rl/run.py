@@ -11,10 +11,13 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +33,7 @@ from ..models.registry import family_of, put_back
 from ..monitor import LiveLine, RunTape, changed, write_report
 from ..monitor.figures import warnings
 from ..monitor.live import Gauges, open_log
-from ..trace import fallbacks
+from ..trace import fallbacks, say
 from ..train.adapters import check_base, load_trained_state, merge as merge_adapters, trained_state
 from ..train.checkpoint import Checkpoint, Checkpoints, joined
 from ..train.checkpoint.checkpoints import WHERE, claim_export, note_export, restore_rng, rng_states
@@ -41,7 +44,7 @@ from ..version import __version__
 from .batches import RowShape, Sampled, as_state, from_state
 from .episodes import Episode, Episodes
 from .recipe import RLRecipe
-from .rewards import AnswerGroup, PromptOrder, RewardFunction, RLPrompt, Scoring
+from .rewards import AnswerGroup, PromptOrder, RewardFunction, RLPrompt, Scoring, means_of_parts, with_signal
 
 LEARNT = (  # keys that decide what the next step does; a resumed run has those of its checkpoint
     "lora", "environment", "turns", "prompts_per_step", "samples", "max_new_tokens", "temperature", "seq", "cache", "exact",
@@ -86,6 +89,8 @@ class RLRun:
 
     def __post_init__(self) -> None:
         self.order = PromptOrder(len(self.prompts), self.recipe.seed)
+        ids = chain.from_iterable((len(prompt.ids), *prompt.ids) for prompt in self.prompts)
+        self.prompts_checksum = crc32(np.fromiter(ids, np.int64).tobytes())
         self.reference_objective = self.recipe.objective()  # which remembers the model that it has tried
 
     @property
@@ -171,9 +176,7 @@ class RLRun:
         scoring.collect()
         reward = sum(group.rewards[0] for group in groups) / len(groups)
         self.evaluations[self.done] = reward
-        return {"eval_reward": reward} | {
-            f"eval/{name}": sum(group.parts[name][0] for group in groups) / len(groups) for name in groups[0].parts
-        }
+        return {"eval_reward": reward} | {f"eval/{name}": mean for name, mean in means_of_parts(groups).items()}
 
     # Checkpoints
 
@@ -184,7 +187,7 @@ class RLRun:
         """Take a snapshot between two steps, in host memory; with `wait`, write it now, else in the background."""
         facts: dict[str, Any] = {"rl": dataclasses.asdict(self.recipe), "id": self.id, "base": self.base, WHERE: os.getcwd()}
         facts |= {"recipe": dataclasses.asdict(self.recipe.training())}  # by which `gpubound generate` finds the model
-        facts |= {"position": self.order.position, "evaluations": self.evaluations}
+        facts |= {"position": self.order.position, "evaluations": self.evaluations, "prompts": self.prompts_checksum}
         reward = self.evaluations.get(self.done)
         score = None if reward is None or not math.isfinite(reward) else -reward
         tensors = self.state() | joined(random=rng_states(ALONE, self.device))
@@ -206,7 +209,17 @@ class RLRun:
             )
         if self.base:
             check_base(self.recipe.model or "", self.base, checkpoint)
-        tensors = checkpoint.tensors(like=self.state())
+        if facts.get("prompts", self.prompts_checksum) != self.prompts_checksum:
+            if facts.get("ahead") is not None:
+                raise ValueError(f"resume: prompts: got others than {checkpoint.path} has answers to; give those of the run.")
+            say("resume: prompts: got others than the run had; from here on they come in another order.", logging.WARNING)
+        like, shapes = self.state(), {name: tuple(shape) for name, (shape, _) in checkpoint.shapes().items()}
+        if wrong := next((name for name, t in like.items() if shapes.get(name, ()) != tuple(t.shape)), None):
+            raise ValueError(
+                f"resume: the policy: {wrong.removeprefix('model.')} has the shape {tuple(like[wrong].shape)}, and in "
+                f"{checkpoint.path} {shapes.get(wrong)}; give the model that the run began with, or another --out."
+            )
+        tensors = checkpoint.tensors(like=like)
         load_trained_state(self.model, _part(tensors, "model."))
         self.step.load_state_dict(_part(tensors, "step."))
         restore_rng(_part(tensors, "random."), ALONE, self.device, self.recipe.seed, checkpoint.step)
@@ -297,7 +310,7 @@ class RLRun:
 
     def _write_samples(self, step: int, groups: list[AnswerGroup]) -> str:
         """Add some answers of a step to samples.jsonl; return them as text, for the report."""
-        group = next((each for each in groups if each.has_signal), groups[0])
+        group = [*with_signal(groups), *groups][0]
         prompt = group.prompt.ids if group.prompt.text is None else group.prompt.text
         rows = [
             {"step": step, "prompt": prompt, "answer": _shown_answer(answer), "reward": reward, "finish": answer.finish}
@@ -350,11 +363,11 @@ def figures_of(groups: list[AnswerGroup]) -> dict[str, float]:
     """Return the figures of a step's answers."""
     answers = [answer for group in groups for answer in group.answers]
     figures = {"reward": fmean(reward for group in groups for reward in group.rewards)}
-    figures |= {f"reward/{name}": fmean(v for group in groups for v in group.parts[name]) for name in groups[0].parts}
+    figures |= {f"reward/{name}": mean for name, mean in means_of_parts(groups).items()}
     figures |= {"tokens": (tokens := sum(sum(answer.learnt) for answer in answers)), "length": tokens / len(answers)}
     figures |= {"ended": fmean(answer.finish == "stop" for answer in answers)}
     figures |= {"turns": fmean(answer.policy_turns for answer in answers)}
-    return figures | {"no_signal": fmean(not group.has_signal for group in groups)}
+    return figures | {"no_signal": 1 - len(with_signal(groups)) / len(groups)}
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
