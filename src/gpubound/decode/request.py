@@ -209,7 +209,8 @@ def _read_prompt(number: int, prompt: Any, text: TextCodec | None) -> list[int]:
     if not isinstance(tokens, Sequence):
         raise ValueError(f"generate: prompt {number}: got {prompt!r}, wanted text or a list of token ids.")
     for at, token in enumerate(tokens):
-        if not isinstance(token, Integral) or isinstance(token, bool):
+        # Through the abstract class alone, 512 tokens take 0.2 ms of a prefill's 4.
+        if type(token) is not int and (not isinstance(token, Integral) or isinstance(token, bool)):
             raise ValueError(
                 f"generate: prompt {number}: got {token!r} at index {at}, wanted token ids, which are whole numbers."
             )

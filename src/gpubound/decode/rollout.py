@@ -167,6 +167,9 @@ class Rollout:
                         self._steps = min(STEPS[light], max(decoder.ladder), longest)
                         self._begin_compiling(self.size)
                     while self.waiting or any(self.rows) or ended:
+                        if not (self.waiting or any(self.rows)):
+                            yield ended.popleft()
+                            continue
                         with decoder.plainly():
                             if self._due():
                                 self._refill()
@@ -270,6 +273,7 @@ class Rollout:
             [one.ids for one in new],
             [one.limit for one in new],
             [one.choice for one in new],
+            [one.result.seed for one in new],
             self.variant.tempered,
         )
         self._drop([row for row, one in self._staged.items() if one.result.prompt not in wanted])

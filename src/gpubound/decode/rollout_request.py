@@ -1,7 +1,7 @@
 """The request of a rollout, checked before anything runs: its sequences, their settings and seeds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,7 @@ class Running:
     result: RolloutSequence
     ids: list[int]
     limit: int  # tokens of prompt and answer
-    choice: Choice
+    choice: Choice  # of all samples of the prompt; each has its own seed in `result`
     adapter: str | None
     text: TextStream
     before: "Running | None" = None  # the turn before
@@ -134,7 +134,7 @@ def rollout_request(
             own = int.from_bytes(digest, "little") >> 1  # the sequence's seed
             text = TextStream(decoder.text, strings, stops)
             result = RolloutSequence(number, sample, own)
-            waiting.append(Running(result, prompt, limit, replace(choice, seed=own), names[number], text))
+            waiting.append(Running(result, prompt, limit, choice, names[number], text))
     return RolloutRequest(waiting, stops, strings, logprobs, n, adapters is not None)
 
 

@@ -361,15 +361,21 @@ class BatchState:
         self.rows.stops.copy_(to_device(padded, self.device))
 
     def seat(
-        self, rows: list[int], prompts: list[list[int]], limits: list[int], choices: Sequence[Choice], tempered: bool
+        self,
+        rows: list[int],
+        prompts: list[list[int]],
+        limits: list[int],
+        choices: Sequence[Choice],
+        seeds: Sequence[int],
+        tempered: bool,
     ) -> None:
         """Begin a sequence in each of these rows, while the others go on.
 
         tempered: scale the logits by the temperature before all else, so that log-probabilities are those of the draw.
         """
         integers = [
-            [row, prompt[-1], len(prompt) - 1, limit, draws([prompt])[0], choice.top_k, choice.seed, 1, 0]
-            for row, prompt, limit, choice in zip(rows, prompts, limits, choices)
+            [row, prompt[-1], len(prompt) - 1, limit, draws([prompt])[0], choice.top_k, seed, 1, 0]
+            for row, prompt, limit, choice, seed in zip(rows, prompts, limits, choices, seeds)
         ]
         scales = [1 / choice.temperature if tempered and choice.temperature else 1.0 for choice in choices]
         real = [
