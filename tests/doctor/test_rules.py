@@ -110,6 +110,7 @@ CASES = {
     ),
     "retry": ("retry", 9, seen(None, row("retry", "retry", at(9))), seen(None)),
     "on the CPU": ("cpu_op", 60, seen(None, ON_CPU), seen(None, row("cpu_op", "mul", at(60, via="torch/utils/data/x.py")))),
+    "padding": ("cpu_op", 60, seen(None, ON_CPU), seen(None, row("cpu_op", "pad", at(60, via="torch/nn/utils/rnn.py")))),
     "a part on the CPU": (
         "cpu_op",
         60,

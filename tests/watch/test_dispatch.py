@@ -20,13 +20,14 @@ def test_an_upload_is_repeated_only_while_nothing_was_written():
     with torch.inference_mode():
         y = torch.ones(3)  # it has no version counter
     assert [uploads.again(y, GPU), uploads.again(y, GPU)] == [False, True]
+    assert [uploads.again(x, GPU, step) for step in (1, 2, 9, 9)] == [True, True, False, True], "step 9 is of another epoch"
 
 
 def test_another_storage_at_a_dead_ones_address_is_another_upload():
     uploads, x = Uploads(), torch.zeros(4)
     uploads.again(x, GPU)
     gone = StorageWeakRef(torch.zeros(1).untyped_storage())
-    uploads._uploaded = {key: (gone, state) for key, (_, state) in uploads._uploaded.items()}
+    uploads._uploaded = {key: (gone, *rest) for key, (_, *rest) in uploads._uploaded.items()}
     assert [uploads.again(x, GPU), uploads.again(x, GPU)] == [False, True]
 
 

@@ -357,24 +357,25 @@ _COPIES = {"h2d_bytes", "h2d_copies", "d2h_bytes", "d2h_copies", "pageable_copie
 
 
 class Uploads:
-    """Remembers uploads, to notice that the same storage is uploaded again without a change.
+    """Remembers uploads, to notice that the same storage is uploaded again without a change in this step or the next.
 
     A version counter does not see writes through NumPy, as into a pinned ring, so a sample of the bytes must agree, too.
     """
 
     def __init__(self):
-        self._uploaded: dict[tuple, tuple[StorageWeakRef, tuple]] = {}
+        self._uploaded: dict[tuple, tuple[StorageWeakRef, tuple, int]] = {}
 
-    def again(self, t: torch.Tensor, device: torch.device) -> bool:
+    def again(self, t: torch.Tensor, device: torch.device, step: int = 0) -> bool:
         reference = StorageWeakRef(t.untyped_storage())
         key = (reference.cdata, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype, str(device))
         state = (None if t.is_inference() else t._version, _fingerprint(t))
         known = self._uploaded.get(key)
         if known is not None and known[1] == state and not known[0].expired():
-            return True
+            self._uploaded[key] = (*known[:2], step)
+            return step <= known[2] + 1  # rows of a dataset come again in the next epoch
         if len(self._uploaded) > 4096:
             self._uploaded = {k: v for k, v in self._uploaded.items() if not v[0].expired()}
-        self._uploaded[key] = (reference, state)
+        self._uploaded[key] = (reference, state, step)
         return False
 
 
@@ -476,7 +477,7 @@ class OpSensor(Sensor):
             self.ledger.record(move.kind, move.what, bytes=move.bytes, detail=move.manner)
         if self.syncs and move.blocking:  # a wait for a value is blocking, too
             self.ledger.record("sync", move.what)
-        if move.kind == "h2d" and move.source is not None and self._uploads.again(move.source, move.device):
+        if move.kind == "h2d" and move.source is not None and self._uploads.again(move.source, move.device, self.ledger.steps):
             self.ledger.record("repeat", move.what, bytes=move.bytes)
 
     def report_dead(self) -> None:

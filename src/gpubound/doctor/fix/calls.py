@@ -430,8 +430,8 @@ def _resident(source: SourceText, torch: str) -> list[Edit]:
 
 
 def propose_gathered(source: SourceText, line: int) -> list[Edit]:
-    """Propose to select on the device, `resident(a, t.device).gather(-1, t)`, for `a.gather(-1, t.cpu())`, whose result goes
-    there afterwards."""
+    """Propose to select on the device, `resident(a, t.device).gather(-1, t)`, for `a.gather(-1, t.cpu())` and `a[t.cpu()]`,
+    whose result goes there afterwards."""
     for call in source.calls(line):
         picked = source.parents[call]
         owner = picked.value if isinstance(picked, ast.Subscript) and picked.slice is call else None
@@ -441,7 +441,9 @@ def propose_gathered(source: SourceText, line: int) -> list[Edit]:
         if owner is None or not index or not name_of(owner):
             continue
         back = [each for each in source.calls() if last_name(each) == "to" and source.scope(each) is source.scope(call)]
-        if not any(f"{index}.device" in source.text(each) for each in back):
+        up = source.parents[picked]
+        at_once = isinstance(up, ast.Attribute) and up.attr in COPYING  # a[t.cpu()].to(device)
+        if not at_once and not any(f"{index}.device" in source.text(each) for each in back):
             raise Refused(f"what is selected by {index} may be needed on the host")
         where = f"{RESIDENT}({source.text(owner)}, {index}.device)"
         end = source.end(call.func.value)  # type: ignore[attr-defined]

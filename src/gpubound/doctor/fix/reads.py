@@ -43,7 +43,7 @@ KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
 FRESH = ("sum", "any", "all", "argmax", "argmin", "count_nonzero")  # these return a fresh tensor
 WHOLE = ("argmax", "argmin", "count_nonzero", "long", "int")
-TRUE = ("any", "all", "isnan", "isinf", "isfinite", "bool")
+TRUE = ("any", "all", "isnan", "isinf", "isfinite", "bool", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_not")
 SAME = ("sum", "max", "min", "detach", "view", "flatten", "squeeze", "cpu", "cuda", "clone")
 FLOATING = ("float", "bfloat", "double", "half")  # how names of dtypes begin
 
@@ -66,16 +66,31 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         augmented = isinstance(statement, ast.AugAssign)
         number = _summed(source, statement, read, name) if augmented else _number(source, read)
         edits = _converted(source, statement, loop, name, number)
-    item = source.end(read.func) - len("item")  # also after brackets and line breaks
-    return [Edit(item, source.end(read), KEPT if number == "float" else _counted(read)), *edits]
+    return [*_kept(source, read, number), *edits]
 
 
-def _counted(read: ast.Call) -> str:
-    """Return the expression that keeps an integer or a boolean on the device. A copy of a fresh result would be the next
-    finding."""
-    assert isinstance(read.func, ast.Attribute)
-    inner = read.func.value
-    return "detach()" if isinstance(inner, ast.Call) and last_name(inner) in FRESH else COUNTED
+def _read_of(read: ast.Call) -> ast.expr:
+    """Return what is read by `value.item()`, or by `float(value)` and `int(value)`."""
+    return read.func.value if isinstance(read.func, ast.Attribute) else read.args[0]
+
+
+def _kept(source: SourceText, read: ast.Call, number: str) -> list[Edit]:
+    """Return edits that keep on the device what is read. A copy of a fresh integer or truth value would be the next finding."""
+    inner = root = _read_of(read)
+    while isinstance(root, ast.Subscript):
+        root = root.value
+    if root is not inner and number == "float" and name_of(root) and not source.assigned(read, name_of(root)):
+        raise Refused(f"{name_of(root)} may hold whole numbers")
+    fresh = isinstance(inner, ast.Call) and last_name(inner) in FRESH
+    kept = KEPT if number == "float" else "detach()" if fresh else COUNTED
+    if isinstance(read.func, ast.Attribute):
+        item = source.end(read.func) - len("item")  # also after brackets and line breaks
+        return [Edit(item, source.end(read), kept)]
+    if name_of(read.func) == "int" and _number(source, inner) == "float":
+        raise Refused("int() may cut a fraction off")
+    bare = isinstance(inner, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+    start, end = (source.start(inner), source.end(inner)) if bare else (source.end(read.func), source.end(read))
+    return [Edit(source.start(read), start, ""), Edit(end, source.end(read), f".{kept}")]
 
 
 def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset()) -> str:
@@ -89,6 +104,8 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
             values = source.assigned(read, name)
             types = {_number(source, value, met | {name}) for value in values if not isinstance(value, ast.Constant)}
             return types.pop() if len(types) == 1 else "float"
+        case ast.Call(func=ast.Name(id="int" | "bool" as name)):
+            return name
         case ast.Call(func=ast.Attribute(value=owner, attr=name), args=arguments):
             inner = arguments[0] if name_of(owner) == "torch" and arguments else owner
             words = [name_of(node).rpartition(".")[2] for node in [*arguments, *(keyword.value for keyword in read.keywords)]]
@@ -103,10 +120,10 @@ def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset(
 
 def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) -> str:
     """Return the type of a sum: an integer only if it begins as one and only integers are added."""
-    assert isinstance(statement, ast.AugAssign) and isinstance(read.func, ast.Attribute)
-    begun, inner = {type(constant(value)) for value in source.assigned(statement, name)}, read.func.value
+    assert isinstance(statement, ast.AugAssign)
+    begun, inner = {type(constant(value)) for value in source.assigned(statement, name)}, _read_of(read)
     if _number(source, read) == "float":
-        if begun == {int} and isinstance(inner, ast.Call) and last_name(inner) == "sum":
+        if begun == {int} and isinstance(inner, ast.Call) and last_name(inner) == "sum" and last_name(read) == "item":
             raise Refused(f"what is added to {name} may be whole numbers; begin it as 0.0 if it is not")
         return "float"
     if begun == {float} or any(isinstance(node, ast.Div) for node in ast.walk(statement.value)):
@@ -117,7 +134,7 @@ def _summed(source: SourceText, statement: ast.stmt, read: ast.Call, name: str) 
 
 
 def _item_call(statement: ast.stmt) -> ast.Call:
-    """Return the one `value.item()` of a statement that adds it up, appends it or assigns it."""
+    """Return the one `value.item()` or `float(value)` of a statement that adds it up, appends it or assigns it."""
     match statement:
         case ast.AugAssign(op=ast.Add(), value=ast.List(elts=[value])):
             pass
@@ -127,11 +144,16 @@ def _item_call(statement: ast.stmt) -> ast.Call:
             pass
         case _:
             raise NotHere("the line does not add the value up, append it or give it a name; keep it on the device by hand")
-    reads = [node for node in _arithmetic(value) if isinstance(node, ast.Call) and last_name(node) == "item" and not node.args]
-    if len(reads) != 1 or not isinstance(reads[0].func, ast.Attribute):
-        raise NotHere("wanted one .item() in sums and products alone")
-    if isinstance(statement, ast.Assign) and reads[0] is not value:
-        raise Refused("the line computes with the value right away")
+    calls = [node for node in _arithmetic(value) if isinstance(node, ast.Call) and not node.keywords]
+    reads = [call for call in calls if isinstance(call.func, ast.Attribute) and last_name(call) == "item" and not call.args]
+    reads = reads or [call for call in calls if name_of(call.func) in ("float", "int") and len(call.args) == 1]
+    if len(reads) != 1:
+        raise NotHere("wanted one .item(), float() or int() in sums and products alone")
+    if isinstance(statement, ast.Assign):
+        if reads[0] is not value:
+            raise Refused("the line computes with the value right away")
+        if name_of(statement.targets[0]) in {name_of(node) for node in ast.walk(value)}:
+            raise Refused("the value is computed from the one before")
     return reads[0]
 
 
@@ -243,8 +265,8 @@ def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
             return True
         if not isinstance(outer, ast.BinOp) or kind != "float":
             break
-    if any(isinstance(outer, ast.JoinedStr) for outer in source.above(use)):
-        raise Refused(f"line {use.lineno} computes with it inside an f-string")
+    if any(isinstance(outer, ast.JoinedStr) for outer in source.above(use)) and source.text(use) != name_of(use):
+        raise Refused(f"line {use.lineno} computes with it inside an f-string, whose parts Python 3.11 places elsewhere")
     return False
 
 

@@ -220,7 +220,7 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
         reason = f"the file cannot be read ({why.strerror})" if isinstance(why, OSError) else str(why)
         result.refused |= dict.fromkeys(targets, reason)
         return
-    before, lines = source.data, {target: target.line for target in targets}
+    read, lines = source, {target: target.line for target in targets}
     for target in [target for target in targets if target.code and source.line(target.line) != target.code]:
         result.refused[target] = "the line was changed since the script ran; look for the findings again"
     targets = [target for target in targets if target not in result.refused]
@@ -231,7 +231,7 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
             patch, edits = _first_that_fits(source, target, lines[target], asked, last)
             after = SourceText(path, source.edited(edits))
         except Refused as why:
-            result.refused[target] = str(why)
+            result.refused[target] = _reason_as_read(read, target, asked, last) or str(why)
             continue
         result.refused.pop(target, None)
         result.patches[target] = patch
@@ -240,8 +240,17 @@ def _repair_file(path: Path, targets: list[Target], asked: Collection[str], resu
                 result.patches[other] = patch
             lines[other] += sum(edit.lines(source) for edit in edits if edit.start <= source.line_start(lines[other]))
         source = after
-    if source.data != before:
-        result.changes[path] = (before, source.data)
+    if source.data != read.data:
+        result.changes[path] = (read.data, source.data)
+
+
+def _reason_as_read(source: SourceText, target: Target, asked: Collection[str], last: bool) -> str:
+    """Return the reason why the unpatched file has no patch, which names the user's lines; empty if it has one."""
+    try:
+        _first_that_fits(source, target, target.line, asked, last)
+    except Refused as why:
+        return str(why)
+    return ""
 
 
 def _first_that_fits(

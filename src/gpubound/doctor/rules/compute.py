@@ -69,7 +69,8 @@ def copying(evidence: Measurements, prices: Prices, count: float, amount: float)
 
 
 FEW_BYTES = 32  # of an op's largest tensor: numbers, such as the parameters of a distribution; unless there are MANY
-ELSEWHERE = ("torch/utils/data/", "torch/optim/")  # the loader's work is a wait for data; a step count is bookkeeping
+# The loader's work is a wait for data, also where a script pads its batches itself; a step count is bookkeeping.
+ELSEWHERE = ("torch/utils/data/", "torch/nn/utils/rnn.py", "torch/optim/")
 
 
 def cpu_ops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:

@@ -52,6 +52,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 AT_ONCE = "read all elements at once: go over x.tolist()"
 STACKED = "read them at once: torch.stack([...]).tolist()"
+EACH = f"each round of this loop waits: compute before it for all rows, and {AT_ONCE}"
 SUMMED = "add up or collect {} instead, and read the result when it is shown"
 APPENDED = re.compile(r"\.append\(.*(\.item|\.cpu|float|int)\(")
 ACCUMULATED = "keep what it indexes on the device as well, and add all at once: index_put_(..., accumulate=True) or bincount"
@@ -106,6 +107,8 @@ def _of_value(site: Site, count: float) -> str:
     where = statement or (test.test if test is not None else None)
     if count >= 2 and where is not None and (several := _of_several(where, count, scope or tree)):
         return several
+    if count >= 2 and _goes_over_rows(site.line, scope or tree):
+        return EACH
     if isinstance(statement, ast.Assert):
         return ASSERTED
     if SHOWN.search(text):
@@ -179,6 +182,34 @@ def _of_several(statement: ast.AST, count: float, scope: ast.AST) -> str:
     return ""
 
 
+def _goes_over_rows(line: int, scope: ast.AST) -> bool:
+    """Return whether a line reads what a loop around it takes from a tensor, by its counter or as a row of it."""
+    for loop in (n for n in ast.walk(scope) if isinstance(n, ast.For) and _covers(n, line)):
+        trains = any(_called(call) in ("backward", "step") for call in _calls(loop))
+        if trains or _covers(loop.iter, line) or LISTING.search(ast.unparse(loop.iter)):
+            continue
+        own = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+        inside, rows = [n for each in loop.body for n in ast.walk(each)], set[str]()
+        for assigned in (n for n in inside if isinstance(n, ast.Assign)):
+            rows |= _stored(assigned) if any(_takes_row(x, own) for x in ast.walk(assigned.value)) else set()
+        read = [
+            part for n in inside if isinstance(n, ast.Call) and n.lineno == line for x in _read_in(n) for part in ast.walk(x)
+        ]
+        if any(_takes_row(x, own) or (isinstance(x, ast.Name) and x.id in rows) for x in read):
+            return True
+    return False
+
+
+def _takes_row(node: ast.AST, own: set[str]) -> bool:
+    """Return whether an expression is `x[i]`, or `row[...]`, of a loop's own names."""
+    if not isinstance(node, ast.Subscript):
+        return False
+    root: ast.expr = node
+    while isinstance(root, (ast.Subscript, ast.Attribute)):
+        root = root.value
+    return any(isinstance(n, ast.Name) and n.id in own for n in (root, node.slice))
+
+
 def _shown(site: Site, count: float) -> str:
     """Return the remedy of a value that is shown `count` times a step."""
     inside = (n for n in ast.walk(parsed(site.file)) if isinstance(n, ast.If) and _covers(n, site.line))
@@ -188,7 +219,11 @@ def _shown(site: Site, count: float) -> str:
 
 def _of_test(test: ast.If | ast.While) -> str:
     """Return the remedy of a branch on a value of the device."""
-    if isinstance(test.test, ast.Compare) and all(isinstance(each, ast.Assign) for each in test.body):
+    compared = {ast.unparse(n) for n in ast.walk(test.test) if isinstance(n, (ast.Name, ast.Attribute))}
+    targets = [
+        {ast.unparse(target) for target in each.targets} if isinstance(each, ast.Assign) else set() for each in test.body
+    ]
+    if isinstance(test.test, ast.Compare) and all(targets) and compared & set().union(*targets):
         return BEST
     return LEAVES if any(isinstance(each, ast.Break) for each in test.body) else BRANCHES
 
