@@ -133,7 +133,7 @@ USES = {
     "if loss > 0: pass": "BRANCHES",
     "ends = torch.ones(3, 1).to(device); for row in ends:\n        first = row[0].tolist()": "EACH",
     "ends = torch.ones(3).to(device); for i in range(3):\n        for j in range(int(ends[i])): pass": "EACH",
-    "ends = torch.ones(3, 2).to(device); for i in range(3):\n        top = ends[i].max(0)\n        if top.values.item() < 0: pass": "EACH",
+    "x = torch.ones(3, 2).to(device); for i in range(3):\n        top = x[i].max(0)\n        if int(top.values): pass": "EACH",
     "ends = torch.ones(3, 2).to(device); for i in range(3):\n        last = (ends[i] + 1).sum().item()": "EACH",
     "while True:\n        if loss > 0: break": "LEAVES",
     "[p.norm().item() for p in (loss, loss)]": "STACKED",
