@@ -8,6 +8,7 @@ memory.py      copies of storages, restored bit for bit; fingerprints; the compa
 runner.py      the CUDA graph, or eager calls where there is no GPU; NaN in memory that must not be read; lent memory
 guards.py      static inputs, and the conditions that are checked at every call
 certify.py     the certificate: replays compared with eager on other inputs and seeds, and the cause of a difference
+audit.py       the operations of a step that no graph can hold, listed for the doctor
 """
 
 from .captured import Captured as Captured, capture as capture
