@@ -156,10 +156,11 @@ def test_conversations_end_where_there_is_no_room(tmp_path, capsys):
         (lambda episode: "a text", "tokenizer"),
         (lambda episode: [WORDS], str(WORDS)),
         (lambda episode: 7, "wanted a text"),
+        (lambda episode: [{"content": "a text"}], "wanted a text"),
         (lambda episode: episode.tokens.clear() or [1], "state"),
         (lambda episode: time.sleep(3), "0.2 seconds"),
     ],
-    ids=["raises", "exits", "text", "token", "number", "clears", "hangs"],
+    ids=["raises", "exits", "text", "token", "number", "role", "clears", "hangs"],
 )
 def test_an_environment_that_fails_is_named_and_nothing_is_lost(environment, words, tmp_path):
     with pytest.raises(RewardError, match=words) as error:
@@ -211,6 +212,8 @@ def test_retry_tests_replies_until_they_pass():
     assert "AssertionError" in RetryTests()(episode) and episode.state["passed"] is False
     episode.text = "```python\ndef f(): return 2\n```"
     assert RetryTests()(episode) is None and episode.state["passed"] is True
+    with pytest.raises(RewardError, match="retry_tests needs 'tests'"):
+        RetryTests()(said(""))
 
 
 def test_a_reply_to_a_chat_is_written_by_its_template():

@@ -373,6 +373,8 @@ def test_a_reward_that_no_process_can_be_sent_is_found_before_a_run(tmp_path):
 def test_what_no_step_could_learn_is_refused_before_the_first(tmp_path):
     with pytest.raises(ValueError, match=r"prompts\[1\] holds the token 20, outside"):
         train(tmp_path, prompts=[[1], [WORDS]])
+    with pytest.raises(ValueError, match=r"^eval_prompts: nowhere\.jsonl does not exist"):
+        train(tmp_path, eval_prompts="nowhere.jsonl")
     with pytest.raises(ValueError, match="no other answer to compare with"):
         train(tmp_path, samples=1, prompts_per_step=1)
     with pytest.raises(ValueError, match="exact_match reads texts, and there is no tokenizer"):

@@ -205,7 +205,11 @@ class Episodes:
         if isinstance(reply, Sequence) and reply and all(type(token) is int for token in reply):
             return [{"role": "environment", "content": list(reply)}], list(reply)
         messages = [{"role": "user", "content": reply}] if isinstance(reply, str) and reply else reply
-        if not messages or not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
+        if (
+            not messages
+            or not isinstance(messages, Sequence)
+            or not all(isinstance(m, Mapping) and "role" in m for m in messages)
+        ):
             raise RewardError(f"environment: returned {shown(reply)}, wanted {WANTED}.")
         if tokenizer is None:
             raise RewardError(
@@ -258,6 +262,8 @@ class RetryTests:
     memory: int = 512 << 20
 
     def __call__(self, episode: Episode) -> str | None:
+        if "tests" not in episode.columns:
+            raise RewardError("environment: retry_tests needs 'tests', and a prompt's row has none; add it to each row.")
         code = (CODE.findall(episode.text or "") or [episode.text])[-1]
         result = run_code(f"{code}\n\n{episode.columns['tests']}\n", self.seconds, self.memory)
         episode.state["passed"] = result.passed

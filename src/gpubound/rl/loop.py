@@ -80,7 +80,7 @@ def prepare(
     known = _tokenizer(recipe, tokenizer)
     asked = read_prompts(recipe.prompts if prompts is None else prompts, known)
     validation = recipe.eval_prompts if eval_prompts is None else eval_prompts
-    eval_list = [] if validation is None else read_prompts(validation, known)
+    eval_list = [] if validation is None else read_prompts(validation, known, "eval_prompts")
     check_columns(functions, asked, "prompts")
     check_columns(functions, eval_list, "eval_prompts")
     if known is None and (name := next((one.name for one in functions if isinstance(one.call, tuple(KNOWN.values()))), None)):

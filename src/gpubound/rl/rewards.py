@@ -57,22 +57,22 @@ class RLPrompt:
     columns: dict[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(source: Any, tokenizer: "Tokenizer | None") -> list[RLPrompt]:
+def read_prompts(source: Any, tokenizer: "Tokenizer | None", what: str = "prompts") -> list[RLPrompt]:
     """Return the prompts of a .jsonl file, or of an iterable."""
-    where = "prompts"
+    where = what
     if isinstance(source, str | Path):
-        source, where = _rows(Path(source)), str(source)
+        source, where = _rows(Path(source), what), str(source)
     if not isinstance(source, Iterable):
-        raise ValueError(f"prompts: got a {type(source).__name__}, wanted a .jsonl file or a list of prompts.")
+        raise ValueError(f"{what}: got a {type(source).__name__}, wanted a .jsonl file or a list of prompts.")
     prompts = [_prompt(row, tokenizer, f"{where}[{number}]") for number, row in enumerate(source)]
     if not prompts:
         raise ValueError(f"{where}: holds no prompt; give at least one.")
     return prompts
 
 
-def _rows(path: Path) -> list[Any]:
+def _rows(path: Path, what: str) -> list[Any]:
     if not path.is_file():
-        raise ValueError(f"prompts: {path} {'is a folder' if path.is_dir() else 'does not exist'}; give a .jsonl file.")
+        raise ValueError(f"{what}: {path} {'is a folder' if path.is_dir() else 'does not exist'}; give a .jsonl file.")
     rows = []
     with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, 1):
