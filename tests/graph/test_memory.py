@@ -1,5 +1,6 @@
 """Copies of state: bit for bit wherever they lie, few at once, and a certificate that refuses what it always refused."""
 
+import ctypes
 import weakref
 
 import pytest
@@ -124,6 +125,40 @@ def test_a_fresh_training_step_is_copied_once_and_a_third(runner, monkeypatch):
     assert set(captured.certificate.mutated) == {"weight", "gradient", "m", "v"} and captured.certificate.bitwise
     assert held.most == captured.certificate.snapshot_bytes == 4000 + 16000
     assert weight.equal(drawn(1000)) and not any(t.any() for t in (gradient, m, v))
+
+
+def written_by(pointer: bool):
+    """Return a weight, and a function that reads it and, where bad[0], adds to it: by its address, or by an operation."""
+    weight, bad = nn.Parameter(drawn(4)), [True]
+
+    def loss(x):
+        result = (weight * x).sum()
+        if bad[0] and pointer:
+            ctypes.c_float.from_address(weight.data_ptr()).value += 1
+        elif bad[0]:
+            weight.data.add_(1)
+        return result.detach()
+
+    return weight, bad, loss
+
+
+def test_what_is_only_read_is_not_copied(monkeypatch):
+    weight, bad, loss = written_by(pointer=True)
+    bad[0], held = False, Held(monkeypatch)
+    captured = capture(loss, drawn(4, seed=1), state=[weight], reads=[weight])
+    assert held.most == captured.certificate.snapshot_bytes == 0 and not captured.certificate.mutated
+    assert "weight" in captured.held  # its address is checked
+    weight.data.add_(1)  # as an update does
+    assert captured(drawn(4, seed=1)).equal((weight * drawn(4, seed=1)).sum())
+
+
+def test_a_write_into_what_is_only_read():
+    weight, _, loss = written_by(pointer=False)
+    captured = capture(loss, drawn(4, seed=1), state=[weight], reads=[weight])
+    assert captured.certificate.mutated == ("weight",) and weight.equal(drawn(4))  # seen, so it was copied first, and restored
+    weight, _, loss = written_by(pointer=True)
+    sentence = said(lambda: capture(loss, drawn(4, seed=1), state=[weight], reads=[weight], tolerance=9.0))
+    assert sentence == message("graph/memory:a_write_into_what_is_only")
 
 
 class Wrong(TapeRunner):

@@ -94,6 +94,20 @@ def test_captured_is_eager_bit_for_bit_on_the_gpu(precision, dropout):
     assert_same("require", precision, dropout, "cuda", captures=2)
 
 
+def test_a_micro_batch_only_reads_the_weights(monkeypatch):
+    given, own = list[tuple[str, list[int]]](), graph_cache.capture
+
+    def noted(part, *inputs, **options):
+        given.append((part.__name__, [t.data_ptr() for t in options["reads"]]))
+        return own(part, *inputs, **options)
+
+    monkeypatch.setattr(graph_cache, "capture", noted)
+    step = TrainStep(model := small(), spoiled, AdamW(lr=1e-2), graph="require")
+    step([window(0, bad=False)[0]])
+    weights = min(p.data_ptr() for p in model.parameters())
+    assert given == [("micro_batch", [weights]), ("update", [])] and len(step.captured) == 2
+
+
 @pytest.mark.parametrize("optimizer, graph, names", [
     ("adamw", "auto", ["micro_batch"]),
     ("adamw8bit", "auto", ["micro_batch"]),

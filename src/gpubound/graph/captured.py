@@ -30,6 +30,7 @@ class CaptureOptions:
     gate: Callable[[], None]
     warm_in_pool: bool = False
     lend: Lend = lend_nothing
+    reads: Sequence[Tensor] = ()
 
 
 class Captured:
@@ -106,9 +107,11 @@ class Captured:
         """Capture and certify, then release the previous graph."""
         options = self._options
         others = [inputs.tensors(arguments) for arguments in options.other_inputs] if options.other_inputs else None
-        recording = Recording(self.name, self._fn, inputs, options.state, options.pool, options.gate, options.warm_in_pool)
+        rest = options.state, options.pool, options.gate, options.warm_in_pool, options.reads
+        recording = Recording(self.name, self._fn, inputs, *rest)
         try:
             certificate = certify(recording, others, options.tolerance, options.lend) if options.verify else None
+            recording.refuse_changed_reads()
         except BaseException:
             recording.undo()
             raise
@@ -137,6 +140,7 @@ def capture(
     gate: Callable[[], None] = open_gate,
     warm_in_pool: bool = False,
     lend: Lend = lend_nothing,
+    reads: Sequence[Tensor] = (),
 ) -> Captured:
     """Capture `fn(*example_inputs)` in a CUDA graph that checks itself. On a CPU the same checks surround eager calls.
 
@@ -160,6 +164,7 @@ def capture(
                   what the warm-up makes and fn keeps
     lend          returns a context that lends tensors, whose memory the certificate's copies take instead of the host's. Those
                   that fn uses are left alone
+    reads         tensors of `state` that fn does not write: they are not copied, and a fingerprint shows that it is so
 
     >>> import torch
     >>> double = capture(lambda x: x * 2, torch.ones(3))
@@ -181,7 +186,7 @@ def capture(
         and all(isinstance(arguments, tuple) for arguments in other_inputs)
     ):
         raise ValueError("other_inputs: wanted a list of argument tuples, one for each round, as in [(x1, y1), (x2, y2)].")
-    options = CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate, warm_in_pool, lend)
+    options = CaptureOptions(pool, state, verify, other_inputs, tolerance, clone, gate, warm_in_pool, lend, reads)
     return Captured(fn, example_inputs, options)
 
 

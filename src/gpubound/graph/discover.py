@@ -320,6 +320,7 @@ class Discovery:
     """Results of the watched calls of one function. A tensor is copied into `snapshot` before its first write.
 
     frozen  keys of the storages in which frozen weights are
+    reads   keys of the storages that our kernels do not write
     """
 
     def __init__(
@@ -329,8 +330,9 @@ class Discovery:
         snapshot: Snapshot,
         generators: Generators,
         frozen: Set[int] = frozenset(),
+        reads: Set[int] = frozenset(),
     ) -> None:
-        self.device, self.snapshot, self.generators, self.frozen = device, snapshot, generators, frozen
+        self.device, self.snapshot, self.generators, self.frozen, self.reads = device, snapshot, generators, frozen, reads
         self.passing = CopyBudget(device, passing=True)
         # Each of our kernels with a weight that it left as it was, and the weight's version before: of a watched call, and of
         # those before it. These are not compared again: at 8B that took 0.3 s a call.
@@ -441,11 +443,12 @@ class Discovery:
                 if key not in self.inputs and self.thread.in_operation and not self._is_external(key):
                     self._created.setdefault(key, FirstValue(place, self.calls, empty=True))
                 self.see(tensor, place)
-                if not key or key in self._created or key in doubtful:
+                if not key or key in self._created or key in doubtful or (ours and key in self.reads):
                     continue
                 weight = isinstance(tensor, nn.Parameter) or key in self.frozen
                 large = tensor.untyped_storage().nbytes() > LARGE
-                if key in self.inputs or ((weight or large) and not self.external[key].is_written):
+                doubted = (weight or large) and key not in self.reads
+                if key in self.inputs or (doubted and not self.external[key].is_written):
                     if (id(kernel), key) in self._only_read:
                         continue
                     if ours and weight and not tensor.is_inference():

@@ -171,8 +171,8 @@ class StorageFingerprint:
     constant  the storage must keep the bytes that it has now: a `save` of others counts as a change
     """
 
-    def __init__(self, storage: StorageCopy, constant: bool = False) -> None:
-        self.name, self.live = storage.name, storage.live
+    def __init__(self, name: str, live: Tensor, constant: bool = False) -> None:
+        self.name, self.live = name, live
         self.constant, self.was_changed = constant, False
         self.value: int | None = fingerprint(self.live) if constant else None
 

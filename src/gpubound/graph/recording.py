@@ -10,7 +10,7 @@ first one, and took 0.14 s. So a thread that runs each shape on empty tensors le
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from ..watch.events import WAIT, Place
 from ..watch.ops import on_host
 from .discover import Discovery, FirstValue, Hazard, refuse
 from .guards import CaptureGuards, StaticInputs, check_open
-from .memory import Generators, Snapshot, allocating_in, elements_of
+from .memory import Generators, Snapshot, StorageFingerprint, allocating_in, bytes_of, elements_of
 from .reachable import Bindings, Reachable, Values, same, storage_key
 from .runner import open_gate, poison_pool, poison_results, runner_for
 
@@ -127,6 +127,7 @@ class Recording:
         pool: Any,
         gate: Callable[[], None],
         warm_in_pool: bool = False,
+        reads: Sequence[Tensor] = (),
     ) -> None:
         self.name, self.fn, self.inputs = name, fn, inputs
         self.warm_pool = pool if warm_in_pool else None
@@ -145,7 +146,9 @@ class Recording:
             for generator in before.generators:
                 self.generators.add(generator)
             frozen = {storage_key(t) for _, t in before.tensors if isinstance(t, nn.Parameter) and not t.requires_grad}
-            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators, frozen)
+            # Copies of 8B's weights, which a micro-batch only reads, took host memory 2 s and 16 GB.
+            self.reads = {storage_key(t): StorageFingerprint("", bytes_of(t), constant=True) for t in reads}
+            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators, frozen, {*self.reads})
             for path, tensor in before.of_state:
                 self._add_state(path.name, tensor)
             for _, tensor in before.tensors:
@@ -168,9 +171,11 @@ class Recording:
             raise
 
     def _add_state(self, name: str, tensor: Tensor) -> None:
-        """Count a tensor of `state=` as used, and as written unless frozen weights are in its memory, as in a stacked matrix:
-        watching cannot see its uses. A trained weight in the same memory counts by itself."""
+        """Count a tensor of `state=` as used, and as written unless it is in `reads` or shares its memory with frozen weights,
+        as a stacked matrix does: watching cannot see its uses. A trained weight in the same memory counts by itself."""
         self.discovery.see(tensor, Place())
+        if storage_key(tensor) in self.reads:
+            return
         if storage_key(tensor) not in self.discovery.frozen or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             self.snapshot.add(tensor, name)
             if (use := self.discovery.external.get(storage_key(tensor))) is not None:
@@ -227,6 +232,15 @@ class Recording:
                 raise GraphError(
                     f"{name}: fn leaves a gradient on it, which would reach only the graph's own copy; "
                     "return torch.autograd.grad(loss, input) instead."
+                )
+
+    def refuse_changed_reads(self) -> None:
+        """Raise if fn has written into a tensor of `reads` where watching could not see it, as in an extension's kernel."""
+        for key, before in self.reads.items():
+            if key not in self.snapshot.copies and before.changed():
+                raise GraphError(
+                    f"{self.reachable.name(before.live)}: fn writes into it where watching cannot see it, as in an extension's "
+                    f"kernel, so it was not restored; load it again, and call fn without a graph."
                 )
 
     @contextlib.contextmanager

@@ -240,7 +240,7 @@ class GraphCache:
         state: list[Tensor] | None = None,
         lend: Lend = lend_nothing,
     ) -> Captured:
-        """Capture a part of the step, which writes `state`: by default all that a step writes."""
+        """Capture a part of the step, which writes `state`: by default all that a step writes, else no weights."""
         step = self.step
         if step.early is not None and step.optimizer.host is not None:
             raise GraphError(
@@ -264,10 +264,12 @@ class GraphCache:
             step.loss.prepare(step.model, batch.whole())
         tensors = () if batch is None else batch.tensors
         written = [step.model, *(step.state() if state is None else state)]
+        reads = () if state is None else step.optimizer.weights.flat
         warm = self.memory is not None and not self.captured
         return capture(
             part, *tensors,
             pool=self.pool, state=written, tolerance=self._tolerance(), clone=True, gate=gate, warm_in_pool=warm, lend=lend,
+            reads=reads,
         )  # fmt: skip
 
     @contextmanager
