@@ -52,9 +52,9 @@ def todos(tmp_path_factory):
         {"name": "texts", "data": (str(corpus),), "steps": 3},
         {"name": "chats", "data": (str(folder / "chats.jsonl"),), "steps": 4, "lr": 1e-3, "eval_every": 2},
     )
-    adapting = recipe("", folder, model=str(base), lora={"rank": 4, "alpha": 8}, phases=phases, ema=0.5)
+    adapting = recipe("", folder, model=str(base), lora={"rank": 4, "alpha": 8}, phases=phases)
     coded = recipe(corpus, folder, model=str(base), lora={"rank": 4, "base": "nf4"}, steps=4)
-    patient = recipe(corpus, folder, steps=40, eval_every=3, patience=2, ema=0.5)
+    patient = recipe(corpus, folder, steps=40, eval_every=3, patience=2)
     rows = [{"prompt": "the answer is " * (1 + n % 5), "completion": f"{n} and {2 * n}"} for n in range(60)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     several = {"model": str(base), "data": (str(folder / "rows.jsonl"),), "pack": "none", "buckets": 3, "seq": 128}

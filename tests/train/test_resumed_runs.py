@@ -18,9 +18,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"]
-)
+@pytest.mark.parametrize("more", [{}, {"optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "muon", "bf16"])
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
     """Stopped at step 5 of 14, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
     common = {"steps": 14, "micro_batch": 16, "accumulate": 1, "eval_every": 6, **more}
@@ -105,7 +103,7 @@ def test_stopped_between_two_phases(two_phases, tmp_path):
 
 @pytest.mark.gpu
 def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(corpus, tmp_path):
-    common = {"device": "cuda", "precision": "bf16", "ema": 0.9, "eval_every": 5}
+    common = {"device": "cuda", "precision": "bf16", "eval_every": 5}
     whole, _ = train(recipe(corpus, tmp_path / "whole", **common))
     train(recipe(corpus, tmp_path / "halved", **common), until=7)
     second, _ = train(recipe(corpus, tmp_path / "halved", **common), resume=True)

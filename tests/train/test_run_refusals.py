@@ -38,7 +38,7 @@ def test_a_wrong_recipe():
         {"out": ""}, {"data": ("",)}, {"tokenizer": "a\0b"}, {"out": "\udcff"}, {"data": "books"},
         {"precision": "bf16-pure", "optimizer": "muon"}, {"phases": ({"name": "a"}, {"name": "b", "clip": -2.0})},
         {"phases": (3,)}, {"save_every": -1}, {"validation": 1.0}, {"steps": 3, "epochs": 2.0}, {"epochs": 0.0},
-        {"betas": (0.9, "x")}, {"validation": 0.0, "eval_every": 5}, {"ema": 1.0}, {"patience": 2}, {"optimizer": "sgd"},
+        {"betas": (0.9, "x")}, {"validation": 0.0, "eval_every": 5}, {"patience": 2}, {"optimizer": "sgd"},
         {"precision": "bf61"}, {"phases": ({"name": "a", "step": 1},)}, {"phases": ({"seed": 1},)},
         {"phases": ({"name": "a"}, {"name": "a"})}, {"phases": ({"name": "../a"},)},
     ]  # fmt: skip
