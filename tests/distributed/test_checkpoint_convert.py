@@ -73,7 +73,8 @@ def numbers(step):
         for group, coded in moments.items():
             flat = decode(coded.codes, coded.scales)
             views = {f"{kind}.{slot.name}": slot.view(flat, group.start) for slot in step._weights.layout.slots_of(group)}
-            found |= {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in step._sharding.global_state(views).items()}
+            state = step._sharding.global_state(views)
+            found |= {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
     return {name: t.numpy() for name, t in found.items()}
 
 

@@ -326,18 +326,13 @@ class CorpusFeed(Feed):
         self._stats.resident += batches * len(store.cutter.fields)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if isinstance(state, Mapping) and (world := state.get("world", 1)) != 1:
-            raise ValueError(
-                f"feed: state: it is of {world} ranks, for which an earlier version drew other batches; go on with that "
-                f"version, or begin where you choose with seek(epoch, batch)."
-            )
-        saved, checksum = state.get("checksum"), self._identity["checksum"]  # earlier versions did not save it
-        if state.get("corpus") == self._identity["corpus"] and None not in (saved, checksum) and saved != checksum:
+        same = isinstance(state, Mapping) and state.get("corpus") == self._identity["corpus"]
+        if same and "checksum" in state and state["checksum"] != self._identity["checksum"]:
             raise ValueError(
                 "feed: state: the corpus has documents as long as those of the one it was saved with, and they hold other "
                 "tokens or masks; give that corpus back, or begin anew."
             )
-        super().load_state_dict({**state, "checksum": checksum})
+        super().load_state_dict(state)
 
     def seek(self, epoch: int, batch: int = 0) -> None:
         super().seek(epoch, batch)

@@ -43,7 +43,6 @@ from .tokenizer import Encoder, Tokenizer, adapt
 
 BATCH_TEXTS = 1024
 BATCH_CHARACTERS = 4_000_000  # limits the memory of a batch of long texts
-DEFAULTS = {"train_on": "assistant", "format": None, "sources": None}  # settings that earlier versions did not record
 Encoded = tuple[np.ndarray, np.ndarray | None]  # ids, and their loss mask unless all of them are learnt
 
 
@@ -227,7 +226,6 @@ def _checked(source: Texts, kinds: set[str], encoder: Encoder, classes: Sequence
 def _check_settings(path: Path, recorded: Any, settings: dict[str, Any]) -> None:
     if not isinstance(recorded, dict):
         raise DataError(f"{path / MANIFEST}: settings: got {recorded!r}, wanted those of the build; {CURE}.")
-    recorded = DEFAULTS | {"classes": settings["classes"]} | recorded  # without names earlier versions took numbers alone
     for key, wanted in settings.items():
         if recorded.get(key) != wanted:
             raise OtherCorpus(path, f"holds a corpus with {key} {recorded.get(key)!r}, wanted {wanted!r}")

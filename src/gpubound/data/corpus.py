@@ -64,8 +64,8 @@ class Corpus:
                         f"only shards of one corpus together."
                     )
         about = read_json(folder / MANIFEST, CURE) if folder else {}
-        kind = about.get("kind") or ("preferences" if about.get("pairs") is True else "texts")  # of earlier versions
-        return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards), kind, about.get("weights"))
+        kind, weights = about.get("kind", "texts"), about.get("weights")
+        return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards), kind, weights)
 
     @staticmethod
     def build(texts: Any, tokenizer: Any, path: str | Path, **options: Any) -> "Corpus":

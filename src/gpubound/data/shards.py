@@ -91,10 +91,7 @@ def write_shard(path: Path, tokens: np.ndarray, documents: np.ndarray, mask: np.
         sections[name] = [at, array.nbytes, zlib.crc32(np.ascontiguousarray(array).data)]
         at = -(-(at + array.nbytes) // 64) * 64
     header = Header(tokens.dtype.name, len(tokens), len(documents) - 1, sections=sections, **about)
-    fields = asdict(header)
-    if header.source == 0:  # earlier versions do not know it
-        del fields["source"]
-    text = json.dumps(fields).encode()
+    text = json.dumps(asdict(header)).encode()
     assert _FIXED.size + len(text) <= _PAGE
     with replacing(path) as file:
         file.write(_FIXED.pack(MAGIC, VERSION, len(text), zlib.crc32(text)) + text)

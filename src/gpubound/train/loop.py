@@ -303,8 +303,7 @@ class Run:
             )
         tensors = convert_tensors(checkpoint, self._state())
         self.done, self.began, self.over = checkpoint.step, facts["began"], facts["over"]
-        self.changes = facts.get("changes", [])
-        self.id = facts.get("id", self.id)  # checkpoints of earlier versions have none
+        self.changes, self.id = facts["changes"], facts["id"]
         self._load(tensors)
         if not new_rows:
             self.feed.load_state_dict(facts["feed"])

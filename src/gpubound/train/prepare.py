@@ -121,8 +121,7 @@ def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe, allow: Collecti
     permitted = allowed_keys(allow)
     phase, before, after = checkpoint.facts["phase"], old.stages(), new.stages()
     where = checkpoint.facts.get(WHERE, "")
-    known = set(checkpoint.facts["recipe"])  # an earlier version had fewer; the rows are compared when the feed is restored
-    of_the_run = known & {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"}
+    of_the_run = {field.name for field in fields(Recipe)} - {*FREE, *PHASED, "phases"}
     changed = list(_differences(old, new, where, of_the_run).values())
     taken, refused = dict[str, str](), set[str]()
     for number, (name, own) in enumerate(before[: phase + 1]):
@@ -131,7 +130,7 @@ def check_same(checkpoint: Checkpoint, old: Recipe, new: Recipe, allow: Collecti
             now = "missing" if new_name is None else new_name or "without a name"
             changed.append(f"phase {number + 1} was {name or 'without a name'}, is {now}")
             break
-        differences = _differences(own, after[number][1], where, known & set(PHASED) - set(FREE))
+        differences = _differences(own, after[number][1], where, set(PHASED) - set(FREE))
         if number == phase:
             differences = {key: text for key, text in differences.items() if key not in ("steps", "epochs")}
             taken = {key: text for key, text in differences.items() if key in permitted}
@@ -152,7 +151,7 @@ def check_steps(checkpoint: Checkpoint, old: Recipe, stages: list[Stage], change
     """
     phase = checkpoint.facts["phase"]
     was, stage = old.stages()[phase][1], stages[phase]
-    steps = int(checkpoint.facts["steps"][phase] if "steps" in checkpoint.facts else was.steps or 0)
+    steps = checkpoint.facts["steps"][phase]
     was = replace(was, steps=steps, epochs=None)
     done = checkpoint.step - checkpoint.facts["began"]
     if stage.steps < done:

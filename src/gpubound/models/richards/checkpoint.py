@@ -23,9 +23,6 @@ FOREIGN = False
 MODEL_TYPE = "richards"
 NO_FIELDS = ("model_type", "architectures", "dtype", *SPECIAL_IDS)  # keys of config.json that are no fields of RichardsConfig
 
-# Fields of earlier folders, for a table of distances in attention and for blocks that read a time, where a model had none.
-EARLIER = {"max_pos": 0, "time": "none"}
-
 # Each kind differs in one option from the Llama preset of the same size, so that a comparison shows that option's effect.
 KINDS: dict[str, dict[str, Any]] = {"richards": {"mlp": "richards_glu"}, "diffusion": {"causal": False}}
 PRESETS = {
@@ -109,9 +106,6 @@ def config_of(about: dict[str, Any], path: Path) -> RichardsConfig:
     if about.get("model_type") != MODEL_TYPE:
         raise Beyond(f"{path}: model_type is {about.get('model_type')!r}, wanted {MODEL_TYPE!r}.")
     values = {name: value for name, value in about.items() if name not in NO_FIELDS}
-    for name, absent in EARLIER.items():
-        if values.get(name) == absent:
-            del values[name]
     for name, value in values.items():
         if name not in known:
             raise DataError(f"{file}: {name} is unknown; {hint(name, known, 'the fields are')}")

@@ -418,28 +418,9 @@ def export_done_at(folder: Path) -> int | None:
 
 
 def newer_export(exports: Sequence[Path], checkpoint: Checkpoint | None) -> Path | Checkpoint | None:
-    """Return the export of the latest step, or the checkpoint if its step is later.
-
-    If an export has no step, as from an older version or an interruption, file times are compared, with a notice.
-    """
+    """Return the export of the latest step, or the checkpoint if its step is later than that, or not known of any export."""
     if checkpoint is None and len(exports) == 1:
         return exports[0]
-    steps = {folder: export_done_at(folder) for folder in exports}
-    without_step = next((folder for folder, done in steps.items() if done is None), None)
-
-    def age(folder: Path, step: int | None) -> float:
-        return _written(folder) if without_step or step is None else step
-
-    export = max(exports, key=lambda folder: age(folder, steps[folder]), default=None)
-    if export is None:
-        return checkpoint
-    later = checkpoint is not None and age(checkpoint.path, checkpoint.step) > age(export, steps[export])
-    if without_step:
-        chosen = checkpoint.path if later and checkpoint else export
-        notice(f"{without_step} does not say of which step it is; taken is {chosen}, because its files are the newest.")
-    return checkpoint if later else export
-
-
-def _written(folder: Path) -> float:
-    """Return the time when a model or a checkpoint was written."""
-    return max(file.stat().st_mtime for pattern in (STATE, "*config.json") for file in folder.glob(pattern))
+    steps = {folder: -1 if (done := export_done_at(folder)) is None else done for folder in exports}
+    export = max(exports, key=lambda folder: steps[folder], default=None)
+    return checkpoint if export is None or (checkpoint is not None and checkpoint.step > steps[export]) else export
