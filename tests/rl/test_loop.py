@@ -314,7 +314,7 @@ def exits(completion_ids, **_):
 @pytest.mark.parametrize(
     ("reward", "words"),
     [
-        (raises, "KeyError"),
+        (raises, r"KeyError: 'answer' \(test_loop.py:\d+\) for"),
         (exits, "SystemExit: 3"),
         (hangs, "0.2 seconds"),
         (lambda completion_ids: [float("nan")] * len(completion_ids), "nan"),
@@ -362,6 +362,13 @@ def test_rewards_of_a_file_in_processes(tmp_path):
     run = train(tmp_path / "run", rewards={f"{file}:process": 0.5}, steps=1, processes=True)
     seen = run.tape.steps()[0]["reward/process"]
     assert seen != os.getpid() and run.tape.steps()[0]["reward"] == seen / 2
+
+
+def test_a_reward_that_fails_in_a_process_is_named_with_its_line(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text("import json\n\ndef parsed(completion_ids, **_):\n    return [json.loads('{') for _ in completion_ids]\n")
+    with pytest.raises(RewardError, match=r"parsed: raised JSONDecodeError: .* \(rewards\.py:4\) for the answers to"):
+        train(tmp_path / "run", rewards={f"{file}:parsed": 1.0}, steps=1, processes=True)
 
 
 def test_a_reward_that_no_process_can_be_sent_is_found_before_a_run(tmp_path):

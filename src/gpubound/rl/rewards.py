@@ -23,6 +23,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from numbers import Real
 from pathlib import Path
 from secrets import token_hex
 from statistics import fmean
+from traceback import extract_tb
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -511,10 +513,16 @@ def _named(group: AnswerGroup) -> str:
     return shown(group.prompt.text or group.prompt.ids)
 
 
+NOT_USERS = (str(Path(__file__).parents[1]), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
 def one_line(error: BaseException) -> str:
-    """Return an error's class and text on one line."""
+    """Return an error's class and text on one line, with the last line of a user's file that it came through."""
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:500]}" if text else type(error).__name__
+    lines = [(frame.filename, frame.lineno) for frame in extract_tb(error.__traceback__)]
+    lines += re.findall(r'File "(.+?)", line (\d+)', str(error.__cause__))  # a process sends its traceback as text
+    at = [f" ({Path(file).name}:{line})" for file, line in lines if not file.startswith(NOT_USERS)]
+    return f"{type(error).__name__}{f': {text[:500]}' * bool(text)}{at[-1] if at else ''}"
 
 
 def _call(function: Callable[..., Any], keywords: dict[str, Any]) -> Any:
