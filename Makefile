@@ -1,6 +1,6 @@
 # The commands a developer must know. On a fresh machine each makes .venv first; nothing here needs a GPU except test-gpu and bench.
 #   make demo     build a corpus, train a small model on it, write the run report (the main job)
-#   make test     the suite on the CPU                  make test-slow    its tests of more than 0.35 s
+#   make test     the suite on the CPU                  make test-slow    its tests of more than 0.35 s; make test-all both
 #   make check    lint, format, types, wording
 #   make test-hard    the suite on a hard machine       make test-newest  the suite with the newest releases
 #   make test-gpu what is marked gpu                    make bench    ARGS=kernels | place | graph | feed | train | ranks | lora | decode | families | checkpoint | memory | rl
@@ -13,7 +13,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 
-.PHONY: messages plans wheel demo test test-slow test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
+.PHONY: messages plans wheel demo test test-slow test-all test-hard test-newest check format test-gpu bench gates figures docs docs-check clean
 
 # One stamp a set of requirements: editing pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -37,6 +37,10 @@ test: $(VENV)/.installed
 # Few tests take half of the time: runs of the command line, all families at once, processes of several ranks.
 test-slow: $(VENV)/.installed
 	$(CPU_TESTS) -m "slow and not gpu" $(ARGS)
+
+# Both in one run, as CI takes them: each process imports the libraries and collects the tests once, 11 s of CPU.
+test-all: $(VENV)/.installed
+	$(CPU_TESTS) -m "not gpu" $(ARGS)
 
 # Review the diff: every text that a test compares with and that changed is in it. What still fails afterwards is no text.
 messages: $(VENV)/.installed

@@ -22,6 +22,7 @@ def test_all_is_what_is_there():
         assert getattr(gb, name) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["place", "data", "watch", "train", "graph", "models"])
 def test_importing_a_package_leaves_the_function_its_name(package):
     code = (

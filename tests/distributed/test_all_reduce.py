@@ -77,7 +77,6 @@ def noted(optimizer):
         return notes
 
 
-@pytest.mark.slow
 def test_sums_begin_while_the_last_backward_runs():
     for said in on_ranks(2, noted, "adamw"):
         assert said[:3] == ["layer 2", "layer 1", "layer 0"], "of two micro-batches only the last"
@@ -135,7 +134,6 @@ def all_broken():
         return [broken(ranks, at, each, error) for each, at, error, *_ in CAPTURES]
 
 
-@pytest.mark.slow
 def test_a_capture_that_one_rank_cannot_have(monkeypatch):
     monkeypatch.setattr(all_reduce, "BUCKET", all_reduce.BUCKET)
     monkeypatch.setattr(graph_cache, "has_graphs", graph_cache.has_graphs)
@@ -217,7 +215,6 @@ def kinds():
         return drawn
 
 
-@pytest.mark.slow
 def test_replicas_stay_the_same_and_draw_apart():
     first, second = on_ranks(2, kinds)
     assert all(a != b for a, b in zip(first, second)), "dropout differs between ranks"

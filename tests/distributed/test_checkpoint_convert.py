@@ -44,7 +44,6 @@ def trained(folder, world, sharded, until, save=True, kind=gb.AdamW, seen=None):
         return result
 
 
-@pytest.mark.slow
 def test_one_process_replicas_and_shards_go_on_from_each_other(tmp_path):
     unbroken = trained(tmp_path / "unbroken", 1, False, 8, save=False)
     losses = {}
@@ -78,7 +77,6 @@ def numbers(step):
     return {name: t.numpy() for name, t in found.items()}
 
 
-@pytest.mark.slow
 def test_moments_in_8_bits_are_the_same_numbers_on_another_number_of_ranks(tmp_path):
     """Other numbers share a scale there, so they are coded again: a number moves by half a step of its code at most."""
     seen = []

@@ -5,8 +5,6 @@ import io
 import runpy
 from pathlib import Path
 
-import pytest
-
 from gpubound import device as facts
 from tests.distributed.processes import on_ranks
 
@@ -22,7 +20,6 @@ def run() -> str:
     return out.getvalue()
 
 
-@pytest.mark.slow
 def test_train_on_many():
     (alone,), (first, second) = on_ranks(1, run), on_ranks(2, run)
     assert second == "" and alone.split("  ")[0] == "step 5"

@@ -196,49 +196,28 @@ def beginning(way):
     return {name: whole(p) for name, p in way.get("make", ours)(0).named_parameters() if p.requires_grad}
 
 
-QUICK = ("ours", "nf4")
-
-
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What two ranks have of the quick ways, and in the other tests of two."""
-    works: dict[str, Callable] = {name: partial(trained, 2, 1, **WAYS[name]) for name in QUICK}
+    """What two ranks have of all ways, in 16 bits too, and in the other tests of two."""
+    works: dict[str, Callable] = {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()}
+    for name, precision in IN_16_BITS:
+        works[f"{name} in {precision}"] = partial(trained, 2, 1, **WAYS[name], precision=precision)
     for own in (True, False):
         works |= {f"stepped past {own}": partial(stepped_past, own), f"by hand {own}": partial(by_hand, own)}
     return each_on_ranks(2, works | {"outside": outside, "refusals": refusals, "seeds": seeds})
 
 
-@pytest.fixture(scope="module")
-def two_ranks_of_all():
-    """What two ranks have of the other ways, and in 16 bits."""
-    works: dict[str, Callable] = {name: partial(trained, 2, 1, **way) for name, way in WAYS.items() if name not in QUICK}
-    for name, precision in IN_16_BITS:
-        works[f"{name} in {precision}"] = partial(trained, 2, 1, **WAYS[name], precision=precision)
-    return each_on_ranks(2, works)
-
-
-def one_process_is(name: str, ranks) -> None:
-    way = WAYS[name]
-    held_to_one_process(trained(1, 2, **way), ranks[name], beginning(way), ROUNDED.get(name, 1e-4))
-
-
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", WAYS)
 def test_two_ranks_with_rows_of_the_base_are_one_process(name, two_ranks):
-    one_process_is(name, two_ranks)
+    way = WAYS[name]
+    held_to_one_process(trained(1, 2, **way), two_ranks[name], beginning(way), ROUNDED.get(name, 1e-4))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in QUICK])
-def test_every_other_way_is_one_process_too(name, two_ranks_of_all):
-    one_process_is(name, two_ranks_of_all)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "precision"), IN_16_BITS)
-def test_in_16_bits(name, precision, two_ranks_of_all):
+def test_in_16_bits(name, precision, two_ranks):
     """Frozen rows take 2 bytes a number, over all ranks."""
     way = WAYS[name] | {"precision": precision}
-    ranks, alone = two_ranks_of_all[f"{name} in {precision}"], trained(1, 2, **way)
+    ranks, alone = two_ranks[f"{name} in {precision}"], trained(1, 2, **way)
     if (name, precision) == ("placed", "bf16"):
         held_at_first(alone, ranks)
     else:
@@ -248,7 +227,6 @@ def test_in_16_bits(name, precision, two_ranks_of_all):
         assert sum(held["frozen"] for *_, held in ranks) == 2 * frozen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world, each", [(4, 1), (2, 3)])
 def test_ranks_in_other_numbers_and_several_micro_batches(world, each):
     """Of 4 ranks the last has fewer rows of the table, and all sum their adapters once a step."""

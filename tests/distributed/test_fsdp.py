@@ -138,7 +138,7 @@ def equal(wanted, got, rtol=1e-6, atol=1e-6):
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("world, each, full", [pytest.param(4, 1, False, marks=pytest.mark.slow), (2, 4, False), (2, 2, True)])
+@pytest.mark.parametrize("world, each, full", [(4, 1, False), (2, 4, False), (2, 2, True)])
 def test_ranks_that_share_the_rows_are_one_process(world, each, full):
     """Two blocks and the rest are summed apart: with each micro-batch of the first step, and then, if there is room, once."""
     weights, reports, state, memory = trained(1, world * each)
@@ -170,7 +170,6 @@ def two_ranks():
     return each_on_ranks(2, {name: partial(trained, 2, 1, **way) for name, way in WAYS.items()})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, off", [("bf16", 0.2), ("fp16", 0.2), ("8 bits", 0.2), ("recompute", 1e-4)])
 def test_shards_in_other_numbers_are_one_process_in_those(name, off, two_ranks):
     """Held to how far the weights have moved. bf16: two gradients are rounded before they are added. 8 bits: blocks of 256
@@ -178,7 +177,6 @@ def test_shards_in_other_numbers_are_one_process_in_those(name, off, two_ranks):
     near(trained(1, 2, **WAYS[name]), two_ranks[name], llama(0), off)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["computed again", "computed again, placed", "experts", "diffusion"])
 def test_other_losses_and_results_that_are_computed_again_are_those_of_one_process(name, two_ranks):
     weights, reports, state, _ = trained(1, 2, **WAYS[name])
@@ -255,7 +253,6 @@ def own(optimizer, recast=False, graph="auto"):
         return losses, {name: whole(p) for name, p in model.named_parameters()}, said
 
 
-@pytest.mark.slow
 def test_a_users_own_sharded_model_takes_the_steps_of_plain_torch():
     world = 4
     torch.manual_seed(0)

@@ -109,7 +109,6 @@ def whole(tmp_path_factory):
     return folder, dict(losses(folder))
 
 
-@pytest.mark.slow
 def test_a_run_whose_ranks_are_killed_goes_on_as_if_they_had_not_been(whole, tmp_path):
     (tmp_path / "corpus").symlink_to(whole[0] / "corpus")
     rng = random.Random(7)

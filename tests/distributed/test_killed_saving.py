@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -52,7 +51,6 @@ def saves(folder, wanted, stage=None):
             store.save(step, model.state_dict(), {}, wait=True)
 
 
-@pytest.mark.slow
 def test_a_rank_killed_in_any_stage_leaves_the_last_whole_checkpoint(tmp_path):
     wanted = 0
     for stage, (victim, _, name, when, there) in enumerate(STAGES):

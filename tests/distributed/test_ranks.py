@@ -100,7 +100,6 @@ with join("cpu") as ranks:
 """
 
 
-@pytest.mark.slow
 def test_a_program_that_ends_right_behind_a_sum_ends_well():
     """One of two was aborted: a thread of gloo's let go of its last tensor when there was no interpreter any more."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -35,7 +35,6 @@ def test_ranks_of_two_versions_are_told_which():
     assert said == [f"rank 1 has torch 2.0.0, rank 0 has {here}; install the same version for every rank."] * 2
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named():
     assert on_ranks(1, met, 3) == [message("parallel/meeting:a_rank_that_does_not_com")]
 
@@ -47,7 +46,6 @@ def test_two_ranks_on_one_gpu_are_named():
     assert said.startswith("ranks 0 and 2 have the same GPU (a), and NCCL wants one for each; start as many processes as")
 
 
-@pytest.mark.slow
 def test_a_port_that_is_taken_and_a_place_where_nobody_is_are_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -96,7 +94,6 @@ def speaks_aside(late):
         return ranks.aside().gather(ranks.rank)
 
 
-@pytest.mark.slow
 def test_ranks_that_begin_again_do_not_call_those_before():
     """torch's agent keeps one store over all starts. A rank that is early found the address of one that was gone."""
     processes, pipes, store = started(2, speaks_aside, None)

@@ -76,7 +76,6 @@ class nothing:
         pass
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("world, each", [(2, (1, 4)), (4, (1,))])
 def test_many_ranks_are_one_process_with_all_micro_batches(world, each):
     works = {

@@ -76,7 +76,6 @@ def alone(todo):
     return found
 
 
-@pytest.mark.slow
 def test_four_ranks_take_the_steps_that_one_takes_and_know_the_same(todo, alone, tmp_path):
     ranks = on_ranks(4, trained, dataclasses.replace(todo, out=str(tmp_path)))
     assert_alike(ranks)
@@ -90,7 +89,6 @@ def test_four_ranks_take_the_steps_that_one_takes_and_know_the_same(todo, alone,
     assert exported and all(torch.equal(tensor, saved[f"model.{name}"]) for name, tensor in exported.items())
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(todo, alone, tmp_path):
     """1 -> 2 -> 1: the losses of the run that nobody stopped. Of two ranks one alone is asked, and both stop at one step."""
     parts = dataclasses.replace(todo, out=str(tmp_path))
@@ -105,7 +103,6 @@ def test_a_run_goes_on_with_another_number_of_ranks(todo, alone, tmp_path):
     assert third["feed"] == alone["feed"]
 
 
-@pytest.mark.slow
 def test_sharded_ranks_take_the_same_steps_and_replicas_and_one_process_go_on_with_them(todo, alone, tmp_path):
     """fsdp -> ddp -> one process: losses, held-out ones, and what is exported."""
     parts = dataclasses.replace(todo, out=str(tmp_path), parallel="fsdp", keep=10)

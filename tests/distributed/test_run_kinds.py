@@ -62,7 +62,6 @@ def todos(tmp_path_factory):
     return {"adapters and phases": adapting, "adapters over codes": coded, "patience": patient, "lengths": lengths}
 
 
-@pytest.mark.slow
 def test_two_ranks_do_what_one_does(todos, tmp_path):
     """Replicas, and shards in two ways. Adam makes as much of a gradient of noise as of any: weights are held by their norm."""
     phases = {"phases": dataclasses.replace(todos["adapters and phases"], lora={})}
@@ -104,7 +103,6 @@ def stretch(todo, folder, resume=False, until=None):
         return losses
 
 
-@pytest.mark.slow
 def test_adapters_over_rows_go_on_over_a_whole_base_and_back(todos, tmp_path):
     """2 ranks with rows -> one process -> 2 ranks with rows: the losses, and the file, of a run that nobody stopped."""
     todo = dataclasses.replace(todos["adapters over codes"], lora={"rank": 4, "base": "int8"}, steps=9)

@@ -69,7 +69,6 @@ def state_of(model, optimizer):
     return state
 
 
-@pytest.mark.slow
 def test_another_number_of_ranks_goes_on_where_a_run_was(tmp_path):
     """Plain fp64 training in this process is the definition. Two ranks of shards, then four, then two replicas, one process,
     then two of shards again: each goes on from what the one before has written."""
@@ -164,7 +163,6 @@ def fails_on_one(folder, stage):
         return str(error.value)
 
 
-@pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_said_by_its_name_and_costs_nothing(tmp_path):
     works = {stage: partial(fails_on_one, tmp_path / stage, stage) for stage in ("staging", "write", "sync")}
     for stage, ranks in each_on_ranks(2, works).items():

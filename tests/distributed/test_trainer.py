@@ -91,7 +91,6 @@ def of_ranks(work, folder):
 WRAPPERS = [(1, "DistributedDataParallel"), (2, "FSDPLlamaForCausalLM")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("at", "wrapper"), WRAPPERS, ids=["ddp", "fsdp2"])
 def test_trainer_on_two_ranks_with_a_placed_model(runs, at, wrapper):
     check(runs[0], runs[at], wrapper)

@@ -94,7 +94,6 @@ def square(model, x):
     return model(x).float().square().sum(), x.numel()
 
 
-@pytest.mark.slow
 def test_replicas_of_every_precision_stay_the_same():
     assert on_ranks(2, kinds) == [[3] * 4] * 2
 
@@ -138,7 +137,6 @@ def of_shards(lengths, frozen):
         return done, str(error)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("lengths, steps, has", [((5, 3), 1, "1 micro-batch"), ((4, 2), 1, "no micro-batches")])
 def test_shards_want_as_many_micro_batches_on_every_rank(lengths, steps, has, frozen):

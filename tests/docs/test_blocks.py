@@ -25,23 +25,6 @@ ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory) -> dict[str, list[dict]]:
-    """All pages in one process that is not ours, without Triton's interpreter, as a reader's would be. A page that makes the
-    pretend device has a process of its own: torch has one place for such a device."""
-    alone = [page for page in RUN if "simgpu()" in page.read_text()]
-    found: dict[str, list[dict]] = {page.name: [] for page in RUN}
-    environment = with_commands(tmp_path_factory.mktemp("bin"))
-    for pages in ([page for page in RUN if page not in alone], *([page] for page in alone)):
-        command = [forked.python(), str(Path(__file__).parent / "follow.py"), *map(str, pages)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page"')]
-        assert done.returncode == any(result["wrong"] for result in results), done.stderr[-4000:]
-        for result in results:
-            found[result["page"]].append(result)
-    return found
-
-
 def with_commands(folder: Path) -> dict[str, str]:
     """The environment of a page's shell, where `gpubound` is this tree's, whether or not one is installed."""
     command, there = folder / "gpubound", plain_environment()
@@ -50,10 +33,21 @@ def with_commands(folder: Path) -> dict[str, str]:
     return there | {"PATH": os.pathsep.join([str(folder), there.get("PATH", "")])}
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
-def test_a_page_can_be_followed(page, followed):
-    results = followed[page.name]
-    assert len([block for block in blocks(page) if block.runs]) <= len(results)
+@pytest.mark.slow
+def test_pages_can_be_followed(tmp_path):
+    """All in one process that is not ours, without Triton's interpreter, as a reader's would be. A page that makes the pretend
+    device has a process of its own: torch has one place for such a device."""
+    alone = [page for page in RUN if "simgpu()" in page.read_text()]
+    results, environment = [], with_commands(tmp_path)
+    for pages in ([page for page in RUN if page not in alone], *([page] for page in alone)):
+        command = [forked.python(), str(Path(__file__).parent / "follow.py"), *map(str, pages)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"page"')]
+        assert done.returncode == any(result["wrong"] for result in found), done.stderr[-4000:]
+        results += found
+    for page in RUN:
+        of_page = [result for result in results if result["page"] == page.name]
+        assert len([block for block in blocks(page) if block.runs]) <= len(of_page), page.name
     wrong = [f"{result['where']}: {result['wrong']}" for result in results if result["wrong"]]
     assert not wrong, "\n".join(wrong)
 

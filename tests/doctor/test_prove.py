@@ -148,6 +148,7 @@ def test_a_module_of_a_package_is_run_with_its_relative_imports(tmp_path, monkey
         run(SeededJob("trainr", [], {}, "", module=True), recorder)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_process_of_its_own_ends_after_its_steps(script, tmp_path, monkeypatch):
     """The script would make a million steps."""
     monkeypatch.setattr("sys.executable", forked.python())

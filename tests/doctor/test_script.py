@@ -108,6 +108,7 @@ def test_a_script_may_go_elsewhere_and_print_elsewhere(tmp_path, monkeypatch, ca
     assert capsys.readouterr().out == "public\n" and Path.cwd() == tmp_path
 
 
+@pytest.mark.slow
 def test_it_stops_a_thread_without_a_word(tmp_path):
     text = """
         import threading
@@ -141,6 +142,7 @@ LEAVES = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, code, said",
     [
@@ -184,6 +186,7 @@ def test_a_forked_process_ends_by_its_own_code_and_leaves_the_verdict_to_its_par
     assert ran.stderr.count("KeyError\n") == 1 and ran.stderr.count("why\n") == 1
 
 
+@pytest.mark.slow
 def test_a_script_may_wrap_what_it_prints_to(tmp_path):
     """The wrapper owns the buffer: it would close stdout with itself."""
     script = write(tmp_path / "wraps.py", "import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint('first')")
@@ -272,6 +275,7 @@ def ended(text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([forked.python(), "-c", HEAD + text], capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", LEFT)
 def test_what_waits_for_ever_is_named_and_ended(what):
     done = ended(f"{LEFT[what]}\nend_anyway(3, before, patience=0.2)\nprint('verdict')\nsys.exit(3)")

@@ -27,7 +27,8 @@ INTEGERS = ("ids", "labels", "position", "arg", "rows", "settings", "text", "chu
 PASSING = ("adapters.h", "adapters.before", "scratch.sums", "scratch.weights")
 NUMBERS = ("without", "ignore_index", "window", "decay_until")
 ODD = (-1, -2, 0, 3, 8, 9, 10, 299, 300, 2**20, 2**31 - 1, -(2**31), 2**32 + 1, -(2**32) - 1)
-LONG = ("rg_lru",)  # a loop over tokens, a quarter of the time of all
+# A loop over tokens, or over experts: half of the time of all.
+LONG = ("rg_lru", "quantized_add_routed", "quantized_routed_gate_up", "norm_products", "quantized_routed_down", "add_adapters")
 LAYOUTS = ("offset", "gaps", "transposed", "column", "expanded", "wider", "empty")
 BAND = 67  # elements before and behind, full of a pattern; no multiple of what loads are aligned to
 ROOM = 64  # the same around what an op makes, which is aligned
@@ -182,7 +183,7 @@ def check(op: str, data) -> None:
         assert off <= selftest.LIMITS[torch.float32], f"{key} is off by {off:.1e}: {a}, {b}"
 
 
-@pytest.mark.parametrize("examples", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [1, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OPS)
 def test_refused_or_equal(op, examples):
     most = min(3, examples) if op in LONG else examples

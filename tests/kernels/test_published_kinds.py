@@ -7,8 +7,7 @@ from gpubound.kernels.packed_weights import TABLE, join_packed, pack_levels, unp
 from gpubound.kernels.registry import load
 
 from .cases import SOURCES
-from .test_compiles import compile_apart
-from .test_quantized_product import OTHERS, ROUNDED, weight
+from .test_quantized_product import ROUNDED, weight
 
 PUBLISHED = [kind for kind in TABLE if kind not in ROUNDED]
 LEVELS = [kind for kind, about in TABLE.items() if about.values == "level"]
@@ -56,12 +55,3 @@ def test_groups_that_do_not_fit_are_refused():
         pack_levels(levels, torch.ones(4, 8), "int4_32")
     with pytest.raises(ValueError, match="kind"):
         pack_levels(levels, torch.ones(4, 1), "uint4")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
-@pytest.mark.parametrize("kind", PUBLISHED)
-def test_every_kind_compiles(kind):
-    ops = ("quantized_norm_product", "quantized_norm_gate_up", "quantized_add_product", "dequantize")
-    outcomes = compile_apart(*ops, before=OTHERS.format(kind=kind))
-    assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
