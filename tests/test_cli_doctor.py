@@ -243,6 +243,7 @@ def test_without_a_gpu_it_could_not_measure(script, capsys):
         (["--fix", "--prove", "2", "train.py"], 2, message("cli_doctor:wrong_rounds")),
         (["none.json", "x"], 2, message("cli_doctor:wrong_trace")),
         (["none.py"], 2, message("cli_doctor:no_file")),
+        (["."], 2, message("cli_doctor:no_main")),
     ],
 )
 def test_what_cannot_be_looked_at_is_one_sentence(script, capsys, argv, code, text):

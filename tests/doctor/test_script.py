@@ -248,6 +248,8 @@ def test_what_ends_well_and_what_the_user_interrupts(tmp_path):
     assert Script(str(write(tmp_path / "ends.py", "raise SystemExit(0)"))).run()
     with pytest.raises(KeyboardInterrupt):
         Script(str(write(tmp_path / "interrupted.py", "raise KeyboardInterrupt"))).run()
+    with pytest.raises(BrokenPipeError):
+        Script(str(write(tmp_path / "piped.py", "raise BrokenPipeError"))).run()
 
 
 def test_what_is_not_there_is_a_sentence(tmp_path):

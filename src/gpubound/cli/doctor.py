@@ -250,7 +250,7 @@ def refuse_misplaced(command: Command) -> None:
 def source_of(command: Command) -> str:
     """Return the text of the script, or of a module below this folder; empty for any other module."""
     path = Path(command.target.replace(".", os.sep)) if command.module else Path(command.target)
-    for file in (path, path / "__main__.py", path.with_suffix(".py")):
+    for file in (path, path / "__main__.py", Path(f"{path}.py")):
         if file.is_file():
             return file.read_text(encoding="utf-8", errors="replace")
     return ""

@@ -192,6 +192,8 @@ class Script:
                 what = f"there is no module {self.target} that" if self.module else f"{self.target} is nothing that"
                 raise ValueError(f"script: {what} can be run: {str(error).rstrip('.')}.") from error
             traceback.print_exception(type(error), error, own)
+            if isinstance(error, BrokenPipeError):  # `| head`, perhaps: the command knows whose reader has left
+                raise
             raise self._failed(1, self._advice(error)) from error
         return True
 
