@@ -69,7 +69,7 @@ class TestTriton:
         x = drawn(10, seed=3)
         assert torch.equal(captured(x), x + weight)
 
-    def test_a_weight_that_one_of_our_kernels_reads_is_compared_in_one_watched_call(self, runner, monkeypatch):
+    def test_a_kernel_of_ours_is_tried_with_one_weight(self, runner, monkeypatch):
         """Its op would bump the version of what it writes; of another kernel nobody knows what a further launch writes."""
         from gpubound.kernels import rms_norm
 
@@ -77,9 +77,29 @@ class TestTriton:
         monkeypatch.setattr(
             discovery, "StorageCopy", lambda tensor, *rest: compared.append(tensor.shape[0]) or StorageCopy(tensor, *rest)
         )
-        ours, theirs = nn.Parameter(torch.ones(8), requires_grad=False), nn.Parameter(drawn(2, 4), requires_grad=False)
-        capture(lambda x: launch_add(rms_norm(x, ours), theirs, torch.empty(8)), drawn(1, 8))
-        assert compared.count(8) == 1 and compared.count(2) == 3
+        ours, theirs = (nn.ParameterList([drawn(*size), drawn(*size, seed=1)]).requires_grad_(False) for size in ((8,), (2, 4)))
+
+        def fn(x):
+            for own, other in zip(ours, theirs):
+                x = launch_add(rms_norm(x, own), other, torch.empty(8))
+            return x
+
+        captured = capture(fn, drawn(1, 8))
+        assert compared.count(8) == 1 and compared.count(2) == 6 and not captured.certificate.mutated
+        assert {"ours.0", "ours.1", "theirs.0", "theirs.1"} <= {*captured.held}
+
+    def test_a_weight_that_a_kernel_of_ours_writes_where_it_only_read_another(self, runner, monkeypatch):
+        """No kernel of ours does, without its op's bumping the version: what it has left would be taken for what it leaves."""
+        monkeypatch.setattr(discovery, "OURS", launch_add.__module__)
+        first, second = (nn.Parameter(drawn(10, seed=seed), requires_grad=False) for seed in (1, 2))
+
+        same = first.detach().clone()
+
+        def fn(x):
+            launch_add(torch.zeros(10), same, first)
+            launch_add(x, same, second)
+
+        assert said(capture, fn, drawn(10)).replace("second", "weight") == message("graph/memory:a_write_into_what_is_only")
 
     def test_a_weight_that_one_of_our_kernels_writes_from_the_second_call_on(self, runner, monkeypatch):
         from gpubound.kernels import add_rows

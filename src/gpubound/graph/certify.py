@@ -169,7 +169,7 @@ def _run_rounds(
         if fits or key in copied:
             workspace[key] = StorageCopy(copy.tensor, copy.name, budget, now=False)
         else:
-            workspace[key] = StorageFingerprint(copy.name, copy.live, constant=bool(copied))
+            workspace[key] = StorageFingerprint(copy, constant=bool(copied))
     result = RoundsResult([storage for storage in workspace.values() if isinstance(storage, StorageCopy)])
     replayed_again = not copied and len(result.workspace) < len(workspace)
     for index, inputs in enumerate(rounds):

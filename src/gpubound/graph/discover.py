@@ -14,7 +14,7 @@ Launches that bypass the dispatcher are patched: those of Triton, of its interpr
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -48,7 +48,7 @@ from ..watch.events import (
     site_of_error,
 )
 from ..watch.ops import OpMode
-from .memory import CopyBudget, Generators, Snapshot, StorageCopy
+from .memory import CopyBudget, Generators, Snapshot, StorageCopy, bytes_of, fingerprints
 from .reachable import storage_key
 
 _NORM_STATISTICS = ("running_mean", "running_var")  # written by batch norms, though their schemas do not declare it
@@ -319,8 +319,9 @@ class _ThreadState(threading.local):
 class Discovery:
     """Results of the watched calls of one function. A tensor is copied into `snapshot` before its first write.
 
-    frozen  keys of the storages in which frozen weights are
-    reads   keys of the storages that our kernels do not write
+    frozen   keys of the storages in which frozen weights are
+    weights  the weights that are not known to be written
+    reads    those of them that our kernels do not write
     """
 
     def __init__(
@@ -330,14 +331,19 @@ class Discovery:
         snapshot: Snapshot,
         generators: Generators,
         frozen: Set[int] = frozenset(),
-        reads: Set[int] = frozenset(),
+        weights: Iterable[Tensor] = (),
+        reads: Sequence[Tensor] = (),
     ) -> None:
-        self.device, self.snapshot, self.generators, self.frozen, self.reads = device, snapshot, generators, frozen, reads
+        self.device, self.snapshot, self.generators, self.frozen = device, snapshot, generators, frozen
         self.passing = CopyBudget(device, passing=True)
-        # Each of our kernels with a weight that it left as it was, and the weight's version before: of a watched call, and of
-        # those before it. These are not compared again: at 8B that took 0.3 s a call.
-        self._left: dict[tuple[int, int], tuple[Tensor, int]] = {}
-        self._only_read: set[tuple[int, int]] = set()
+        self.weights = {storage_key(tensor): tensor for tensor in weights if tensor.device == device}
+        # The storages of weights that are compared when fn has been captured, with their fingerprints.
+        self.fingerprints: dict[int, tuple[Tensor, int]] = {}
+        self._take_fingerprints(reads)
+        self.reads = {*self.fingerprints}
+        # Arguments of our kernels that a launch left as they were, with that weight and its version: ops bump what they write.
+        # Further weights there are compared by fingerprints: a copy for each launch took 0.9 s at 8B with adapters.
+        self._left: dict[tuple[int, int, int], tuple[Tensor, int]] = {}
         self.inputs = {storage_key(tensor): index for index, tensor in enumerate(inputs)}
         self.external: dict[int, ExternalTensor] = {}
         self.leaves: dict[int, tuple[Tensor, Tensor | None]] = {}  # each tensor that requires a gradient, with its first one
@@ -364,8 +370,6 @@ class Discovery:
         finally:
             for key in [*self.external]:
                 self._is_external(key)
-            self._only_read |= {pair for pair, (tensor, version) in self._left.items() if tensor._version == version}
-            self._left = {}
 
     def survivors(self) -> dict[int, FirstValue]:
         """Return tensors that an earlier call created and a later call used, with their first values."""
@@ -438,34 +442,51 @@ class Discovery:
         """Record a kernel launch that bypasses the dispatcher. It may write any of its tensor arguments."""
         place, doubtful, ours = here(), {}, getattr(getattr(kernel, "fn", None), "__module__", "").startswith(OURS)
         with self._thread_flag("internal"):
-            for tensor in tensors:
-                key = storage_key(tensor)
+            for position, tensor in enumerate(tensors):
+                key, argument = storage_key(tensor), (id(kernel), position, len(tensors))
                 if key not in self.inputs and self.thread.in_operation and not self._is_external(key):
                     self._created.setdefault(key, FirstValue(place, self.calls, empty=True))
                 self.see(tensor, place)
-                if not key or key in self._created or key in doubtful or (ours and key in self.reads):
+                if not key or key in self._created or key in doubtful:
+                    continue
+                use = self.external.get(key)  # None of an input
+                if ours and use is not None and not use.is_written and key in self.weights and self._reads(key, argument):
                     continue
                 weight = isinstance(tensor, nn.Parameter) or key in self.frozen
                 large = tensor.untyped_storage().nbytes() > LARGE
                 doubted = (weight or large) and key not in self.reads
                 if key in self.inputs or (doubted and not self.external[key].is_written):
-                    if (id(kernel), key) in self._only_read:
-                        continue
-                    if ours and weight and not tensor.is_inference():
-                        self._left.setdefault((id(kernel), key), (tensor, tensor._version))
-                    doubtful[key] = (tensor, StorageCopy(tensor, "", self.passing))
+                    version = None if tensor.is_inference() or not weight else tensor._version
+                    doubtful[key] = (tensor, StorageCopy(tensor, "", self.passing), argument, version)
                 else:
                     self.before_write(tensor, place)
             result = launch()
-            for key, (tensor, copy) in doubtful.items():
+            for key, (tensor, copy, argument, version) in doubtful.items():
                 if copy.changed():
-                    self._left.pop((id(kernel), key), None)
                     if key not in self.inputs and key not in self.created_before:
                         self.snapshot.copies.setdefault(key, copy)
                     self.before_write(tensor, place)
-                else:
-                    self.passing.release(copy.saved)
+                    continue
+                self.passing.release(copy.saved)
+                if ours and version is not None:
+                    self._left[argument] = tensor, version
         return result
+
+    def _reads(self, key: int, argument: tuple[int, int, int]) -> bool:
+        """Return whether a kernel of ours reads a weight as this argument. Before the first such launch all weights get
+        fingerprints."""
+        tensor, version = self._left.get(argument, (None, 0))
+        if key not in self.reads and (tensor is None or tensor._version != version):
+            return False
+        if key not in self.fingerprints:
+            self._take_fingerprints(self.weights.values())
+        return True
+
+    def _take_fingerprints(self, tensors: Iterable[Tensor]) -> None:
+        new = {storage_key(tensor): bytes_of(tensor) for tensor in tensors}
+        for key in [key for key in new if key in self.fingerprints or key in self.snapshot.copies]:
+            del new[key]
+        self.fingerprints |= dict(zip(new, zip(new.values(), fingerprints([*new.values()]))))
 
     def _operation(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operation, and inspect its arguments before and its results after."""

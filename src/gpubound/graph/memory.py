@@ -7,7 +7,7 @@ only compared, never restored, has a fingerprint instead of a copy on the host.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -171,8 +171,8 @@ class StorageFingerprint:
     constant  the storage must keep the bytes that it has now: a `save` of others counts as a change
     """
 
-    def __init__(self, name: str, live: Tensor, constant: bool = False) -> None:
-        self.name, self.live = name, live
+    def __init__(self, storage: StorageCopy, constant: bool = False) -> None:
+        self.name, self.live = storage.name, storage.live
         self.constant, self.was_changed = constant, False
         self.value: int | None = fingerprint(self.live) if constant else None
 
@@ -279,19 +279,29 @@ STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def fingerprint(raw: Tensor) -> int:
-    """Return a 64-bit hash of `raw`, a dense uint8 tensor that begins at a multiple of four. Waits for the device.
+    """Return a 64-bit hash of `raw`, a dense uint8 tensor that begins at a multiple of four. Waits for the device."""
+    return fingerprints([raw])[0]
+
+
+def fingerprints(storages: Sequence[Tensor]) -> list[int]:
+    """Return the fingerprint of each. Waits for the device once.
 
     Each four-byte word is multiplied by a pseudorandom odd number of 64 bits, which depends on its position, and the products
     are summed: the order of the sums does not matter, and the fingerprint is the same on any device. One other word is always
     seen; several collide in one case in 2^32 or fewer, whatever their difference.
     """
-    total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    keys = _keys(min(PART, raw.numel()) // 4 + 1, raw.device)  # of the first part; others multiply theirs by another number
-    for number, part in enumerate(raw.split(PART)):
-        words = _words(part).to(torch.int64)
-        total += words.mul_(keys[: len(words)]).sum() * _signed((number * STEP | 1) % (1 << 64))
-        del words  # else the next ones are allocated beside these
-    return int((total * _signed(SECOND) + raw.numel()).item())
+    totals, longest = list[Tensor](), max(map(len, storages), default=0)
+    keys = dict[torch.device, Tensor]()  # of the first part; others multiply theirs by another number
+    for raw in storages:
+        if raw.device not in keys:
+            keys[raw.device] = _keys(min(PART, longest) // 4 + 1, raw.device)
+        total = torch.zeros((), dtype=torch.int64, device=raw.device)
+        for number, part in enumerate(raw.split(PART)):
+            words = _words(part).to(torch.int64)
+            total += words.mul_(keys[raw.device][: len(words)]).sum() * _signed((number * STEP | 1) % (1 << 64))
+            del words  # else the next ones are allocated beside these
+        totals.append(total * _signed(SECOND) + raw.numel())
+    return torch.stack([total.to(totals[0].device) for total in totals]).tolist() if totals else []
 
 
 def _words(part: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ..watch.events import WAIT, Place
 from ..watch.ops import on_host
 from .discover import Discovery, FirstValue, Hazard, refuse
 from .guards import CaptureGuards, StaticInputs, check_open
-from .memory import Generators, Snapshot, StorageFingerprint, allocating_in, bytes_of, elements_of
+from .memory import Generators, Snapshot, allocating_in, elements_of, fingerprints
 from .reachable import Bindings, Reachable, Values, same, storage_key
 from .runner import open_gate, poison_pool, poison_results, runner_for
 
@@ -146,9 +146,8 @@ class Recording:
             for generator in before.generators:
                 self.generators.add(generator)
             frozen = {storage_key(t) for _, t in before.tensors if isinstance(t, nn.Parameter) and not t.requires_grad}
-            # Copies of 8B's weights, which a micro-batch only reads, took host memory 2 s and 16 GB.
-            self.reads = {storage_key(t): StorageFingerprint("", bytes_of(t), constant=True) for t in reads}
-            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators, frozen, {*self.reads})
+            weights = [*reads, *(t for _, t in before.tensors if isinstance(t, nn.Parameter))]
+            self.discovery = Discovery(self.device, inputs.buffers, self.snapshot, self.generators, frozen, weights, reads)
             for path, tensor in before.of_state:
                 self._add_state(path.name, tensor)
             for _, tensor in before.tensors:
@@ -165,6 +164,7 @@ class Recording:
             self.reset()
             steady = _steady_values(before, self.reachable)
             self.guards = CaptureGuards(self._guarded_tensors(), self.reachable, steady, self._guarded_gradients())
+            self.fingerprints = self.discovery.fingerprints
             del self.discovery
         except BaseException:
             self.bindings.restore()
@@ -174,7 +174,7 @@ class Recording:
         """Count a tensor of `state=` as used, and as written unless it is in `reads` or shares its memory with frozen weights,
         as a stacked matrix does: watching cannot see its uses. A trained weight in the same memory counts by itself."""
         self.discovery.see(tensor, Place())
-        if storage_key(tensor) in self.reads:
+        if storage_key(tensor) in self.discovery.reads:  # copies of 8B's took 2 s and 16 GB of host memory
             return
         if storage_key(tensor) not in self.discovery.frozen or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
             self.snapshot.add(tensor, name)
@@ -235,11 +235,13 @@ class Recording:
                 )
 
     def refuse_changed_reads(self) -> None:
-        """Raise if fn has written into a tensor of `reads` where watching could not see it, as in an extension's kernel."""
-        for key, before in self.reads.items():
-            if key not in self.snapshot.copies and before.changed():
+        """Raise if fn has written into a weight where watching did not see it, as in an extension's kernel."""
+        unwritten = [pair for key, pair in self.fingerprints.items() if key not in self.snapshot.copies]
+        self.fingerprints.clear()
+        for (weight, before), now in zip(unwritten, fingerprints([weight for weight, _ in unwritten])):
+            if now != before:
                 raise GraphError(
-                    f"{self.reachable.name(before.live)}: fn writes into it where watching cannot see it, as in an extension's "
+                    f"{self.reachable.name(weight)}: fn writes into it where watching cannot see it, as in an extension's "
                     f"kernel, so it was not restored; load it again, and call fn without a graph."
                 )
 
