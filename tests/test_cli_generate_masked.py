@@ -44,12 +44,12 @@ def command(monkeypatch, capsys):
 def test_it_writes_what_the_sampler_does(trained, command):
     folder, run = trained
     options = ["--prompt", "import", "--prompt", "def", "--max-new-tokens", "8", "--block", "4", "--denoising-steps", "4"]
-    drawn = [*options, "--temperature", "1.5", "--seed", "3", "--n", "2", "--guidance", "0.5", "--ignore-eos"]
+    drawn = [*options, "--temperature", "1.5", "--seed", "3", "--n", "2", "--ignore-eos"]
     code, out, err = command(folder / "hf", *drawn, "--json")
     assert code == 0 and message("cli_generate_masked:it_writes_what_the_sampl").within(err)
     told = json.loads(out)
     sampler = MaskedSampler(run.model.eval(), run.tokenizer, ends=[])
-    want = sampler.generate(["import", "def"], 8, block=4, steps=4, temperature=1.5, seed=3, n=2, guidance=0.5)
+    want = sampler.generate(["import", "def"], 8, block=4, steps=4, temperature=1.5, seed=3, n=2)
     assert [sequence["tokens"] for sequence in told["sequences"]] == want.tokens
     assert [sequence["prompt"] for sequence in told["sequences"]] == ["import", "import", "def", "def"]
     assert told["steps"] == 4 and told["bytes_a_step"] is None and told["roofline"] is None
@@ -80,7 +80,7 @@ def test_options_of_the_other_kind_are_refused(trained, command, tmp_path):
         assert err.splitlines()[-1] == message("cli_generate_masked:options_of_the_other_kin", name, hf)
     torch.manual_seed(0)
     causal = save_hf(Decoder(DecoderConfig(16, 32, 1, 2, 1, 320)), tmp_path / "causal", Tokenizer.load(hf))
-    code, _, err = command(causal, "--prompt", "a", "--guidance", "1")
+    code, _, err = command(causal, "--prompt", "a", "--block-cache")
     assert code == 2 and message("cli_generate_masked:options_of_the_other_kin.2", causal).within(err)
 
 

@@ -242,7 +242,7 @@ DECODER_ONLY = (
     "top_k", "top_p", "min_p", "repetition_penalty", "stop", "logprobs", "max_length", "k", "weights",
     "cache", "speculate", "split", "fused", "verify", "table",
 )  # fmt: skip
-DIFFUSION_ONLY = ("denoising_steps", "block", "threshold", "block_cache", "guidance")
+DIFFUSION_ONLY = ("denoising_steps", "block", "threshold", "block_cache")
 GROUP, GROUPS = 8, 16
 MANY = 4096  # sequences: so many take seconds until the first word
 
@@ -440,7 +440,7 @@ def sampler_settings(options: Generate) -> dict[str, Any]:
     """Return the arguments of the sampler's start()."""
     tokens = options.max_new_tokens or ANSWER
     block = options.block or (BLOCK if tokens % BLOCK == 0 else None)
-    settings = {name: getattr(options, name) for name in ("threshold", "guidance", "seed", "n")}
+    settings = {name: getattr(options, name) for name in ("threshold", "seed", "n")}
     settings |= {"steps": options.denoising_steps, "cache": options.block_cache, "tokens": tokens, "block": block}
     return settings | {"temperature": options.temperature or 0.0}
 

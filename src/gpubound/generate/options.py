@@ -132,8 +132,6 @@ class Generate:
     """Masked diffusion: each run writes every token of at least this probability, and one at least. Leave steps out then."""
     block_cache: bool = False
     """Masked diffusion: compute only the block, with cached keys and values of all else. Faster, and approximate."""
-    guidance: float = 0.0
-    """Masked diffusion: how far to move away from what is likely without the prompt; 0 is off."""
 
     @property
     def writes_lines(self) -> bool:

@@ -121,10 +121,9 @@ def test_it_is_the_plain_algorithm_with_a_cache(kind, ragged):
     assert cached != full
 
 
-@pytest.mark.parametrize("guidance", [0.0, 1.5])
 @pytest.mark.parametrize("kind", ["LLaDA", "Dream"])
-def test_refreshed_at_every_step_it_is_the_full_computation(kind, guidance):
-    sampler, how = MaskedSampler(random_model(kind), mask_token=MASK), {"steps": 6, "block": 4, "guidance": guidance}
+def test_refreshed_at_every_step_it_is_the_full_computation(kind):
+    sampler, how = MaskedSampler(random_model(kind), mask_token=MASK), {"steps": 6, "block": 4}
     full = sampler.generate(PROMPTS, 8, **how)
     cached = sampler.generate(PROMPTS, 8, cache=True, refresh=1, **how)
     assert cached.tokens == full.tokens and cached.positions == full.positions
@@ -162,8 +161,8 @@ def test_fewer_positions_are_computed():
         counts[name] = found.positions
         assert found.steps == 8
     assert counts == {"full": 3 * 8 * 11, "cached": 3 * (2 * 11 + 6 * 4), "refreshed": 3 * (4 * 11 + 4 * 4)}
-    dream = MaskedSampler(random_model("Dream"), mask_token=MASK).generate(PROMPTS[:1], 8, block=4, guidance=1.0, cache=True)
-    assert dream.positions == 2 * (2 * 11 + 6 * 5)
+    dream = MaskedSampler(random_model("Dream"), mask_token=MASK).generate(PROMPTS[:1], 8, block=4, cache=True)
+    assert dream.positions == 2 * 11 + 6 * 5
 
 
 def test_keys_and_values_of_few_shapes_are_in_memory():
@@ -229,7 +228,7 @@ def test_blocks_after_every_end_are_not_computed():
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_captured_on_the_gpu(kind):
     model = random_model(kind).cuda()
-    for how in ({"steps": 6}, {"threshold": 0.5}, {"steps": 6, "guidance": 1.0, "refresh": 2}):
+    for how in ({"steps": 6}, {"threshold": 0.5}, {"steps": 6, "refresh": 2}):
         called, captured = (MaskedSampler(model, mask_token=MASK, graph=graph) for graph in ("off", "require"))
         want = called.generate(PROMPTS, 8, block=4, cache=True, **how)
         for _ in range(2):

@@ -31,14 +31,11 @@ def random_model(**options) -> BothWays:
 
 
 @torch.no_grad()
-def plainly(model: nn.Module, prompt: list[int], tokens: int, steps: list[tuple[int, int, int]], guidance: float) -> list[int]:
+def plainly(model: nn.Module, prompt: list[int], tokens: int, steps: list[tuple[int, int, int]]) -> list[int]:
     """One row by the algorithm's own words. A step is (the block's begin, its end, how many tokens to write)."""
     row = [*prompt, *[MASK] * tokens]
     for begin, end, count in steps:
         logits = model(torch.tensor([row]))[0].double()
-        if guidance:
-            bare = model(torch.tensor([[MASK] * len(prompt) + row[len(prompt) :]]))[0].double()
-            logits = logits + guidance * (logits - bare)
         logits[:, MASK] = -torch.inf
         logs = logits.log_softmax(-1)
         open_ = [at for at in range(len(prompt) + begin, len(prompt) + end) if row[at] == MASK]
@@ -49,21 +46,21 @@ def plainly(model: nn.Module, prompt: list[int], tokens: int, steps: list[tuple[
 
 
 @pytest.mark.parametrize(
-    "how, steps, guidance",
+    "how, steps",
     [
-        ({}, [(0, 8, 1)] * 8, 0.0),
-        ({"steps": 3}, [(0, 8, 3), (0, 8, 3), (0, 8, 2)], 0.0),
-        ({"steps": 3, "block": 4}, [(0, 4, 2), (0, 4, 2), (4, 8, 4)], 0.0),
-        ({"steps": 8, "block": 2, "guidance": 1.5}, [(b, b + 2, 1) for b in (0, 0, 2, 2, 4, 4, 6, 6)], 1.5),
+        ({}, [(0, 8, 1)] * 8),
+        ({"steps": 3}, [(0, 8, 3), (0, 8, 3), (0, 8, 2)]),
+        ({"steps": 3, "block": 4}, [(0, 4, 2), (0, 4, 2), (4, 8, 4)]),
+        ({"steps": 8, "block": 2}, [(b, b + 2, 1) for b in (0, 0, 2, 2, 4, 4, 6, 6)]),
     ],
-    ids=["a token a step", "several a step", "blocks", "guided blocks"],
+    ids=["a token a step", "several a step", "blocks", "small blocks"],
 )
 @pytest.mark.parametrize("ragged", [False, True], ids=["equal prompts", "ragged prompts"])
-def test_it_is_the_plain_algorithm(how, steps, guidance, ragged):
+def test_it_is_the_plain_algorithm(how, steps, ragged):
     model, prompts = random_model(), [PROMPTS[0], PROMPTS[1][:2], PROMPTS[2][:1]] if ragged else PROMPTS
     with trace.strict():
         found = MaskedSampler(model, mask_token=MASK).generate(prompts, 8, **how)
-    assert found.tokens == [plainly(model, prompt, 8, steps, guidance) for prompt in prompts]
+    assert found.tokens == [plainly(model, prompt, 8, steps) for prompt in prompts]
     assert found.steps == len(steps) and {s.finish for s in found.sequences} == {"length"}
     assert len({tuple(row) for row in found.tokens}) > 1
 
@@ -71,14 +68,14 @@ def test_it_is_the_plain_algorithm(how, steps, guidance, ragged):
 @pytest.mark.parametrize("attention", ["softmax", "poly"])
 def test_a_model_of_ours_is_kept_from_the_places_behind_its_rows(attention):
     """Rows of several lengths are padded; beside the same rows one by one, without any padding."""
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     model = RichardsDecoder(RichardsConfig(32, 48, 2, 4, 2, 16, causal=False, attention=attention)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1)
     prompts, sampler = [PROMPTS[0], PROMPTS[1][:1]], MaskedSampler(model, mask_token=MASK)
-    want = [plainly(model, prompt, 6, [(0, 3, 2), (0, 3, 1), (3, 6, 2), (3, 6, 1)], 0.5) for prompt in prompts]
-    assert sampler.generate(prompts, 6, steps=4, block=3, guidance=0.5).tokens == want and want[0] != want[1]
+    want = [plainly(model, prompt, 6, [(0, 3, 2), (0, 3, 1), (3, 6, 2), (3, 6, 1)]) for prompt in prompts]
+    assert sampler.generate(prompts, 6, steps=4, block=3).tokens == want and want[0] != want[1]
 
 
 STEPS = 1000  # of training, at most; four seeds took 175 to 275
@@ -107,7 +104,7 @@ def test_a_memorised_corpus_is_filled_exactly():
             break
     assert sure.min() > MARGIN
     sampler, prompts, answers = MaskedSampler(model, mask_token=MASK), prompts.tolist(), answers.tolist()
-    for how in ({}, {"steps": 3}, {"steps": 1}, {"steps": 3, "block": 3}, {"guidance": 0.5}, {"temperature": 0.1}):
+    for how in ({}, {"steps": 3}, {"steps": 1}, {"steps": 3, "block": 3}, {"temperature": 0.1}):
         assert sampler.generate(prompts, 9, **how).tokens == answers, how
 
 
@@ -140,7 +137,7 @@ def test_captured_is_called(monkeypatch):
     """On a CPU the capture makes its checks around plain calls: replays on changed state, every tensor found. The kernel of
     `sample` is taken, for its definition asks a CPU whether it need draw."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    model, how = random_model(), {"steps": 2, "temperature": 1.0, "guidance": 1.0}
+    model, how = random_model(), {"steps": 2, "temperature": 1.0}
     called = MaskedSampler(model, mask_token=MASK, graph="off").generate(PROMPTS[:2], 4, **how)
     sampler = MaskedSampler(model, mask_token=MASK, graph="require")
     for _ in range(2):
@@ -158,21 +155,21 @@ def test_steps_never_wait_for_the_device():
     sampler = MaskedSampler(random_model().to(simgpu()), mask_token=MASK, graph="off")
     schedule = fill_schedule(8, 4, 4)
     prompts = [*PROMPTS[:2], [3]]
-    buffers = sampler.buffers(prompts, schedule, guided=True)
-    sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)
+    buffers = sampler.buffers(prompts, schedule)
+    sampler.generate(prompts, 8, steps=4, block=4, temperature=1.0)
     with no_stall(), watch() as ledger:
         for _ in schedule.begins:
             buffers.step(True)
     ledger.assert_within(syncs=0, h2d_bytes=0, d2h_bytes=0)
     with watch() as ledger:
-        sampler.generate(prompts, 8, steps=4, block=4, guidance=1.0, temperature=1.0)
+        sampler.generate(prompts, 8, steps=4, block=4, temperature=1.0)
     assert (ledger.totals["syncs"], ledger.totals["d2h_copies"]) == (1, 1), "the answer is read, and nothing else"
 
 
 @pytest.mark.gpu
 def test_a_captured_request_on_the_gpu_waits_once_at_its_end():
     model = random_model(width=64).cuda()
-    how = {"steps": 4, "block": 4, "temperature": 1.0, "guidance": 1.0}
+    how = {"steps": 4, "block": 4, "temperature": 1.0}
     sampler = MaskedSampler(model, mask_token=MASK)
     first = sampler.generate(PROMPTS, 8, **how).tokens
     with watch(gputrace=True) as ledger:
@@ -236,7 +233,6 @@ def test_logits_that_are_not_finite_are_told():
             {"block": 10**6},
             f"tokens: got {10**12} for {len(PROMPTS)} rows, whose hidden states and logits take",
         ),
-        (PROMPTS, 8, {"guidance": -1.0}, "guidance: got -1.0"),
         ([[1], [2, MASK]], 8, {}, "prompt 1 holds the mask token 15"),
     ],
 )

@@ -197,17 +197,16 @@ MOST_CACHED = 2  # shapes with keys and values: of 4,096 tokens LLaDA-8B has 2.1
 class Buffers:
     """Sequences of one shape on the device, and one step, which writes some tokens."""
 
-    def __init__(self, sampler: Any, rows: int, length: int, tokens: int, block: int, padded: bool, guided: bool, cached: bool):
-        self.sampler, self.tokens, self.block, self.padded, self.guided = sampler, tokens, block, padded, guided
+    def __init__(self, sampler: Any, rows: int, length: int, tokens: int, block: int, padded: bool, cached: bool):
+        self.sampler, self.tokens, self.block, self.padded = sampler, tokens, block, padded
         device = sampler.device
         self.ids = torch.zeros(rows, length, device=device, dtype=torch.int64)
         self.start = torch.zeros(rows, 1, device=device, dtype=torch.int64)  # position of the answer's first token
         self.begins, self.reveals = torch.zeros(2, tokens, device=device, dtype=torch.int64)
         self.number = torch.zeros(1, device=device, dtype=torch.int64)  # of the step
-        self.guidance = torch.zeros((), device=device, dtype=torch.float32)
         self.sure = torch.zeros((), device=device, dtype=torch.float32)  # log-probability of tokens that any step writes
         self.masks = torch.zeros((), device=device, dtype=torch.int64)  # left in the block
-        self.cache = BlockCache(sampler.model, rows * (2 if guided else 1), length) if cached else None
+        self.cache = BlockCache(sampler.model, rows, length) if cached else None
         each = rows * block
         off = {name: torch.zeros(each, device=device, dtype=torch.float32) for name in ("temperature", "min_p")}
         on = {name: torch.ones(each, device=device, dtype=torch.float32) for name in ("top_p", "penalty")}
@@ -218,7 +217,7 @@ class Buffers:
         self.place = torch.arange(length, device=device)
         self.graphs: dict[bool, Captured] = {}  # of `step`
 
-    def fill(self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice, guidance: float) -> None:
+    def fill(self, prompts: list[list[int]], schedule: FillSchedule, choice: Choice) -> None:
         """Write a request, by a few asynchronous copies."""
 
         def write(target: Tensor, values: list) -> None:
@@ -232,7 +231,6 @@ class Buffers:
         write(self.reveals[:steps], schedule.reveals)
         write(self.settings.row, [row for row in draws(prompts) for _ in range(self.block)])
         self.number.zero_()
-        self.guidance.fill_(guidance)
         self.sure.fill_(math.inf if schedule.threshold is None else math.log(schedule.threshold))
         self.settings.temperature.fill_(choice.temperature)
         self.settings.seed.fill_(choice.seed)
@@ -268,24 +266,15 @@ class Buffers:
         self.number.add_(1)
 
     def _logits(self, at_BN: Tensor, full: bool) -> Tensor:
-        """Return the logits of the positions at_BN, with guidance."""
-        if not self.guided:
-            return self._run(self.ids, at_BN, full)
-        unprompted = self.ids.masked_fill(self.place < self.start, self.sampler.mask_token)
-        logits, free = self._run(torch.cat([self.ids, unprompted]), at_BN.repeat(2, 1), full).chunk(2)
-        return logits + self.guidance * (logits - free)
-
-    def _run(self, ids: Tensor, at: Tensor, full: bool) -> Tensor:
-        model, start = self.sampler.model, self.start.repeat(len(ids) // len(self.start), 1)
+        """Return the logits of the positions at_BN."""
+        model, real_BT = self.sampler.model, self.place < self.start + self.tokens
         if self.cache is not None:
-            mask = (self.place < start + self.tokens)[:, None, None] if self.padded else None
-            return head_of(model)((self.cache.full if full else self.cache.block)(ids, at, mask))
-        inputs = {"input_ids": ids}
-        if self.padded:
-            inputs |= padding_argument(model, self.place < start + self.tokens)
+            mask = real_BT[:, None, None] if self.padded else None
+            return head_of(model)((self.cache.full if full else self.cache.block)(self.ids, at_BN, mask))
+        inputs = {"input_ids": self.ids} | (padding_argument(model, real_BT) if self.padded else {})
         if self.sampler.full_logits:
-            return _at(logits_of(model, inputs), at)
-        return head_of(model)(_at(hidden_of(model, inputs), at))
+            return _at(logits_of(model, inputs), at_BN)
+        return head_of(model)(_at(hidden_of(model, inputs), at_BN))
 
     def _draw(self, logits: Tensor, masked: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         """Return a token for each masked row of `logits`, else -1, and its log-probability.
@@ -365,7 +354,6 @@ class MaskedSampler:
         cache        compute only the block's positions, with the keys and values of all others from the block's first step.
                      Faster, and approximate. False: every step computes all positions
         refresh      with `cache`: steps of a block after which all positions are computed again. None: once for each block
-        guidance     classifier-free guidance: factor of the difference to the logits without the prompt; 0: off
         seed         with the same seed, a prompt gets the same tokens
         n            sequences per prompt
         """
@@ -392,7 +380,6 @@ class MaskedSampler:
         threshold: float | None = None,
         cache: bool = False,
         refresh: int | None = None,
-        guidance: float = 0.0,
         seed: int = 0,
         n: int = 1,
         **unknown: Never,
@@ -407,8 +394,6 @@ class MaskedSampler:
         if cache and (why := self.full_logits or why_uncached(self.model)):
             raise ValueError(f"generate: cache: got True, but {why}; leave it out.")
         check_count("n", n)
-        if not 0 <= guidance < float("inf"):
-            raise ValueError(f"generate: guidance: got {guidance!r}, wanted a finite number of at least 0; 0 is off.")
         pad = None if self.text is None or self.text.pad in self.ends else self.text.pad
         ids = read_prompts(prompts, self.text, pad)
         check_prompts(ids, self.vocab, len(ids), 1 << 30)
@@ -423,7 +408,7 @@ class MaskedSampler:
                 key=f"generate: {tokens} tokens of {positions}",
             )
         check_count("block", block or 1)
-        width, rows = head_of(self.model).weight.shape[1], len(ids) * n * (2 if guidance else 1)
+        width, rows = head_of(self.model).weight.shape[1], len(ids) * n
         needed = 4 * rows * (longest * width + (block or tokens) * self.vocab)
         free = usable_bytes(self.device) if self.device.type == "cuda" else host_bytes()
         if free is not None and needed > free:
@@ -432,12 +417,12 @@ class MaskedSampler:
                 f"{readable(free)} are free on {label(self.device)}; ask for fewer."
             )
         schedule = fill_schedule(tokens, steps, block, threshold, refresh if cache else 1)
-        return ActiveRequest(self, [prompt for prompt in ids for _ in range(n)], schedule, choice, guidance, cache)
+        return ActiveRequest(self, [prompt for prompt in ids for _ in range(n)], schedule, choice, cache)
 
-    def buffers(self, prompts: list[list[int]], schedule: FillSchedule, guided: bool, cached: bool = False) -> Buffers:
+    def buffers(self, prompts: list[list[int]], schedule: FillSchedule, cached: bool = False) -> Buffers:
         """Return the cached buffers of a shape."""
         longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-        key = (len(prompts), longest + schedule.tokens, schedule.tokens, schedule.block, longest > shortest, guided, cached)
+        key = (len(prompts), longest + schedule.tokens, schedule.tokens, schedule.block, longest > shortest, cached)
         if key not in self._buffers:
             alike = [other for other in self._buffers if other[-1] == cached]
             if len(alike) == (MOST_CACHED if cached else MOST):
@@ -464,10 +449,9 @@ class ActiveRequest:
         prompts: list[list[int]],
         schedule: FillSchedule,
         choice: Choice,
-        guidance: float,
         cache: bool,
     ) -> None:
-        self.sampler, self.schedule, self.choice, self.guidance, self.cache = sampler, schedule, choice, guidance, cache
+        self.sampler, self.schedule, self.choice, self.cache = sampler, schedule, choice, cache
         self.sequences = [Generated(prompt) for prompt in prompts]
         self.generation = Generation(self.sequences)
         self.texts = [TextStream(sampler.text, ends=sampler.ends) for _ in prompts]
@@ -480,9 +464,9 @@ class ActiveRequest:
         begun, sampler, schedule = time.perf_counter(), self.sampler, self.schedule
         prompts = [sequence.prompt for sequence in self.sequences]
         with sampler.turn, mode(sampler.model, training=False):
-            buffers = sampler.buffers(prompts, schedule, self.guidance > 0, self.cache)
-            buffers.fill(prompts, schedule, self.choice, self.guidance)
-            full, rows = sampler.runner(buffers, True), len(prompts) * (2 if buffers.guided else 1)
+            buffers = sampler.buffers(prompts, schedule, self.cache)
+            buffers.fill(prompts, schedule, self.choice)
+            full, rows = sampler.runner(buffers, True), len(prompts)
             part = sampler.runner(buffers, False) if schedule.partial else full
             for begin, numbers in schedule.by_block():
                 for number in numbers:
