@@ -243,7 +243,7 @@ def test_what_is_refused(config, tmp_path, capsys):
     said = []
     for options in (
         ["--data", "no.txt"], ["--data", str(tmp_path / "text.txt"), "--tokenizer", "nowhere"], ["--model", "12m"],
-        ["--recompute", "some"], ["--recompute", "3"], ["--keep-every", "5"], ["--auto-batch"], ["--log", "paper"],
+        ["--recompute", "some"], ["--recompute", "3"], ["--auto-batch"], ["--log", "paper"],
         ["--precision", "fp61"],
     ):  # fmt: skip
         assert main(["train", str(config), *options]) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from gpubound import trace
 from gpubound.cli.train_options import OPTIONS
-from gpubound.train.aliases import ALIASES, NO_EFFECT, NOT_HERE, READ, SAME, advice, make_recipe, read
+from gpubound.train.aliases import ALIASES, NO_EFFECT, NOT_HERE, READ, RECIPE, SAME, advice, convert, read
 from gpubound.train.recipe import Recipe
 from tests.messages import refusal
 
@@ -31,6 +31,10 @@ COMMON = {
     "train_file": ("a.txt", {"data": ("a.txt",)}),
     "val_set_size": (0.1, {"validation": 0.1}),
 }
+
+
+def make_recipe(**values) -> Recipe:
+    return Recipe(**convert(values, RECIPE, "recipe"))
 
 
 @pytest.mark.parametrize("name, value, ours", [(name, *row) for name, row in COMMON.items()], ids=COMMON)

@@ -144,21 +144,26 @@ RESIDUAL_WRITERS = ("o_proj.weight", "down_proj.weight", "down_proj")
 class LanguageModel(nn.Module):
     """A trunk of blocks below a linear head. A call gives logits; `loss` never materialises all logits.
 
-    A subclass has a class attribute `reader` (models/reader.py), and a config with hidden, layers, vocabulary and tied. The
-    trunk, token ids to the last hidden state, has a table embed_tokens.
+    A subclass has as class attributes a `reader` (models/reader.py), CONFIG, a class with hidden, layers, vocabulary and tied,
+    and TRUNK, a class of modules from token ids to the last hidden state, with a table embed_tokens.
     """
 
+    CONFIG: Any
+    TRUNK: Any
     reader: Any
     runner = ""  # module with the `ModuleRunner` that decodes by the model's own layers, where the fused kernels cannot
     task_type = "CAUSAL_LM"  # PEFT's name
     name_or_path = ""  # folder of the weights, as in transformers' models
     classes: tuple[str, ...] = ()  # names, of a model that classifies instead of predicting tokens
 
-    def __init__(self, config: Any, trunk: Any, device=None, dtype=None) -> None:
+    def __init__(self, config: Any, device=None, dtype=None) -> None:
+        if not isinstance(config, self.CONFIG):
+            name, wanted = type(self).__name__, self.CONFIG.__name__
+            raise ValueError(f"{name}: config: got {type(config).__name__}, wanted a {wanted}.")
         super().__init__()
         self.config = config
         self.generation: dict[str, Any] = {}  # fields of generation_config.json, such as the tokens that end a text
-        self.model = trunk
+        self.model = trunk = self.TRUNK(config, device, dtype)
         self.lm_head = LMLoss(config.hidden, config.vocabulary, device=device, dtype=dtype)
         if config.tied:
             self.lm_head.weight = trunk.embed_tokens.weight

@@ -514,8 +514,3 @@ def _is_number(value: Any) -> bool:
 def _convert_known(known: Mapping[str, Field], values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the values of known keys; the recipe refuses the others."""
     return {key: _convert_value(known[key], value) if key in known else value for key, value in values.items()}
-
-
-def make_recipe(**values: Any) -> Recipe:
-    """Return the recipe of these keys, which may have the names of other trainers and the types of YAML."""
-    return Recipe(**convert(values, RECIPE, "recipe"))

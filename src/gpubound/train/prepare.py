@@ -45,7 +45,7 @@ from .recipe import PHASED, SOURCES, Recipe, check_model, check_out
 from .stages import Stage, empty_values, rows_of, stage_of
 
 FREE = (
-    "out", "keep", "keep_every", "save_every", "saves_per_epoch", "eval_every", "evals_per_epoch", "patience", "device",
+    "out", "keep", "save_every", "saves_per_epoch", "eval_every", "evals_per_epoch", "patience", "device",
     "graph", "recompute", "overlap", "update_in_backward", "offload_optimizer",
     "parallel",
 )  # fmt: skip
@@ -224,7 +224,7 @@ def prepare(
     """
     check_shared(recipe, ranks)
     folder, device = Path(recipe.out), resolve(recipe.device)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, keep_every=recipe.keep_every or None, ranks=ranks)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.keep, ranks=ranks)
     checkpoint = newest_checkpoint(checkpoints, resume)
     changes = dict[str, str]()
     allowed_keys(allow)

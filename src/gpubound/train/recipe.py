@@ -162,8 +162,6 @@ class Recipe:
     """Checkpoints an epoch, in place of save_every."""
     keep: int = 3
     """How many of the newest checkpoints are kept; the best one is kept as well."""
-    keep_every: int = 0
-    """Steps between two checkpoints that are never removed; 0: none."""
     device: str = "auto"
     """auto, require, cpu, cuda or cuda:<index>."""
     parallel: str = "auto"

@@ -23,7 +23,7 @@ CHOICES = {
     "train_on": ("assistant", "last", "all"),
     "graph": GRAPH_MODES,
 }
-OFF_AT_0 = ("eval_every", "patience", "save_every", "keep_every", "buckets")
+OFF_AT_0 = ("eval_every", "patience", "save_every", "buckets")
 MOST_EPOCHS = 4096  # orders that differ
 MOST_ACCUMULATE = 1 << 16
 LIMITS = (
@@ -115,11 +115,6 @@ def _check_intervals(recipe: "Recipe") -> None:
                 )
     if recipe.patience and not (recipe.eval_every or recipe.evals_per_epoch):
         raise ValueError("recipe: patience counts held-out losses, and eval_every is 0; say how often to evaluate.")
-    if recipe.keep_every and (not recipe.save_every or recipe.keep_every % recipe.save_every):
-        raise ValueError(
-            f"recipe: keep_every must be a multiple of save_every, got {recipe.keep_every} and {recipe.save_every}; "
-            f"only what is saved can be kept."
-        )
 
 
 def _check_lora(recipe: "Recipe") -> None:

@@ -170,12 +170,7 @@ class OwnReader(Reader):
 class Decoder(LanguageModel):
     """A Llama-like language model: `Decoder(PRESETS["10m"])`. A call gives logits. `loss` never holds the whole logits."""
 
-    reader = OwnReader
-
-    def __init__(self, config: DecoderConfig, device=None, dtype=None) -> None:
-        if not isinstance(config, DecoderConfig):
-            raise ValueError(f"Decoder: config: got {type(config).__name__}, wanted a DecoderConfig.")
-        super().__init__(config, Trunk(config, device, dtype), device, dtype)
+    CONFIG, TRUNK, reader = DecoderConfig, Trunk, OwnReader
 
     def undecoded(self) -> str | None:
         return super().undecoded() if self.config.causal else BOTH_DIRECTIONS

@@ -259,14 +259,9 @@ class RichardsReader(OwnReader):
 class RichardsDecoder(LanguageModel):
     """`RichardsDecoder(RichardsConfig(...))`. A call gives logits. `loss` never materialises all logits."""
 
-    reader = RichardsReader
+    CONFIG, TRUNK, reader = RichardsConfig, RichardsTrunk, RichardsReader
     runner = "gpubound.models.richards.module_runner"
     config: RichardsConfig
-
-    def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
-        if not isinstance(config, RichardsConfig):
-            raise ValueError(f"RichardsDecoder: config: got {type(config).__name__}, wanted a RichardsConfig.")
-        super().__init__(config, RichardsTrunk(config, device, dtype), device, dtype)
 
     def undecoded(self) -> str | None:
         return super().undecoded() if self.config.causal else BOTH_DIRECTIONS

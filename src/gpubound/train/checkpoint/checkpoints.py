@@ -106,10 +106,10 @@ class Checkpoints:
     before_commit  called on the writing thread before a checkpoint becomes visible, for files that it refers to
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3, keep_every: int | None = None, ranks: Ranks = ALONE):
+    def __init__(self, folder: str | Path, keep: int = 3, ranks: Ranks = ALONE):
         if keep < 1:
             raise ValueError(f"Checkpoints: keep must be at least 1, got {keep}; the newest one is what a resumed run needs.")
-        self.folder, self.keep, self.keep_every = Path(folder), keep, keep_every
+        self.folder, self.keep = Path(folder), keep
         self.ranks, self._writers, self._staging = ranks, ALONE, Staging()
         self.before_commit: Callable[[], None] = lambda: None
         self._snapshot: tuple[Any, ...] | None = None
@@ -283,15 +283,13 @@ class Checkpoints:
         self._prune(state["step"])
 
     def _prune(self, newest: int) -> None:
-        """Remove checkpoints that are neither among the newest, nor multiples of keep_every, nor the best, and leftovers.
+        """Remove checkpoints that are neither among the newest nor the best, and leftovers.
 
         A checkpoint beyond `newest`, which was just written, is damaged, or the run has been resumed before it: it is removed
         and does not count among the newest.
         """
-        steps = {p: step for p in self.paths() if (step := _step_of(p)) <= newest}
-        paths = list(steps)
+        paths = [path for path in self.paths() if _step_of(path) <= newest]
         keep = set(paths[-self.keep :])
-        keep |= {p for p in paths if self.keep_every and steps[p] % self.keep_every == 0}
         scores = [(score, p) for p in paths if (score := files.score_of(p)) is not None]
         keep |= {min(scores)[1]} if scores else set()
         for path in set(self.paths()) - keep:
