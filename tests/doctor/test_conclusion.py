@@ -112,7 +112,7 @@ def test_percentages_on_the_screen_add_up():
     thirds = dict.fromkeys(("busy", "host_late", "device_side"), 100 / 3)
     assert sorted(rounded(thirds).values()) == [33, 33, 34] and sum(rounded(thirds, 1).values()) == pytest.approx(100)
     assert rounded({"busy": 97.6}) == {"busy": 98.0} and rounded({}) == {}
-    assert "GPU busy 61%   host late 33%   device-side 6%" in screen(verdict(found("data")), 110)
+    assert "GPU busy 61%   host late 33%   between queued kernels 6%" in screen(verdict(found("data")), 110)
 
 
 def test_shares_are_those_of_the_timed_step():

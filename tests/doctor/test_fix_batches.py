@@ -335,3 +335,58 @@ def test_a_loader_of_lightning_is_pinned(tmp_path, sim, monkeypatch):
     assert "without pin_memory" in str(again(result, tmp_path, LIGHTNING.replace("batch_size=4", "batch_size=4, pin_memory=1")))
     for name in [name for name in sys.modules if name.partition(".")[0] == "lightning"]:
         del sys.modules[name]
+
+
+TAGGED = """\
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 5).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+weights, moves = torch.rand(5), torch.rand(5, 5, device="cuda")
+
+
+def score(out, tags, ends):
+    rows = torch.arange(len(out))
+    total = out[rows, 0, tags[:, 0]]
+    for i in range(1, out.size(1)):
+        total = total + moves[tags[:, i - 1], tags[:, i]] * out[rows, i, tags[:, i]]
+    return total + out[rows, ends, 0]
+
+
+def pick(t):
+    return weights[t.cpu()].to("cuda")
+
+
+total_loss = right = 0
+for step in range(4):
+    out = model(torch.rand(6, 3, 4, device="cuda"))
+    tags, lengths = torch.randint(0, 5, (6, 3), device="cuda"), torch.tensor([1, 2, 3, 1, 2, 3], device="cuda")
+    loss = (score(out, tags, lengths - 1) * pick(tags[:, 0])).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    total_loss += float(loss.detach())
+    right += int(out.argmax(-1).eq(tags).sum())
+    words = 0
+    for row, length in zip(tags, lengths):
+        gold = row[:length].tolist()
+        words += sum(gold)
+    for b in range(6):
+        for word in gold[: lengths[b].item()]:
+            words += word
+    print(words)
+print(f"{total_loss / 4:.5f} {right / 8}")
+"""
+
+
+def test_rows_that_a_loop_reads_and_indices_that_a_function_makes(tmp_path, sim, capsys):
+    result = patched(tmp_path, TAGGED)
+    assert result.names == ["elements", "elements", "gathered", "index", "reads", "reads", "staged"], str(result.repair)
+    assert not result.repair.refused and result.proof.holds and result.proof.losses == 4
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[:5] == lines[5:]
+    assert "rows = torch.arange(len(out), device=out.device)" in result.text
+    assert "in zip(tags.tolist(), lengths.tolist()):\n        gold = row[:length]\n" in result.text
+    assert result.after.totals["syncs"] <= 3 * 4 + 3 and result.saved("syncs") >= 20, (
+        "three times all rows, and the sums' print"
+    )

@@ -45,6 +45,16 @@ def test_files_are_written_by_another_thread(tmp_path):
     assert text == wanted
 
 
+def test_a_function_s_file_is_written_by_another_thread(tmp_path):
+    text = "import torch\n\ndef same(x):\n    copy = x + 1\n    return copy\n\n"
+    text += "def save(folder, n):\n    open('log', 'w').write('')\n"
+    text += "    torch.save(net.state_dict(), str(folder / f'{n}.pt'))  # here\n"
+    after, made = mended(tmp_path, text, ("checkpoint", "# here"))
+    assert "    write_later(torch.save, net.state_dict(), str(folder" in after, made.refused
+    _, made = mended(tmp_path, text.replace("'w'", "'r'"), ("checkpoint", "# here"))
+    assert "line 8 may read what is written: open()" in str(made)
+
+
 @pytest.mark.parametrize(
     "before, after, why",
     [

@@ -458,7 +458,7 @@ POSITIONS = "positions"
 def propose_positions(source: SourceText, line: int) -> list[Edit]:
     """Propose to keep the positions of a mask until it changes: `x[mask]` looks for them, and waits, each time."""
     torch, edits = _torch(source), []
-    for node in (n for statement in source.statements_at(line) for n in ast.walk(statement)):
+    for node in source.expressions_at(line):
         if isinstance(node, ast.Subscript) and name_of(node.slice) and not isinstance(node.ctx, ast.Del):
             mask = name_of(node.slice)
             loop = source.loop(node)
@@ -528,7 +528,7 @@ def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
 
 
 def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[Edit]:
-    """Propose one copy of an index for all lines that were seen to copy it."""
+    """Propose one copy of an index for all lines that were seen to copy it; one that is made there if nothing else uses it."""
     torch, statements = _torch(source), [source.statements_at(each)[0] for each in lines or [line]]
     uses = [
         (node, each)
@@ -539,8 +539,14 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
         if isinstance(each, ast.Name)
     ]
     names = {each.id for _, each in uses}
+    if len(names) > 1:
+        made = {name: [value for value in source.assigned(uses[0][0], name) if _on_host(value, torch)] for name in names}
+        names = {name for name in names if made[name]}
+        uses = [(node, each) for node, each in uses if each.id in names]
     if len(names) != 1:
         raise (Refused if names else NotHere)("the line indexes by no name, or by several")
+    if edits := _made_there(source, min(names), uses, torch):
+        return edits
     (name,), first = names, min(statements, key=lambda statement: statement.lineno)
     block = source.block(first)
     if not all(any(outer in block for outer in (statement, *source.above(statement))) for statement in statements):
@@ -560,10 +566,28 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     ]
 
 
+def _on_host(value: ast.expr, torch: str) -> bool:
+    """Return whether a value is that of `torch.arange(n)` and the like, on the CPU."""
+    factories = [f"{torch}.{name}" for name in MADE_ALIKE]
+    return isinstance(value, ast.Call) and name_of(value.func) in factories and all(k.arg != "device" for k in value.keywords)
+
+
+def _made_there(source: SourceText, name: str, uses: Sequence[tuple[ast.Subscript, ast.Name]], torch: str) -> list[Edit]:
+    """Return edits that make an index on the device; none if anything but these lines uses it."""
+    values, scope = source.assigned(uses[0][0], name), source.scope(uses[0][0])
+    every = {id(n) for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)}
+    if len(values) != 1 or not _on_host(values[0], torch) or every != {id(each) for _, each in uses}:
+        return []
+    assert isinstance(values[0], ast.Call)
+    given = {each.arg for each in ast.walk(getattr(scope, "args", scope)) if isinstance(each, ast.arg)} - stored(scope)
+    known = [name_of(node.value) for node, _ in uses if name_of(node.value).split(".")[0] in given]
+    return with_keywords(source, values[0], device=f"{known[0]}.device") if known else []
+
+
 def propose_slice(source: SourceText, line: int) -> list[Edit]:
     """Propose `x[:, -1:]` for `x[:, [-1]]`: a list as an index becomes a tensor, which is copied to the device each time."""
     edits = []
-    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+    for node in source.expressions_at(line):
         if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, ast.Load) or not isinstance(node.slice, ast.Tuple):
             continue  # x[[0]] may select a column of a table
         parts = node.slice.elts

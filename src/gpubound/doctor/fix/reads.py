@@ -331,9 +331,11 @@ TENSOR = Patch("tensor", frozenset({"sync"}), "a tensor is computed with instead
 def _in_loop(source: SourceText, line: int) -> list[Edit]:
     """Return edits of a loop whose counter selects the elements that this line reads: `token = tokens[i].item()`."""
     edits: list[Edit] = []
-    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+    for node in source.expressions_at(line):
         read = source.parents[source.parents[node]] if isinstance(node, ast.Subscript) else node
         loop = source.loop(node)
+        if isinstance(loop, ast.For) and any(node is each for each in ast.walk(loop.iter)):
+            loop = source.loop(loop)  # for word in words[: ends[i].item()]
         if not isinstance(node, ast.Subscript) or not isinstance(loop, ast.For) or not name_of(node.value):
             continue
         over, _ = iterated(loop)
@@ -358,19 +360,48 @@ def _in_loop(source: SourceText, line: int) -> list[Edit]:
     return edits
 
 
+def _pairs(target: ast.expr, over: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    """Return (name, what it goes over) of a loop, several for zip."""
+    if isinstance(target, ast.Tuple) and isinstance(over, ast.Call) and name_of(over.func) == "zip" and not over.keywords:
+        return list(zip(target.elts, over.args))
+    return [(target, over)]
+
+
+def _over_rows(source: SourceText, line: int) -> list[Edit]:
+    """Return edits of a loop that reads each row as a list: `for row, n in zip(ids, lengths): words = row[:n].tolist()`."""
+    (statement,) = source.statements_at(line)
+    loop = source.loop(statement)
+    if not isinstance(loop, ast.For):
+        return []
+    edits: list[Edit] = []
+    for target, over in _pairs(loop.target, loop.iter):
+        uses = [n for n in ast.walk(loop) if isinstance(n, ast.Name) and n is not target and n.id == name_of(target)]
+        if not name_of(over) or not name_of(target) or name_of(over).split(".")[0] in stored(loop):
+            continue
+        limits, lists = [], []
+        for use in uses:
+            parent = source.parents[use]
+            row = parent if isinstance(parent, ast.Subscript) and parent.value is use else use
+            called = source.parents[source.parents[row]]
+            if isinstance(parent, ast.Slice):
+                limits.append(use)
+            elif isinstance(called, ast.Call) and last_name(called) == "tolist" and not called.args:
+                lists.append(Edit(source.end(row), source.end(called), ""))  # type: ignore[arg-type]
+        if uses and len(limits) + len(lists) == len(uses):
+            edits += [Edit(source.end(over), source.end(over), ".tolist()"), *lists]
+    read = any(source.line_start(line) <= edit.start < source.line_start(line + 1) and not edit.text for edit in edits)
+    return edits if read else []
+
+
 def propose_elements(source: SourceText, line: int) -> list[Edit]:
     """Propose to read a tensor once, where a comprehension or a loop reads its elements individually:
     `[words[int(i)] for i in ids]`."""
     source.check_imports_torch()
-    edits = _in_loop(source, line)
-    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+    edits = [*_in_loop(source, line), *_over_rows(source, line)]
+    for node in source.expressions_at(line):
         if not isinstance(node, (ast.ListComp, ast.GeneratorExp)) or len(node.generators) != 1:
             continue
-        target, over = node.generators[0].target, node.generators[0].iter
-        pairs = [(target, over)]
-        if isinstance(target, ast.Tuple) and isinstance(over, ast.Call) and name_of(over.func) == "zip" and not over.keywords:
-            pairs = list(zip(target.elts, over.args))
-        for target, over in pairs:
+        for target, over in _pairs(node.generators[0].target, node.generators[0].iter):
             if not isinstance(target, ast.Name) or not name_of(over):
                 continue
             uses = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == target.id and n is not target]
@@ -394,7 +425,7 @@ def propose_stacked(source: SourceText, line: int) -> list[Edit]:
     """Propose to read tensors at once: `[p.norm().item() for p in ps]`, `{name: v.item() for name, v in stats.items()}`."""
     source.check_imports_torch()
     edits = []
-    for node in (node for statement in source.statements_at(line) for node in ast.walk(statement)):
+    for node in source.expressions_at(line):
         if not isinstance(node, (ast.ListComp, ast.DictComp)):
             continue
         read = node.elt if isinstance(node, ast.ListComp) else node.value
@@ -431,7 +462,7 @@ def _is_item(parent: ast.AST) -> bool:
     return isinstance(parent, ast.Attribute) and parent.attr == "item"
 
 
-ELEMENTS = Patch("elements", frozenset({"sync"}), "all elements are read at once", propose_elements, remedy=AT_ONCE)
+ELEMENTS = Patch("elements", frozenset({"sync", "d2h"}), "all elements are read at once", propose_elements, remedy=AT_ONCE)
 STACKED_READS = Patch("stacked", frozenset({"sync"}), "all values are read at once", propose_stacked, remedy=STACKED)
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
 

@@ -172,6 +172,11 @@ class SourceText:
         around = {outer for statement in covering for outer in self.above(statement)}
         return [statement for statement in covering if statement not in around]
 
+    def expressions_at(self, line: int) -> list[ast.AST]:
+        """Return the nodes of the statements at a line; of a block those of its header alone."""
+        nodes = (node for statement in self.statements_at(line) for node in ast.walk(statement))
+        return [node for node in nodes if not isinstance(node, ast.stmt) and self.statement(node) in self.statements_at(line)]
+
     def statement_at(self, line: int, *calling: str) -> ast.stmt:
         """Return the one of `statements_at(line)`; of several, the one that calls any of these names."""
         statements = self.statements_at(line)

@@ -69,19 +69,24 @@ def propose_later(source: SourceText, line: int) -> list[Edit]:
     statement = source.statement_at(line, "save", "save_image", NAME)
     if (call := _called(statement)) is not None and last_name(call) == NAME:
         return []  # together with another finding of the line
-    loops = [outer for outer in source.above(statement) if isinstance(outer, LOOPS)]
-    if not _writes(statement) or not loops or source.scope(statement) is not source.scope(loops[-1]):
-        raise NotHere("wanted torch.save(value, path) or save_image(value, path) in a loop")
+    scope = source.scope(statement)
+    loops = [outer for outer in source.above(statement) if isinstance(outer, LOOPS) and source.scope(outer) is scope]
+    if not _writes(statement) or not (loops or scope is not source.tree):
+        raise NotHere("wanted torch.save(value, path) or save_image(value, path) in a loop or a function")
+    first = loops[-1].lineno if loops else 0
     source.check_imports_torch()
     if any(word in source.data for word in STREAMS):
         raise Refused("the file uses streams or graphs, which work of another thread may disturb")
     for other in source.calls():
-        within = source.scope(other) is not source.tree or other.lineno >= loops[-1].lineno
-        if within and last_name(other) in READING:
+        within = source.scope(other) is not source.tree or other.lineno >= first
+        writes = last_name(other) == "open" and str(constant((other.args[1:2] or [None])[0])).startswith(("w", "a"))
+        if within and last_name(other) in READING and not writes:
             raise Refused(f"line {other.lineno} may read what is written: {last_name(other)}()")
     has_helper = f"def {NAME}(".encode() in source.data
     used = {NAME, "_writer", "_written", "atexit", "copy", "ThreadPoolExecutor"} & {
-        n.id for n in ast.walk(source.tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        n.id
+        for n in ast.walk(source.tree)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and _is_global(source, n)
     }
     if used and not has_helper:
         raise Refused(f"the name {min(used)} is taken in this file")
@@ -94,6 +99,12 @@ def propose_later(source: SourceText, line: int) -> list[Edit]:
     return edits
 
 
+def _is_global(source: SourceText, name: ast.Name) -> bool:
+    """Return whether a name is the module's, so that all functions read what it gets."""
+    scope = source.scope(name)
+    return scope is source.tree or any(isinstance(n, ast.Global) and name.id in n.names for n in ast.walk(scope))
+
+
 def _called(statement: ast.stmt) -> ast.Call | None:
     return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
 
@@ -104,7 +115,7 @@ def _writes(statement: ast.stmt) -> bool:
     if call is None or len(call.args) < 2 or any(isinstance(each, ast.Starred) for each in call.args):
         return False
     path = call.args[1]
-    joined = isinstance(path, ast.Call) and name_of(path.func) == "os.path.join"
+    joined = isinstance(path, ast.Call) and name_of(path.func) in ("os.path.join", "str")
     text = isinstance(path, (ast.JoinedStr, ast.BinOp)) or (isinstance(path, ast.Constant) and isinstance(path.value, str))
     return (name_of(call.func) == "torch.save" or last_name(call) == "save_image") and (joined or text)
 

@@ -30,9 +30,9 @@ from ..rules.remedies import ANEW
 SHARES = {
     "busy": "GPU busy",
     "host_late": "host late",
-    "device_side": "device-side",
+    "device_side": "between queued kernels",
     "comm": "communication alone",
-    "unlocated": "unlocated",
+    "unlocated": "idle, cause unknown",
 }
 LEAVES = {
     "sync": "a sync",
@@ -445,7 +445,7 @@ def _step(verdict: Verdict) -> Text:
     if verdict.spread is not None:
         line.append(f" ± {100 * verdict.spread:.0f}%")
     for share, name in SHARES.items():
-        if share in percentages:
+        if percentages.get(share):  # those of no per cent are left out
             line.append(f"   {name} ").append(f"{percentages[share]:.0f}%", COLOURS.get(share, ""))
     if verdict.lead_ms is not None:
         line.append(f"   host ahead {milliseconds(verdict.lead_ms)}")

@@ -319,6 +319,8 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
     """Return the remedy of a copy by its library or its use; empty: that of its kind. `count` is how often it is a step."""
     if remedy := _of_library(row, count):
         return remedy
+    if index_of(row):
+        return INDEX
     if (site := row.place.site) is None:
         return ""
     if row.kind == "d2h":
@@ -329,7 +331,7 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
         return SLICE
     if row.bytes <= SCALAR * row.count and WRITTEN.search(site.code) and not COPIED.search(site.code):
         return NUMBER.remedy
-    return INDEX if index_of(row) else create_on_device(site)
+    return create_on_device(site)
 
 
 def create_on_device(site: Site) -> str:
@@ -373,7 +375,18 @@ def index_of(row: LedgerRow) -> str:
     taken = [n for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
     roots = [root for each in taken for root in index_roots(each)]
     names = {root.id for root in roots if isinstance(root, ast.Name)}
+    if len(names) > 1:  # the others may be on the device
+        tree = parsed(site.file)
+        names = {n.targets[0].id for n in ast.walk(tree) if _makes_on_host(n) and n.targets[0].id in names}  # type: ignore[attr-defined]
     return names.pop() if len(names) == 1 and not any(isinstance(root, ast.Call) for root in roots) else ""
+
+
+def _makes_on_host(node: ast.AST) -> bool:
+    """Return whether a statement gives `torch.arange(n)` and the like, on the CPU, a name."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name) or not isinstance(node.value, ast.Call):
+        return False
+    package, _, name = ast.unparse(node.value.func).rpartition(".")
+    return package in ("torch", "th") and name in FACTORIES and all(word.arg != "device" for word in node.value.keywords)
 
 
 def index_roots(node: ast.Subscript) -> list[ast.expr]:
