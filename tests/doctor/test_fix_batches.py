@@ -343,6 +343,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 5).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 weights, moves = torch.rand(5), torch.rand(5, 5, device="cuda")
+average, towers = (torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(8))).cuda() for _ in range(2))
 
 
 def score(out, tags, ends):
@@ -365,6 +366,8 @@ for step in range(4):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+    for p, q in zip(average.parameters(), towers.parameters()):
+        p.data = p.data * 0.9 + q.data * (1.0 - 0.9)
     total_loss += float(loss.detach())
     right += int(out.argmax(-1).eq(tags).sum())
     words = 0
@@ -375,13 +378,15 @@ for step in range(4):
         for word in gold[: lengths[b].item()]:
             words += word
     print(words)
-print(f"{total_loss / 4:.5f} {right / 8}")
+print(f"{total_loss / 4:.5f} {right / 8}", sum(p.sum() for p in average.parameters()).item())
 """
 
 
 def test_rows_that_a_loop_reads_and_indices_that_a_function_makes(tmp_path, sim, capsys):
     result = patched(tmp_path, TAGGED)
-    assert result.names == ["elements", "elements", "gathered", "index", "reads", "reads", "staged"], str(result.repair)
+    assert result.names == ["elements", "elements", "foreach", "gathered", "index", "reads", "reads", "staged"], str(
+        result.repair
+    )
     assert not result.repair.refused and result.proof.holds and result.proof.losses == 4
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10 and lines[:5] == lines[5:]

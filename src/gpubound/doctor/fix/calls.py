@@ -607,6 +607,46 @@ def propose_slice(source: SourceText, line: int) -> list[Edit]:
     return edits
 
 
+def propose_foreach(source: SourceText, line: int) -> list[Edit]:
+    """Propose one call for all parameters of a moving average: `p.data.copy_(p.data * d + q.data * (1 - d))` for each pair.
+
+    The products and sums are the same, so their bits are. A sum with `alpha=` may be rounded once or twice, so it is left.
+    """
+    torch, statement = _torch(source), source.statement_at(line, "copy_")
+    loop, over, lists = source.parents[statement], dict[str, str](), dict[str, str]()
+    match loop:
+        case ast.For(target=ast.Tuple(elts=names), iter=ast.Call(func=ast.Name(id="zip"), args=models), body=[_], orelse=[]):
+            over = {name_of(name): source.text(model) for name, model in zip(names, models) if name_of(name)}
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=target, attr="copy_"), args=[value], keywords=[])):
+            pass
+        case ast.Assign(targets=[ast.Attribute(attr="data") as target], value=value):
+            pass
+        case _:
+            over = {}
+    if len(over) != 2 or not all(text.endswith(".parameters()") for text in over.values()):
+        raise NotHere("wanted a loop over zip(a.parameters(), b.parameters()) that writes each parameter of one")
+
+    def together(node: ast.expr) -> str:
+        if (name := name_of(node).removesuffix(".data")) in over:
+            lists.setdefault(name, f"[{source.text(node)} for {name} in {over[name]}]")
+            return name
+        match node:
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return f"{torch}._foreach_add({together(left)}, {together(right)})"
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                tensor, factor = (left, right) if name_of(left).removesuffix(".data") in over else (right, left)
+                if not over.keys() & {n.id for n in ast.walk(factor) if isinstance(n, ast.Name)}:
+                    return f"{torch}._foreach_mul({together(tensor)}, {source.text(factor)})"
+        raise Refused(f"{source.text(node)} is no sum of parameters times numbers")
+
+    assert isinstance(loop, ast.stmt)
+    call = f"{torch}._foreach_copy_({together(target)}, {together(value)})"
+    lines = [f"{', '.join(lists)} = {', '.join(lists.values())}", call]
+    text = "".join(f"{source.indent(loop)}{each}{source.newline}" for each in lines)
+    return [Edit(*source.line_range(loop, loop), text)]
+
+
 UNCHECKED = "torch.distributions.Distribution.set_default_validate_args(False)"
 
 
@@ -707,6 +747,7 @@ KEPT_MASK = Patch(
     remedy=remedies.STAYING,
 )  # fmt: skip
 STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
+FOREACH = Patch("foreach", frozenset({"launch"}), "one call averages all parameters", propose_foreach)
 SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice, remedy=remedies.SLICE)
 KEPT = Patch("resident", frozenset({"repeat"}), "the copy is kept until the tensor changes", propose_resident)
 INDEX = Patch("index", frozenset({"h2d"}), "the index is copied once", propose_index, lines=True)

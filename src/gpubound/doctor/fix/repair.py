@@ -29,6 +29,7 @@ from ..rules.remedies import ACTED
 from .calls import (
     BF16,
     COPIES,
+    FOREACH,
     GATHERED,
     INDEX,
     KEPT,
@@ -121,8 +122,8 @@ SEEN_PINNED, SAME_INDEX = "(pinned,", "; the same index on lines "  # in a findi
 # In the order in which they are tried: what changes least comes first.
 _ORDER = (
     READS, TENSOR, ELEMENTS, STACKED_READS, METERS, KEPT_MASK, UNVALIDATED, UNFILTERED, WAITS, LOADER, PERSISTENT, ACCELERATE,
-    PIN_LOADERS, PINNED, MADE_THERE, COPIES, STAGED, GATHERED, KEPT, SLICE, INDEX, WINDOWS, ZERO_GRAD, OPTIMIZER, TRAIN_STEP,
-    LATER, RARELY, READ_LATER, TF32, BF16,
+    PIN_LOADERS, PINNED, MADE_THERE, COPIES, STAGED, GATHERED, KEPT, SLICE, INDEX, FOREACH, WINDOWS, ZERO_GRAD, OPTIMIZER,
+    TRAIN_STEP, LATER, RARELY, READ_LATER, TF32, BF16,
 )  # fmt: skip
 PATCHES: dict[str, Patch] = {patch.name: patch for patch in _ORDER}
 

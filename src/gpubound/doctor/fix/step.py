@@ -79,7 +79,8 @@ def propose_later(source: SourceText, line: int) -> list[Edit]:
         raise Refused("the file uses streams or graphs, which work of another thread may disturb")
     for other in source.calls():
         within = source.scope(other) is not source.tree or other.lineno >= first
-        writes = last_name(other) == "open" and str(constant((other.args[1:2] or [None])[0])).startswith(("w", "a"))
+        mode = constant(other.args[1]) if len(other.args) > 1 else None
+        writes = last_name(other) == "open" and str(mode).startswith(("w", "a"))
         if within and last_name(other) in READING and not writes:
             raise Refused(f"line {other.lineno} may read what is written: {last_name(other)}()")
     has_helper = f"def {NAME}(".encode() in source.data

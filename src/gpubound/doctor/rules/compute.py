@@ -180,11 +180,22 @@ def loops(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
             placed = (
                 row.what == "copy_" and row.place.site is not None and PLACED.search(row.place.site.code)
             )  # x[i] = y, in time
-            if (inplace or row.what in NORMS) and count >= MANY and not (row.place.node or row.place.via or placed):
+            averaged = together and row.what in AVERAGING and row.place.site is not None and _over_parameters(row.place.site)
+            several = inplace or averaged or row.what in NORMS
+            if several and count >= MANY and not (row.place.node or row.place.via or placed):
                 fix = f"one call for all of them: torch._foreach_{'norm' if row.what in NORMS else row.what}"
                 text = f"{row.what} {count:.3g} times a step"
                 yield estimate("launch", row.place, count, text, prices.of_launches(count), fix)
                 break
+
+
+AVERAGING = frozenset({"mul", "add", "lerp"})
+
+
+def _over_parameters(site: Site) -> bool:
+    """Return whether the innermost loop around a line goes over parameters."""
+    loops = [n for n in ast.walk(parsed(site.file)) if isinstance(n, ast.For) and n.lineno < site.line <= (n.end_lineno or 0)]
+    return bool(loops) and "parameters()" in ast.unparse(loops[-1].iter)
 
 
 SHARE = 0.05  # of a step: what it would gain is known to a factor alone
