@@ -131,8 +131,13 @@ def usual(job: Job, model: nn.Module, autocast: bool = False, compiled: str = ""
 def use_liger(implementation: str = "") -> None:
     if implementation:  # read when Liger is imported, which fails where it cannot be used
         os.environ["LIGER_KERNEL_IMPL"] = implementation
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, functional
 
+    if implementation == "cutedsl" and torch.cuda.is_available() and torch.cuda.get_device_capability() < (10, 0):
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        # its fused linear cross-entropy in CuTe DSL is for Blackwell alone; norms, rotary and the gated MLP run on Hopper
+        functional.LigerFusedLinearCrossEntropyFunction = LigerFusedLinearCrossEntropyFunction
     apply_liger_kernel_to_llama()
 
 
