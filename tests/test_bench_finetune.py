@@ -1,11 +1,20 @@
-"""`gpubound bench finetune`: every contender reads the same rows, and a dry run has a line for each."""
+"""The benchmarks of fine-tuning, packed rows and the Trainer: contenders read the same rows, and dry runs have their lines."""
+
+import io
+import json
+import sys
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks import bench_finetune
+from benchmarks import bench_finetune, bench_packed, bench_trainer
+from benchmarks.bench_place import SEEN
 from benchmarks.finetune_worker import CONTENDERS, rows, tokenizer
+from benchmarks.packed_rows import ROW, batches, lengths, packed_fields
+from benchmarks.train_worker import BATCHES
 from gpubound.cli import guarded
+from gpubound.layers.packed_attention import Segments
 
 
 def test_each_contender_is_known():
@@ -30,3 +39,52 @@ def test_a_dry_run(capsys):
     assert guarded("bench", bench_finetune.main, ["--dry", "--peers", "trl-plain,trl-dpo-plain"]) == 0
     out = capsys.readouterr().out
     assert "trl-plain" in out and "trl-dpo-plain" in out
+
+
+def test_lengths_are_those_of_chats():
+    drawn = lengths(ROW)
+    assert 390 < drawn.mean() < 410 and drawn.max() == ROW and drawn.min() >= 1
+
+
+def test_the_bounds_are_those_of_the_positions():
+    made = packed_fields(64, 3)
+    assert len(made) == BATCHES and any((fields["segment_ids"] < 0).any() for fields in packed_fields(64, 3, most=2))
+    assert len({fields["cu_seqlens"].shape for fields in made}) == 1
+    for fields in made:
+        bounds, positions = fields["cu_seqlens"].long(), fields["position_ids"]
+        assert bounds[0] == 0 and bounds[-1] == positions.numel() and (bounds.diff() >= 0).all()
+        assert torch.equal(bounds[bounds.diff(append=bounds[-1:]) > 0], (positions.flatten() == 0).nonzero().flatten())
+        by_bounds = Segments.of(positions, None, fields["cu_seqlens"])
+        assert torch.equal(by_bounds.mask(), Segments(fields["segment_ids"]).mask())
+
+
+def test_dense_rows_hold_the_same_tokens():
+    job = bench_packed.TINY["tiny"].job("packed", "cpu")
+    for ours, dense in zip(batches(job, packed=True), batches(job, packed=False)):
+        assert dense.keys() == {"input_ids", "labels"} and all(torch.equal(ours[name], dense[name]) for name in dense)
+
+
+def test_a_dry_run_of_attention(capsys):
+    assert guarded("bench", bench_packed.main, ["--dry", "--parts", "attention"]) == 0
+    assert "tiny-lora attention, 64 bounds a row" in capsys.readouterr().out
+
+
+pytest.importorskip("accelerate")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Trainer's own
+def test_contestants_begin_alike_and_answer_each_round(monkeypatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(bench_trainer, "WARM", 1)
+    monkeypatch.setattr(bench_trainer, "STEPS", 2)
+    said = {}
+    for name in ("ours", "trainer"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("go\n" * 2))
+        assert bench_trainer.serve(name, bench_trainer.SETTINGS["tiny"], torch.device("cpu")) == 0
+        lines = capsys.readouterr().out.splitlines()
+        said[name] = [json.loads(line.removeprefix(SEEN)) for line in lines if line.startswith(SEEN)]
+    for first, *rounds in said.values():
+        assert len(rounds) == 2 and all(answer["seconds"] > 0 for answer in rounds)
+        assert first == pytest.approx(said["trainer"][0], rel=1e-4)
+    assert said["ours"][0].keys() == {"loss", "gradient_norm"}

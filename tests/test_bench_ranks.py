@@ -1,4 +1,4 @@
-"""The benchmark of several GPUs: what a team's ranks say is said as one, and its contenders take the same steps."""
+"""The benchmarks of several GPUs: ranks speak as one, contenders take the same steps, both ways of saving write the same."""
 
 import os
 import threading
@@ -6,11 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.bench_checkpoint import SavesJob, batches, one_round
 from benchmarks.bench_ranks import CASES, TINY
 from benchmarks.ranks_worker import CONTENDERS
+from benchmarks.saves_worker import training
 from benchmarks.serving import introduce
 from benchmarks.workers import Team, joint
 from gpubound.distributed import join
+from gpubound.distributed.sharded_checkpoint import shapes
+from gpubound.models import PRESETS
 from tests.distributed.processes import on_ranks
 
 
@@ -75,3 +79,19 @@ def test_ours_and_torchs_own_begin_alike_and_learn():
     assert one["ours-fsdp"] == other["ours-fsdp"] == pytest.approx(ours, rel=1e-3)
     for learnt in (ours, a, b):
         assert learnt[-1] < learnt[0]
+
+
+def saves(folder):
+    os.environ.pop("TRITON_INTERPRET", None)  # as in a worker: the definitions run
+    job = SavesJob("saves", "tiny", 8, 1, 1, "cpu", folder=folder)
+    with join("cpu") as ranks, training(job, ranks) as (step, ways):
+        window = batches(PRESETS["tiny"].vocabulary, job.seq, job.micro, job.accumulate, ranks.device)
+        rounds = {name: one_round(step, window, way, 0) | {"written": way.written} for name, way in ways.items()}
+        return rounds, {name: shapes(path) for name, way in ways.items() for path in way.wait()}
+
+
+@pytest.mark.slow
+def test_ours_and_torchs_own_save_the_same_tensors(tmp_path):
+    for rounds, found in on_ranks(2, saves, str(tmp_path)):
+        assert all(seconds["written"] > 0 and seconds["triggers"] > 0 for seconds in rounds.values())
+        assert found["ours"] == found["dcp"] and len(found["dcp"]) > 30

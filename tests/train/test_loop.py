@@ -1,6 +1,8 @@
 """The loop hands out each step's record one step late, times what the step took and nothing else, and stops between steps."""
 
+import runpy
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -152,3 +154,16 @@ def test_the_slowest_rank_waits_least():
     }  # fmt: skip
     assert "sums_share" not in rank_waits([0.1, 0.2], seconds=None), "the first step has no pace"
     assert rank_waits([], 0.2) == rank_waits([0.1, float("nan")], 0.2) == {}
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_step.py"
+
+
+def test_train_step(capsys):
+    script = runpy.run_path(str(EXAMPLE))
+    main = script["main"]
+    main.__globals__["STEPS"] = 6
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(line.split("loss ")[1].split()[0].rstrip(",")) for line in lines]
+    assert lines[-1].startswith("step   6") and losses[-1] < losses[0] - 0.2

@@ -1,18 +1,22 @@
-"""A resumed run is the uninterrupted one bit for bit: stopped, killed, between two phases, finished."""
+"""A resumed run is the uninterrupted one bit for bit, and what may change when a run is resumed."""
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import textwrap
 
 import pytest
 
+from gpubound import trace
 from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
+from gpubound.train.prepare import prepare
+from tests.messages import message, refusal
 
 from .. import forked
 from ..processes import plain_environment
-from .runs import CHATS, assert_same, losses, recipe, train
+from .runs import CHATS, assert_same, losses, recipe, texts, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,3 +112,137 @@ def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(corpus, tmp_path):
     train(recipe(corpus, tmp_path / "halved", **common), until=7)
     second, _ = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
     assert_same(second, whole)
+
+
+STEADY = {"schedule": "constant", "warmup": 0.0}
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text("\n".join(texts()))
+    return path
+
+
+def phases(book, *changes, more=()):
+    """Two phases of 3 steps on one text."""
+    both = [{"name": name, "data": (str(book),), "steps": 3} | change for name, change in zip("ab", (*changes, {}, {}))]
+    return {"vocabulary": 300, "phases": (*both, *more)}
+
+
+@pytest.fixture(scope="module")
+def stopped(book, tmp_path_factory):
+    """The folder of a run of both phases that was stopped in the first one."""
+    return train(recipe("", tmp_path_factory.mktemp("stopped"), **phases(book)), until=2)[0].folder
+
+
+@pytest.fixture(scope="module")
+def both(book, tmp_path_factory):
+    """The folder of a run that has finished both phases."""
+    return train(recipe("", tmp_path_factory.mktemp("both"), **phases(book)))[0].folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("until", [None, 5], ids=["finished", "stopped"])
+def test_with_more_steps_it_is_the_longer_run(corpus, tmp_path, until):
+    """Under a constant rate, bit for bit; what was done is not done again."""
+    first, before = train(recipe(corpus, tmp_path / "run", steps=8, **STEADY), until=until)
+    longer, after = train(recipe(corpus, tmp_path / "run", steps=12, **STEADY), resume=True)
+    whole, records = train(recipe(corpus, tmp_path / "whole", steps=12, **STEADY))
+    assert first.finished == (until is None) and longer.finished and longer.done == 12
+    assert losses(before) | losses(after) == losses(records) and len(before) + len(after) == 12
+    assert_same(longer, whole)
+
+
+@pytest.mark.slow
+def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(trace, "_printed", set())
+    _, before = train(recipe(corpus, tmp_path, steps=8))
+    _, after = train(recipe(corpus, tmp_path, steps=12), resume=True)
+    assert message("train/resume:more_steps_say_what_the", f"{before[-1]['lr']:.2e}", f"{after[0]['lr']:.2e}").within(
+        capsys.readouterr().err
+    )
+
+
+def test_fewer_steps_than_are_done(corpus, tmp_path):
+    train(recipe(corpus, tmp_path, steps=4))
+    with pytest.raises(ValueError) as error:
+        prepare(recipe(corpus, tmp_path, steps=3), resume=True, progress=False)
+    assert str(error.value) == message("train/resume:fewer_steps_than_are_don")
+
+
+def test_a_phase_that_has_not_begun_may_change(book, stopped, tmp_path):
+    out = shutil.copytree(stopped, tmp_path / "run")
+    run, records = train(recipe("", out, **phases(book, {}, {"lr": 1e-5, "steps": 2})), resume=True)
+    assert run.finished and run.done == 5 and records[-1]["phase"] == "b" and records[-1]["lr"] <= 1e-5
+
+
+def test_a_finished_run_gets_another_phase(book, both, tmp_path):
+    out = shutil.copytree(both, tmp_path / "run")
+    old = Checkpoints(out / "checkpoints").latest().shapes()
+    another = phases(book, more=[{"name": "c", "steps": 1, "data": (str(book),)}])
+    run, records = train(recipe("", out, **another), resume=True)
+    assert run.finished and [(r["step"], r["phase"]) for r in records] == [(7, "c")]
+    assert old.keys() == run.checkpoints.latest().shapes().keys()
+
+
+@pytest.mark.parametrize(
+    "changes, more, said",
+    [
+        (({"lr": 1e-5}, {}), {}, "phase a: lr was 0.003, is 1e-05"),
+        (({"name": "c"}, {}), {}, "phase 1 was a, is c"),
+        (({}, {}), {"seed": 1}, "seed was 0, is 1"),
+    ],
+)
+def test_what_was_trained_with_may_not_change(book, stopped, changes, more, said):
+    changed = recipe("", stopped, **phases(book, *changes), **more)
+    refused = refusal(ValueError, lambda: prepare(changed, resume=True, progress=False))
+    assert f" {said}. " in refused and ("{allow: [lr]}" in refused) == ("lr" in said)
+
+
+@pytest.mark.slow
+def test_a_path_may_be_written_otherwise(corpus, tmp_path, monkeypatch):
+    """What it leads to counts: relative, from the root, by a detour or a link."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "names"):
+        (tmp_path / name).symlink_to(corpus)
+    shutil.copytree(corpus, tmp_path / "copy")
+    train(recipe("data", tmp_path / "run", tokenizer="data", steps=2))
+    for data, tokenizer in ((corpus, "./data"), ("run/../data", corpus), ("names", str(tmp_path / "data"))):
+        again = recipe(data, tmp_path / "run", tokenizer=str(tokenizer), steps=2)
+        assert prepare(again, resume=True, progress=False).done == 2
+    with pytest.raises(ValueError, check=message("train/resume:a_path_may_be_written_ot")):
+        prepare(recipe("copy", tmp_path / "run", tokenizer="data", steps=2), resume=True, progress=False)
+
+
+def in_folder(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / name)
+
+
+def test_a_run_that_moved_with_its_data(corpus, tmp_path, monkeypatch):
+    in_folder(tmp_path, monkeypatch, "one")
+    shutil.copytree(corpus, tmp_path / "one" / "data")
+    train(recipe("data", "run", steps=2))
+    (tmp_path / "one").rename(tmp_path / "two")
+    in_folder(tmp_path, monkeypatch, "two")
+    assert prepare(recipe("data", "run", steps=2), resume=True, progress=False).done == 2
+
+
+def test_it_may_end_where_it_was_stopped(corpus, tmp_path):
+    train(recipe(corpus, tmp_path, steps=8), until=5)
+    run, records = train(recipe(corpus, tmp_path, steps=5), resume=True)
+    assert run.finished and run.done == 5 and records == []
+
+
+@pytest.mark.slow
+def test_a_phase_that_is_over_keeps_its_steps(book, tmp_path):
+    train(recipe("", tmp_path, **phases(book)), until=5)
+    with pytest.raises(ValueError, check=message("train/resume:a_phase_that_is_over_kee")):
+        prepare(recipe("", tmp_path, **phases(book, {"steps": 4}, {})), resume=True, progress=False)
+
+
+def test_phases_may_not_go_away(book, both):
+    for shorter in (phases(book) | {"phases": phases(book)["phases"][:1]}, {"data": (str(book),), "vocabulary": 300}):
+        with pytest.raises(ValueError, check=message("train/resume:phases_may_not_go_away")):
+            prepare(recipe("", both, **shorter), resume=True, progress=False)

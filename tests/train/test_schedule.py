@@ -1,5 +1,6 @@
-"""Schedules: every value against formulas written out here, and what a step really used."""
+"""Schedules: every value against formulas written out here, what a step really used, and what a step costs the host."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -7,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from gpubound.data import Corpus
+from gpubound.models import PRESETS, Decoder
 from gpubound.train import AdamW, Schedule, TrainStep
 from gpubound.train.schedule import MOST_STEPS
+from gpubound.watch import watch
 from tests.messages import message, refusals
 
 from .conftest import draw, named, small, summed
+from .runs import build_corpus
 
 
 def oracle(shape: str, t: int) -> float:
@@ -106,3 +111,23 @@ def test_a_function_may_give_numpys_and_torchs_numbers():
     assert Schedule(lambda t: np.float32(0.5) * t, steps=2).table(1.0).tolist() == [0.5, 1.0, 1.5]
     assert Schedule(lambda t: torch.tensor(0.5), steps=1).table(1.0).tolist() == [0.5, 0.5]
     assert Schedule("constant", steps=MOST_STEPS).table(0.1).tolist() == [0.1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", ["require", "off"])
+def test_a_window_of_eight_from_a_resident_corpus(tmp_path, graph):
+    """No wait, no byte from the host, and no more than one deferred read a step, which is none while the step runs."""
+    torch.use_deterministic_algorithms(False)
+    cuda = torch.device("cuda", 0)
+    corpus = Corpus.open(build_corpus(tmp_path / "corpus"))
+    model = Decoder(dataclasses.replace(PRESETS["tiny"], vocabulary=320), device=cuda).train()
+    feed = corpus.batches(32, 4, cuda)
+    schedule = Schedule("cosine", steps=50, warmup=0.1)
+    step = TrainStep(model, "next_token", AdamW(1e-3), accumulate=8, clip=1.0, schedule=schedule, graph=graph)
+    for _ in range(3):
+        step(feed)
+    with watch() as ledger:
+        results = [step(feed) for _ in range(5)]
+    ledger.assert_within(syncs=0, h2d_bytes=0, h2d_copies=0, fallbacks=0, d2h_copies=len(results))
+    assert bool(step.captured) == (graph == "require")
+    assert [result.read().updates for result in results] == [4, 5, 6, 7, 8] and results[-1].read().tokens == 8 * 4 * 32

@@ -1,8 +1,9 @@
-"""The ledger on the pretend device: every planted stall on its own line, nothing on a clean step, ledgers in each other."""
+"""The ledger on the pretend device: every planted stall on its own line; its table and budgets; causes and remedies."""
 
 import functools
 import gc
 import inspect
+import json
 import threading
 from contextlib import nullcontext
 
@@ -12,11 +13,11 @@ import torch.nn.functional as F
 from torch.utils import _device
 
 from gpubound import trace
-from gpubound.errors import BudgetError
-from gpubound.watch import pretend, watch
-from gpubound.watch.ledger import SENSORS
+from gpubound.errors import BudgetError, StallError
+from gpubound.watch import events, no_stall, ops, pretend, watch
+from gpubound.watch.ledger import SENSORS, TOTALS
 from gpubound.watch.sensors import Dispatch
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .planted import PLANTS, Kit
 
@@ -346,3 +347,211 @@ def test_a_limit_may_be_passed_by_less_than_one():
     ledger.assert_within(gc_ms=1000)
     with pytest.raises(BudgetError, check=message("watch/ledger:a_limit_may_be_passed_by")):
         ledger.assert_within(gc_ms=1)
+
+
+def test_every_kind_that_a_ledger_counts_has_a_cause_and_a_remedy():
+    kinds = {kind for kinds, _ in TOTALS.values() for kind in kinds.split()}
+    assert kinds == events.KINDS.keys()
+    causes = [*events.KINDS.values(), *events.WAITING_CALLS.values(), *events.THROUGH.values()]
+    for cause in (*causes, *(cause for _, cause in events.WAITING_OPS.values())):
+        assert cause.does and cause.remedy and not str(cause).endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "through", "cause"),
+    [
+        ("sync", "item", "", events.READ),
+        ("sync", "boolean mask", "", events.MASK),
+        ("sync", "item", "torch/optim/", events.THROUGH["torch/optim/"]),
+        ("sync", "stream synchronize", "", events.WAIT),
+        ("h2d", "copy to device", "torch/optim/", events.UPLOAD),
+        ("gc", "generation 2", "", events.KINDS["gc"]),
+    ],
+)
+def test_the_cause_of_an_event(kind, what, through, cause):
+    assert events.cause_of(kind, what, through) == cause
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (lambda x: x[x > 0], events.MASK),
+        (lambda x: x.nonzero(), events.WAITING_OPS["nonzero"][1]),
+        (lambda x: torch.nn.utils.clip_grad_norm_([x.requires_grad_()], 1.0, error_if_nonfinite=True), None),
+        (print, events.PRINT),
+    ],
+)
+def test_a_guard_says_what_to_write_instead(sim, line, cause):
+    x = torch.ones(3, device=sim)
+    x.grad = torch.ones_like(x)
+    with pytest.raises(StallError) as error, no_stall():
+        line(x)
+    wanted = cause or events.THROUGH["torch/nn/utils/clip_grad"]
+    assert message("watch/events:a_guard_says_what_to_wri", wanted.remedy).within(str(error.value))
+
+
+def test_a_cpu_can_stand_for_the_device_whose_waits_count():
+    mask, x = torch.tensor([True, False]), torch.ones(2)
+    index, cpu = torch.ops.aten.index.Tensor, torch.device("cpu")
+    assert not ops.moves(index, (x, [mask]), {})
+    assert [(move.kind, move.cause) for move in ops.moves(index, (x, [mask]), {}, home=cpu)] == [("sync", events.MASK)]
+    assert not ops.moves(index, (x, [torch.tensor([0])]), {}, home=cpu)
+    item = torch.ops.aten._local_scalar_dense.default
+    assert not ops.moves(item, (x[0],), {}) and len(ops.moves(item, (x[0],), {}, home=cpu)) == 1
+    repeat = torch.ops.aten.repeat_interleave.Tensor
+    assert not ops.moves(repeat, (torch.tensor([1]),), {"output_size": 1}, home=cpu)
+    assert len(ops.moves(repeat, (torch.tensor([1]),), {}, home=cpu)) == 1
+
+
+def test_the_backward_of_a_masked_scatter_waits(sim):
+    source, mask = torch.ones(4, device=sim).requires_grad_(), (torch.arange(4) % 2 == 0).to(sim)
+    with watch() as ledger:
+        torch.zeros(4, device=sim).masked_scatter(mask, source).sum().backward()
+    (row,) = [row for row in ledger.rows if row.kind == "sync"]
+    assert events.cause_of(row.kind, row.what) == events.WAITING_OPS["masked_scatter_backward"][1]
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (lambda x: x.histc(4), events.BOUNDS),
+        (lambda x: torch.linspace(0.0, x[0], 4, device=x.device), events.READ),
+        (lambda x: torch.linalg.pinv(x[None]), events.FACTORISED),
+        (lambda x: torch.normal(x, x), events.DEVIATION),
+        (lambda x: x.masked_fill(x > 0, x[0]), events.FILL_VALUE),
+    ],
+)
+def test_ops_that_read_inside_are_named_with_their_remedy(sim, line, cause):
+    with pytest.raises(StallError) as error, no_stall():
+        line(torch.ones(4, device=sim))
+    assert cause.remedy in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        lambda x, index: x.masked_fill(x > 0, torch.tensor(1.0)),
+        lambda x, index: x.fill_(torch.tensor(1.0)),
+        lambda x, index: torch.normal(x, 1.0),
+        lambda x, index: torch.where(x > 0, x, 0.0),
+        lambda x, index: x.index_fill_(0, index, 1.0),
+        lambda x, index: x.__setitem__(x > 0, 1.0),
+        lambda x, index: x[torch.arange(4) > 1],
+        lambda x, index: x.histc(4, 0, 1),
+        lambda x, index: torch.linspace(0.0, 1.0, 4, device=x.device),
+    ],
+)
+def test_a_number_that_becomes_an_argument_of_the_kernel_does_not_wait(sim, line):
+    x, index = torch.ones(4, device=sim), torch.tensor([1, 2]).to(sim)
+    with no_stall():
+        line(x, index)
+
+
+QUIET = ("gc", "compiles", "fallbacks", "triton", "calls", "dispatch", "kernels", "allocator", "gputrace")
+
+
+def make(batch, sim):
+    x = batch.to(sim)
+    return x.sum().item()
+
+
+def small_ledger(sim, monkeypatch, request):
+    monkeypatch.chdir(request.path.parent)
+    batch = torch.ones(512)
+    with watch(without=QUIET) as ledger:
+        for _ in range(2):
+            make(batch, sim)
+            ledger.step()
+    return ledger
+
+
+def test_the_table(sim, monkeypatch, request):
+    first = make.__code__.co_firstlineno
+    one, two = (f"test_ledger.py:{first + n} in make" for n in (1, 2))
+    where = "where".ljust(len(one))
+    assert str(small_ledger(sim, monkeypatch, request)) == message("watch/ledger_words:the_table", where, one, two)
+
+
+def test_as_dict_goes_into_json(sim, monkeypatch, request):
+    got = json.loads(json.dumps(small_ledger(sim, monkeypatch, request).as_dict()))
+    assert got["version"] == 1 and got["steps"] == 2
+    assert got["totals"]["h2d_bytes"] == 4096 and got["per_step"]["syncs"] == 2.0
+    assert list(got["sensors"]) == ["simgpu"] and got["absent"]["gc"] == "left out"
+    assert got["rows"][1] == {
+        "kind": "sync",
+        "what": "item",
+        "detail": "",
+        "count": 2,
+        "bytes": 0,
+        "ms": 0.0,
+        "site": {
+            "file": __file__,
+            "line": make.__code__.co_firstlineno + 2,
+            "function": "make",
+            "code": "return x.sum().item()",
+        },
+        "via": "",
+        "node": "",
+        "built": None,
+        "thread": "",
+    }
+
+
+def test_over_budget_shows_the_lines(sim, monkeypatch, request):
+    ledger = small_ledger(sim, monkeypatch, request)
+    ledger.assert_within(syncs=4, h2d_bytes=4096)
+    with pytest.raises(BudgetError) as error:
+        ledger.assert_within(syncs=3, d2h_bytes=0, repeated_uploads=0)
+    first = make.__code__.co_firstlineno
+    one, two = f"test_ledger.py:{first + 1} in make", f"test_ledger.py:{first + 2} in make"
+    assert str(error.value).splitlines() == [
+        message("watch/ledger_words:over_budget_shows_the_li"),
+        message("watch/ledger_words:over_budget_shows_the_li.2", "where".ljust(len(one))),
+        message("watch/ledger_words:over_budget_shows_the_li.3", one),
+        message("watch/ledger_words:over_budget_shows_the_li.4", two),
+        message("watch/ledger_words:over_budget_shows_the_li.5", one),
+    ]
+    assert isinstance(error.value, AssertionError)
+
+
+def test_what_nobody_counted_cannot_pass(sim, monkeypatch, request):
+    ledger = small_ledger(sim, monkeypatch, request)
+    with pytest.raises(BudgetError) as error:
+        ledger.assert_within(allocations=0)
+    assert str(error.value) == message("watch/ledger_words:what_nobody_counted_cann")
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: watch().assert_within(sync=0), message("watch/ledger_words:wrong_limit")),
+        (lambda: watch().assert_within(syncs=-1), message("watch/ledger_words:wrong_number")),
+        (lambda: watch(device="cpu"), message("watch/ledger_words:wrong_device")),
+        (lambda: watch(device="gpu"), message("watch/ledger_words:no_device")),
+        (lambda: watch(without="gputraces"), message("watch/ledger_words:wrong_sensor")),
+        (lambda: watch(without=3), message("watch/ledger_words:no_sensor")),
+        (lambda: watch(launches="all"), message("watch/ledger_words:wrong_launches")),
+        (lambda: watch(gputrace="on"), message("watch/ledger_words:wrong_gputrace")),
+    ],
+)
+def test_bad_arguments(call, text):
+    assert refusal(ValueError, lambda: call()) == text
+
+
+def test_no_limits():
+    with pytest.raises(ValueError, check=message("watch/ledger_words:no_limits")):
+        watch().assert_within()
+
+
+def test_a_ledger_that_was_never_opened_has_counted_nothing():
+    with pytest.raises(BudgetError, check=message("watch/ledger_words:a_ledger_that_was_never")):
+        watch().assert_within(syncs=0)
+
+
+def test_a_ledger_is_used_once():
+    ledger = watch()
+    with ledger:
+        pass
+    with pytest.raises(ValueError) as error, ledger:
+        pass
+    assert str(error.value) == message("watch/ledger_words:a_ledger_is_used_once")
