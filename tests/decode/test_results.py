@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gpubound as gb
+from gpubound.decode.runner import BatchState
 from tests.messages import message, refusal
 
 from . import cases
@@ -157,3 +158,9 @@ def test_the_result_as_json():
     }
     assert (read["tokens"], read["launches"], read["steps"]) == (5, 5, 5)
     assert 0 < found.first_token_s <= found.seconds and found.tokens_per_s == pytest.approx(5 / found.seconds)
+
+
+def test_a_rows_state_begins_at_multiples_of_16_bytes():
+    """Where it did not, Triton compiled attention for the graph and once more for the certificate."""
+    rows = BatchState(1, 9, 2, torch.device("cpu")).rows
+    assert [t.data_ptr() % 16 for t in (rows.token, rows.position, rows.limit)] == [0, 0, 0]

@@ -302,7 +302,8 @@ class BatchState:
         self.max_batch, self.vocab, self.longest, self.device = max_batch, vocab, longest, device
         self.block = torch.zeros(2 * longest + 2, max_batch, device=device, dtype=torch.int32)
         self.emitted, self.logprobs = self.block[:longest], self.block[longest:-2].view(torch.float32)  # a line a token
-        token, position, limit = torch.zeros(3, max_batch, device=device, dtype=torch.int32)
+        # One allocation each, as in the certificate: Triton compiles attention anew for an address that is no multiple of 16.
+        token, position, limit = (torch.zeros(max_batch, device=device, dtype=torch.int32) for _ in range(3))
         stops = torch.full((STOPS,), -1, device=device, dtype=torch.int32)
         self.rows = Rows(token, position, self.block[-2], limit, self.block[-1], stops)
         zeros = {name: torch.zeros(max_batch, device=device, dtype=dtype) for name, dtype in SETTINGS.items()}
