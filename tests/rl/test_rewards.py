@@ -108,6 +108,24 @@ def test_a_function_may_say_nothing_of_an_answer():
         scored([1])
 
 
+def test_a_function_that_changes_its_lists_changes_nothing_for_others():
+    def empties(completions, completion_ids, prompts):
+        return [
+            ids.clear() or one.clear() or prompt.clear() or 0.0
+            for ids, one, prompt in zip(completion_ids, completions, prompts)
+        ]
+
+    def counts(completions, completion_ids, prompts):
+        return [float(len(ids) + len(one) + len(prompt)) for ids, one, prompt in zip(completion_ids, completions, prompts)]
+
+    group = AnswerGroup(RLPrompt(None, [1, 2, 3]), [Episode(None, 0, i, ids=[4, 5]) for i in range(2)])
+    for functions in ([empties, counts], [counts]):
+        with Scoring(read_rewards(functions)) as scoring:
+            scoring.submit(group)
+            scoring.collect()
+        assert group.rewards == [7.0, 7.0]
+
+
 def test_single_answers_are_compared_with_those_to_other_prompts():
     groups = [AnswerGroup(RLPrompt(None, [1]), rewards=rewards) for rewards in ([1.0], [1.0], [2.0], [1.0, 1.0], [1.0, 2.0])]
     assert with_signal(groups[:2]) == [] and with_signal(groups[:3]) == groups[:3] and with_signal(groups[3:]) == groups[4:]

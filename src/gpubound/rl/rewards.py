@@ -455,14 +455,7 @@ class Scoring:
             self._pool.close()
 
     def submit(self, group: AnswerGroup) -> None:
-        count, prompt = len(group.answers), group.prompt
-        keywords = {name: [value] * count for name, value in prompt.columns.items()}
-        keywords |= {"prompts": [prompt.ids if prompt.text is None else prompt.text] * count}
-        keywords |= {"completion_ids": [answer.ids for answer in group.answers]}
-        keywords |= {"completions": [answer.ids if answer.text is None else answer.text for answer in group.answers]}
-        keywords |= {"finish": [answer.finish for answer in group.answers]}
-        keywords |= {"turns": [answer.turns for answer in group.answers], "states": [answer.state for answer in group.answers]}
-        results = [self._pool.apply_async(_call, (function.call, keywords)) for function in self.functions]
+        results = [self._pool.apply_async(_call, (function.call, _keywords(group))) for function in self.functions]
         self._pending.append((group, results))
 
     def collect(self) -> None:
@@ -507,6 +500,17 @@ class Scoring:
             if value is not None and not math.isfinite(value):
                 raise RewardError(f"{what}: returned {value} {where}, wanted finite numbers.")
         return values
+
+
+def _keywords(group: AnswerGroup) -> dict[str, list[Any]]:
+    """Return what a function gets. The lists are its own: one that sorts or empties them changes nothing for the others."""
+    answers, prompt = group.answers, group.prompt
+    keywords = {name: [value] * len(answers) for name, value in prompt.columns.items()}
+    keywords |= {"prompts": [[*prompt.ids] if prompt.text is None else prompt.text for _ in answers]}
+    keywords |= {"completion_ids": [[*answer.ids] for answer in answers]}
+    keywords |= {"completions": [[*answer.ids] if answer.text is None else answer.text for answer in answers]}
+    keywords |= {name: [getattr(answer, name) for answer in answers] for name in ("finish", "turns")}
+    return keywords | {"states": [answer.state for answer in answers]}
 
 
 def _named(group: AnswerGroup) -> str:
