@@ -495,8 +495,8 @@ ROOMS = 4, 16, MOST
 class AnswerInRow(NamedTuple):
     """A prompt and its answer. The last token is only a label."""
 
-    prompt: list[int]
-    answer: list[int]
+    prompt: Sequence[int] | np.ndarray
+    answer: Sequence[int] | np.ndarray
     labels: Any  # of the answer's tokens
     fields: Mapping[str, Any]  # other fields' values: one for each of the answer's tokens, or one for all
 
@@ -561,7 +561,7 @@ def answer_rows(
         for segment, one in enumerate(answers):
             first = begin + len(one.prompt) - 1
             end = begin + one.length
-            batch["input_ids"][row, begin:end] = [*one.prompt, *one.answer][:-1]
+            batch["input_ids"][row, begin : first + 1], batch["input_ids"][row, first + 1 : end] = one.prompt, one.answer[:-1]
             batch["labels"][row, first:end] = one.labels
             batch["position_ids"][row, begin:end] = np.arange(end - begin)
             batch["segment_ids"][row, begin:end] = segment

@@ -70,22 +70,27 @@ def micro_batches(
 
     pack  False: one a row, without the fields that keep several apart
     """
-    answers = [
-        AnswerInRow(
-            group.prompt.ids, answer.tokens, np.where(answer.learnt, answer.tokens, IGNORED),
-            {"advantages": score, "sampler_logprobs": answer.logprobs},
-        )
-        for group, own in zip(groups, scores)
-        for answer, score in zip(group.answers, own)
-        if answer.tokens
-    ]  # fmt: skip
+    answers = []
+    for group, own in zip(groups, scores):
+        prompt = np.array(group.prompt.ids)
+        for answer, score in zip(group.answers, own):
+            if answer.tokens:
+                tokens, logprobs = np.array(answer.tokens), np.array(answer.logprobs, np.float32)
+                labels = tokens if all(answer.learnt) else np.where(answer.learnt, tokens, IGNORED)
+                fields = {"advantages": score, "sampler_logprobs": logprobs}
+                answers.append(AnswerInRow(prompt, tokens, labels, fields))
     packed, _ = pack_answers(answers, shape.rows, shape.tokens, ("advantages", "sampler_logprobs"), most=MOST if pack else 1)
-    return [{name: _on(values, device) for name, values in batch.items() if pack or name not in OF_PACKED} for batch in packed]
+    names = [name for name in packed[0] if pack or name not in OF_PACKED] if packed else []
+    columns = {name: _on([batch[name] for batch in packed], device) for name in names}
+    return [{name: column[number] for name, column in columns.items()} for number in range(len(packed))]
 
 
-def _on(values: np.ndarray, device: torch.device) -> Any:
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+def _on(values: list[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Return the arrays of all micro-batches on the device, by one copy from the host instead of 43 a step."""
+    like = torch.from_numpy(values[0])
+    host = torch.empty((len(values), *like.shape), dtype=like.dtype, device="cpu", pin_memory=device.type == "cuda")
+    np.stack(values, out=host.numpy())
+    return [one.clone() for one in host.to(device, non_blocking=True)]  # which begin where kernels expect tensors to begin
 
 
 class Sampled(NamedTuple):
