@@ -12,9 +12,11 @@ import gpubound as gb
 from gpubound.decode import layer as layer_parts
 from gpubound.decode.layer import DenseMLP
 from gpubound.decode.transformer import PARTS, FusedRunner
-from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat
+from gpubound.decode.weights import FORMATS, DenseLinear, LiveFormat, PackedFormat
+from gpubound.device import Chip
 from gpubound.kernels import activate_rows, decode_attention, norm_product
 from gpubound.kernels.decode_product import EARLY, FENCE, LATE
+from gpubound.kernels.plans import Job, plan_for
 from gpubound.models import hf_modules as family
 from gpubound.models.decoding import DenseWeights, Linear, plain_linear, plain_norm
 from gpubound.models.reader import Reader
@@ -102,6 +104,16 @@ def test_an_mlp(monkeypatch, device):
     assert gb.decoder(model, 1, cases.ROOM, weights="int8", cache="fp8").certificate is not None
 
 
+@pytest.mark.parametrize(("heads", "keys"), [(4, 256), (8, 512)])
+def test_parts_of_several_rows_keys_are_what_was_measured(heads, keys):
+    """350m's and 1b's, in tiles of the plan that rows beyond a GEMV's have; a single row's are a tile each."""
+    h200 = Chip(90, 232_448, 132, "")
+    (_, tiles), (_, tile) = layer_parts._splits(16, heads), layer_parts._splits(1, heads)
+    plan = plan_for(Job("decode_attention", "several", (4, 32, heads, 2), 2, h200))
+    assert (tiles * plan.keys, tile) == (keys, 1)
+    assert layer_parts._splits(16, heads, 4) == layer_parts.GEMM_SPLITS
+
+
 def noting(choose, made: list):
     """Return `implementation` that notes (op, dependent) of each call in `made`."""
 
@@ -169,12 +181,22 @@ def test_small_products_begin_at_once_beside_attention_by_query(bounds, which, d
         ]
 
 
-@pytest.mark.parametrize(("width", "hidden", "mode"), [(8192, 2048, EARLY), (9216, 2560, LATE), (14336, 4096, LATE)])
-def test_large_gate_and_up_launch_late(width, hidden, mode, monkeypatch):
-    """As whole steps of 1b, Qwen3.5-4B and 8b were faster, in 16 bits on an H200."""
+@pytest.mark.parametrize(
+    ("form", "width", "hidden", "bits", "mode"),
+    [
+        (LiveFormat, 8192, 2048, 16, EARLY),
+        (LiveFormat, 9216, 2560, 16, LATE),
+        (LiveFormat, 14336, 4096, 16, LATE),
+        (PackedFormat, 14336, 4096, 4.125, EARLY),
+        (PackedFormat, 14336, 4096, 8.125, LATE),
+    ],
+)
+def test_large_gate_and_up_launch_late(form, width, hidden, bits, mode, monkeypatch):
+    """As whole steps of 1b, Qwen3.5-4B and 8b were faster on an H200, and 8b in int4 and int8."""
     body = cases.shared("Llama").body
     monkeypatch.setattr(body, "can_chain", True)
-    monkeypatch.setattr(body, "gate_up_bytes", 2 * width * hidden * 2)
+    monkeypatch.setattr(body, "early_bytes", form.early_bytes)
+    monkeypatch.setattr(body, "gate_up_bytes", 2 * width * hidden * bits / 8)
     assert body.mode(1) == mode
 
 

@@ -19,10 +19,10 @@ from .attention_cases import NAMES, Case, L, one_by_one, parity
 from .cases import DTYPES, SOURCES, TOLERANCE, agree, assert_same_bits_in_any_batch, draw, pairwise, same
 
 
-def small_tiles(case: Case):
+def small_tiles(case: Case, way: str = ""):
     """16 keys a tile."""
     cache = case.caches[0]
-    return plans.trying(plans.job_of("decode_attention", "", (2, 8, 2, cache.element_size()), cache), AttentionPlan(16, 2, 4))
+    return plans.trying(plans.job_of("decode_attention", way, (2, 8, 2, cache.element_size()), cache), AttentionPlan(16, 2, 4))
 
 
 @pairwise
@@ -49,6 +49,9 @@ def test_rows_that_fill_a_gpu_have_a_plan_of_their_own(device, dtype, monkeypatc
     asked = plans.asked_by(lambda: case("triton", tiles=32))
     assert [job.way for job in asked] == ["many"]
     parity(case, max(TOLERANCE[dtype], 1e-5), tiles=32)
+    monkeypatch.setattr(fast, "MANY", 1024)  # programs that take several tiles have one, too
+    asked = plans.asked_by(lambda: [case("triton", tiles=tiles) for tiles in (1, 8)])
+    assert [job.way for job in asked] == ["", "several"]
 
 
 @pytest.mark.parametrize("dependent", [EARLY, LATE])
@@ -78,7 +81,7 @@ def test_many_parts_in_every_way_of_launching(device, dependent, window):
 def test_parts_have_as_many_tiles_as_they_are_told(device, tiles, window):
     """Of 150 keys four parts of up to 48, or one of all."""
     case = Case(device, torch.float32, [0, 40, 149, 48, 47], kv=1)
-    with small_tiles(case):
+    with small_tiles(case, "several"):
         parity(case, 1e-5, window=window, splits=16, tiles=tiles)
 
 

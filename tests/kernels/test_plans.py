@@ -105,7 +105,11 @@ def test_what_a_searched_norm_asks_for():
 
 def test_attention_takes_what_was_found_for_as_many_heads_of_keys():
     searched = [plan_for(Job("decode_attention", "", (4, 32, heads, 2), 2, H200)) for heads in (4, 8, 2)]
-    assert searched == [AttentionPlan(128, 2, 4), AttentionPlan(64, 2, 8), AttentionPlan(64, 3, 4)]
+    assert searched == [AttentionPlan(64, 2, 4), AttentionPlan(64, 2, 8), AttentionPlan(64, 3, 4)]
+    several = [
+        plan_for(Job("decode_attention", "several", (4, half, heads, 2), 2, H200)) for heads in (4, 8) for half in (32, 64)
+    ]
+    assert several == [AttentionPlan(64, 3, 4)] * 2 + [AttentionPlan(32, 3, 2)] * 2
 
 
 def test_what_attention_asks_for():

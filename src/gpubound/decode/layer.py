@@ -60,8 +60,9 @@ from .request import CHUNK
 GEMV_ROWS = 8  # the most rows of a GEMV, whose kernels give a row the same bits among 1 row or 8
 # Programs that share the keys of a row and kv head, and the tiles that each takes at least, up to GEMV_ROWS rows and beyond.
 # H200, a step of 1 row at 4,200 tokens, 16 and 32 programs: 350m 517 and 513 us, 1b 858 and 836. More rows fill the GPU by
-# themselves: 32 rows at 160 tokens, parts of 1 and 4 tiles, 350m 930 and 914 us, 1b 1,168 and 1,137.
-GEMV_SPLITS, GEMM_SPLITS = (32, 1), (16, 4)
+# themselves, those of SEVERAL heads of keys with larger parts: plans/defaults.py has figures.
+GEMV_SPLITS, GEMM_SPLITS, LARGE_SPLITS = (32, 1), (16, 4), (16, 16)
+SEVERAL = 8
 MANY_SPLITS = 16, 64  # where every row and kv head has a program already: those that find no part only take time
 # Attention by query, of few rows in a LATE chain: least width of heads, most heads of keys, and most places, which the programs
 # of several queries read again. There products of so few bytes let their successors begin at once: gate and up stream beside
@@ -349,7 +350,7 @@ class CachedAttention(Part):
         w, kv_heads = self.weights, self.kv_heads
         how = w.interleaved > 0, w.sinks, w.gated, w.v_eps
         heads = Heads(*self._angles, w.q_norm, w.k_norm, w.scale, w.window, w.cap, *how)
-        splits, tiles = _splits(rows, kv_heads)
+        splits, tiles = _splits(rows, kv_heads, position.numel() // len(position))
         partial = self._partial[: rows * splits].view(rows, kv_heads, splits, *self._partial.shape[2:])
         by_query = self.by_query and mode == LATE and rows <= GEMV_ROWS
         finished = self._finished[: rows * (w.query_heads if by_query else kv_heads)]
@@ -563,10 +564,12 @@ def capped_attend(
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
-def _splits(rows: int, kv_heads: int) -> tuple[int, int]:
+def _splits(rows: int, kv_heads: int, tokens: int = 1) -> tuple[int, int]:
     if rows <= GEMV_ROWS:
         return GEMV_SPLITS
-    return MANY_SPLITS if rows * kv_heads >= MANY else GEMM_SPLITS
+    if rows * kv_heads >= MANY:
+        return MANY_SPLITS
+    return LARGE_SPLITS if kv_heads >= SEVERAL and tokens == 1 else GEMM_SPLITS  # a row's tokens may share programs
 
 
 # Programs that share the keys of a row, and the tiles of keys that each takes at least: up to GEMV_ROWS rows, and beyond.

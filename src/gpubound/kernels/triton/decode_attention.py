@@ -724,7 +724,7 @@ def decode_attention(qkv, position, cache, heads, scratch, out, dependent=0):
             cap, interpreted(), pages, kind, MEMBERS, overlapping, num_warps=warps, num_stages=2,
         )  # fmt: skip
 
-    way = "many" if many or position.numel() * KV >= MANY else ""
+    way = "many" if many or position.numel() * KV >= MANY else "several" if tiles > 1 and tokens == 1 else ""
     plain = not dependent and way == "many" and cache.k.element_size() == 2 and D <= 128  # what was measured
     ahead = (new > 0 and (dependent == EARLY or plain)) or (by_query and dependent == LATE)
     together = together and tokens > 1 and new > 0 and max(norms) < 2 and group * tokens <= MOST_TOGETHER
