@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from gpubound.doctor.fix.step import HELPER, NAME
+from gpubound.doctor.fix.calls import HELPER, WRITE_LATER as NAME
 from gpubound.doctor.rules.remedies import AT_ONCE, STAYING
 from gpubound.watch import watch
 

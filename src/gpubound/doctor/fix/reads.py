@@ -13,15 +13,9 @@ A second patch gives a meter the loss itself instead of a number that is read fr
 
 A meter is a class of this file whose method only computes sums, products and quotients with the value. What it keeps is then a
 number on the device, in float64 as Python's, and is read where it is used outside.
-
-A third lets a line that only shows or collects what it reads run when the values have arrived, a few steps later and in order:
-
-    print(f"{step} {loss.item()}")     read_later(lambda loss, step=step: print(f"{step} {loss.item()}"), loss)
 """
 
 import ast
-import builtins
-import copy
 
 from ..rules.remedies import AT_ONCE, STACKED
 from .source import (
@@ -36,9 +30,9 @@ from .source import (
     last_name,
     name_of,
     stored,
-    with_call,
 )  # fmt: skip
 
+AWAITED = "read_later"  # the function that calls.py writes
 KEPT = "detach().to(torch.float64, copy=True)"
 COUNTED = "detach().clone()"  # of a whole number or a truth value
 FRESH = ("sum", "any", "all", "argmax", "argmin", "count_nonzero")  # these return a fresh tensor
@@ -164,7 +158,7 @@ def _arithmetic(node: ast.expr) -> list[ast.expr]:
     return [node]
 
 
-def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
+def uses_of(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
     """Return the reads of a name outside this statement. Refused if another function reads it."""
     scope = source.scope(statement)
     uses: list[ast.expr] = []
@@ -179,15 +173,15 @@ def _uses(source: SourceText, statement: ast.stmt, name: str) -> list[ast.expr]:
             continue
         if statement in source.above(node) or _is_of_comprehension(source, node):
             continue
-        if (inner := _scope(source, node)) is not scope:
-            if name in _own_names(inner):
+        if (inner := scope_of(source, node)) is not scope:
+            if name in own_names(inner):
                 continue
             raise Refused(f"{name} is read in another function, in line {node.lineno}")
         uses.append(node)
     return uses
 
 
-def _scope(source: SourceText, node: ast.AST) -> ast.AST:
+def scope_of(source: SourceText, node: ast.AST) -> ast.AST:
     """Return the function that a node is in; of what read_later calls, that around it."""
     scope = source.scope(node)
     call = source.parents.get(scope)
@@ -195,7 +189,7 @@ def _scope(source: SourceText, node: ast.AST) -> ast.AST:
     return source.scope(scope) if waits else scope
 
 
-def _own_names(scope: ast.AST) -> set[str]:
+def own_names(scope: ast.AST) -> set[str]:
     """Return the names that a function assigns, and its parameters."""
     return stored(scope) | {each.arg for each in ast.walk(getattr(scope, "args", scope)) if isinstance(each, ast.arg)}
 
@@ -212,7 +206,7 @@ def _converted(source: SourceText, statement: ast.stmt, loop: ast.stmt, name: st
     for value in source.assigned(statement, name):
         if isinstance(value, ast.Constant) and not isinstance(value.value, (int, float)):
             raise Refused(f"{name} is no number at first, in line {value.lineno}")
-    for use in _uses(source, statement, name):
+    for use in uses_of(source, statement, name):
         if in_every_step(source, use, loop) and not _waits_anyway(source, use):
             edits += _passed_on(source, use, loop, name, kind)
             continue
@@ -284,7 +278,7 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
         isinstance(outer, (ast.Try, ast.TryStar)) for outer in source.above(loop) if source.scope(outer) is source.scope(loop)
     ):
         raise Refused(f"the loop is inside a try: an exception would leave tensors in {name}")
-    for use in _uses(source, statement, name):
+    for use in uses_of(source, statement, name):
         parent = source.parents[use]
         counted = isinstance(parent, ast.Call) and name_of(parent.func) == "len"
         appended = isinstance(parent, ast.Attribute) and parent.attr == "append"
@@ -308,7 +302,7 @@ def propose_tensor(source: SourceText, line: int) -> list[Edit]:
     if (loop := source.loop(statement)) is None:
         raise NotHere("the line is in no loop of this function")
     edits, computes = [Edit(source.end(read.func) - len("item"), source.end(read), TO_TENSOR)], False
-    for use in _uses(source, statement, name):
+    for use in uses_of(source, statement, name):
         parent = source.parents[use]
         if isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Add, ast.Sub, ast.Mult, ast.Div)):
             other = parent.right if use is parent.left else parent.left
@@ -465,235 +459,6 @@ def _is_item(parent: ast.AST) -> bool:
 ELEMENTS = Patch("elements", frozenset({"sync", "d2h"}), "all elements are read at once", propose_elements, remedy=AT_ONCE)
 STACKED_READS = Patch("stacked", frozenset({"sync"}), "all values are read at once", propose_stacked, remedy=STACKED)
 READS = Patch("reads", frozenset({"sync"}), "the value stays on the device until it is used", propose)
-
-EVERY = 50  # steps from one print to the next
-SHOWING = (
-    "print", "write", "info", "debug", "log", "add_scalar", "add_scalars", "set_postfix", "set_postfix_str", "set_description",
-)  # fmt: skip
-
-
-def propose_rarely(source: SourceText, line: int) -> list[Edit]:
-    """Propose to show what is shown in every step in every fiftieth one alone, by the counter of the loop."""
-    statement = source.statement_at(line, *SHOWING)
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or last_name(call) not in SHOWING:
-        raise NotHere("the line does not print or log by itself")
-    loop = source.loop(statement)
-    if not isinstance(loop, ast.For) or not in_every_step(source, statement, loop):
-        raise NotHere("the line is in no for loop, or not in every step of it")
-    over, _ = iterated(loop)
-    target = loop.target.elts[0] if over == "enumerate" and isinstance(loop.target, ast.Tuple) else loop.target
-    if over not in ("range", "trange", "enumerate") or not isinstance(target, ast.Name):
-        raise Refused("the loop has no counter; write for step, batch in enumerate(...)")
-    if (
-        any(isinstance(node, ast.Constant) and "\n" in str(node.value) for node in ast.walk(call))
-        and call.end_lineno != call.lineno
-    ):
-        raise Refused("the line holds a text of several lines")
-    indent, (start, end) = source.indent(statement), source.line_range(statement, statement)
-    lines = source.data[start:end].decode().splitlines(keepends=True)
-    return [
-        Edit(start, end, f"{indent}if {target.id} % {EVERY} == 0:{source.newline}" + "".join(f"    {each}" for each in lines))
-    ]
-
-
-RARELY = Patch("rarely", frozenset({"sync", "d2h"}), f"it is shown every {EVERY} steps", propose_rarely, asked=True)
-
-
-AWAITED = "read_later"
-HELPER = f"""\
-def {AWAITED}(use=None, *values):  # calls use(*values) when they have arrived; without arguments: with all that are left
-    queue = {AWAITED}.queue
-    if use is not None:
-        tensors = [v for v in values if isinstance(v, torch.Tensor)]
-        sent = [v.detach().to("cpu", copy=True, non_blocking=v.is_cuda) for v in tensors]
-        copies = [sent.pop(0) if isinstance(v, torch.Tensor) else v for v in values]
-        devices = dict.fromkeys(v.device for v in tensors if v.is_cuda)
-        queue.append((use, copies, [torch.cuda.current_stream(each).record_event() for each in devices]))
-    while queue and (use is None or len(queue) > 32 or all(event.query() for event in queue[0][2])):
-        then, copies, events = queue.pop(0)
-        for event in events:
-            if not event.query():
-                event.synchronize()
-        then(*(v.clone() if isinstance(v, torch.Tensor) else v for v in copies))  # their pinned memory is used again
-
-
-{AWAITED}.queue = []
-__import__("atexit").register({AWAITED})
-"""
-COLLECTING = ("append", "extend")
-PURE = frozenset(("round", "abs", "min", "max", "str", "len", "float", "int", "bool", "list", "sum"))
-INNER = frozenset(("items", "values", "parameters", "named_parameters", "zip"))  # loops over these are parts of a step
-
-
-def propose_read_later(source: SourceText, line: int) -> list[Edit]:
-    """Propose to show or collect what a line reads when it has arrived: the same text and values, a few steps later."""
-    statement = source.statement_at(line, *SHOWING, *COLLECTING)
-    shows, value = [statement], {}
-    if isinstance(statement, ast.Assign) and name_of(statement.targets[0]) and _reads(statement.value, {}):
-        value = {name_of(statement.targets[0]): statement.value}
-        shows = _shows_of(source, statement, *value)
-    calls = [each.value for each in shows if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call)]
-    names = {last_name(call) for call in calls}
-    if not calls or len(calls) != len(shows) or not names <= {*SHOWING, *COLLECTING}:
-        raise NotHere("the line does more than show or collect what it reads")
-    if any(name_of(call.func) == "self.log" for call in calls):
-        raise Refused("Lightning and Trainer take what is logged at once")
-    source.check_imports_torch()
-    loop = source.loop(statement)
-    if loop is None:
-        raise Refused("the loop around this line is in another function, in which it would be shown too late")
-    over = iterated(loop)[0] if isinstance(loop, ast.For) else ""
-    if over in INNER and source.loop(loop) is not None:
-        raise Refused("the loop around this line is a part of a step; read all of its values at once")
-    owners = {n.id for call in calls for n in ast.walk(call.func) if isinstance(n, ast.Name)}
-    if changed := owners & stored(loop):
-        raise Refused(f"{min(changed)} is another object in each step")
-    for call in calls if names & {*COLLECTING} else ():
-        _check_collected(source, statement, call, loop)
-    edits = [] if not value else [Edit(*source.line_range(statement, statement), "")]
-    for call in calls:
-        edits += with_call(source, call, _awaited(source, call, value, loop))
-    after = f"{source.indent(loop)}{AWAITED}()"
-    end = (loop.end_lineno or 0) + 1
-    if source.line(end) != after.strip():
-        edits.append(source.inserted_line(end, after))
-    return [*edits, *helper(source, AWAITED, *HELPER.splitlines())]
-
-
-def _shows_of(source: SourceText, statement: ast.Assign, name: str) -> list[ast.stmt]:
-    """Return the statements right after one that make all use of the name that it assigns."""
-    block, uses = source.block(statement), {id(source.statement(use)) for use in _uses(source, statement, name)}
-    shows = block[block.index(statement) + 1 :][: len(uses)]
-    if not uses or {id(each) for each in shows} != uses:
-        raise Refused(f"{name} is used for more than to be shown right after")
-    return shows
-
-
-def _check_collected(source: SourceText, statement: ast.stmt, call: ast.Call, loop: ast.stmt) -> None:
-    """Raise Refused unless what is collected is first used after the loop."""
-    assert isinstance(call.func, ast.Attribute)
-    values, scope = call.func.value, source.scope(statement)
-    root = values.value if isinstance(values, ast.Subscript) and constant(values.slice) is not None else values
-    if not isinstance(root, ast.Name):
-        raise Refused(f"{source.text(values)} is no name of a list or of a dictionary of lists")
-    for outer in source.above(loop):
-        if isinstance(outer, (ast.Try, ast.TryStar)) and source.scope(outer) is scope:
-            raise Refused(f"the loop is inside a try: after an exception {root.id} would lack the last values")
-    for node in ast.walk(loop):
-        if isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)) and source.scope(node) is scope:
-            raise Refused(f"line {node.lineno} leaves the loop, in which {root.id} would lack the last values")
-    for node in ast.walk(source.tree) if root.id not in _own_names(scope) else ():
-        other = _scope(source, node) if isinstance(node, ast.Name) and node.id == root.id else scope
-        if other not in (scope, source.tree) and root.id not in _own_names(other):
-            raise Refused(f"{root.id} is used in another function, in line {node.lineno}")  # type: ignore[attr-defined]
-    for use in _uses(source, statement, root.id):
-        holder = source.parents[use] if root is not values else use
-        within, appended = loop in source.above(use), source.parents[holder]
-        collecting = isinstance(appended, ast.Attribute) and appended.attr in COLLECTING and root is not values
-        if within and (not collecting or source.text(holder) == source.text(values)):  # type: ignore[arg-type]
-            raise Refused(f"{root.id} is used inside the loop, in line {use.lineno}")
-
-
-def _awaited(source: SourceText, call: ast.Call, value: dict[str, ast.expr], loop: ast.stmt) -> str:
-    """Return the call of read_later for one that shows or collects: what it reads are arguments, all else is known now."""
-    reads, known = dict[str, str](), dict[str, str]()
-
-    def named(node: ast.expr, kind: dict[str, str]) -> ast.expr:
-        text = ast.unparse(node)
-        first = next((n.id for n in ast.walk(node) if isinstance(n, ast.Name)), "value")
-        name = first if isinstance(node, ast.Name) or (kind is reads and not hasattr(builtins, first)) else "value"
-        while text != {**reads, **known}.get(name, text) or name in (known if kind is reads else reads):
-            name = f"{name.rstrip('0123456789')}{len(reads) + len(known)}"
-        kind[name] = text
-        return ast.Name(name, ast.Load())
-
-    def split(node: ast.expr, formatted: bool = False) -> ast.expr:
-        if isinstance(node, ast.Name) and node.id in value:
-            return split(copy.deepcopy(value[node.id]))
-        if isinstance(node, ast.Constant):
-            return node
-        if isinstance(node, ast.Call) and last_name(node) in READERS and not node.keywords:
-            if isinstance(node.func, ast.Attribute) and not node.args and not _reads(node.func.value, value):
-                node.func.value = named(node.func.value, reads)
-                return node
-            if isinstance(node.func, ast.Name) and len(node.args) == 1 and not _reads(node.args[0], value):
-                node.args = [named(node.args[0], reads)]
-                return node
-        if not _reads(node, value) and not isinstance(node, (ast.JoinedStr, ast.Tuple, ast.BinOp)):
-            _check_same(source, node, loop)
-            return named(node, reads if formatted and isinstance(node, ast.Name) else known)
-        match node:
-            case ast.JoinedStr(values=parts):
-                for part in parts:
-                    if isinstance(part, ast.FormattedValue):
-                        part.value = split(part.value, True)
-            case ast.BinOp(left=left, right=right):
-                text = isinstance(node.op, ast.Mod) and isinstance(constant(left), str)
-                node.left, node.right = split(left, formatted), split(right, formatted or text)
-            case ast.UnaryOp(operand=operand):
-                node.operand = split(operand)
-            case ast.Tuple(elts=elts) | ast.List(elts=elts):
-                node.elts = [split(each, formatted) for each in elts]
-            case ast.Dict(values=values):
-                node.values = [split(each) for each in values]
-            case ast.Subscript(value=inner):
-                node.value = split(inner)
-            case ast.Call(func=ast.Attribute(value=inner)) if _reads(inner, value) or isinstance(constant(inner), str):
-                node.func.value = split(inner)  # type: ignore[attr-defined]
-                arguments(node, isinstance(constant(inner), str))
-            case ast.Call(func=called) if name_of(called) in PURE or name_of(called).split(".")[0] in ("math", "np", "numpy"):
-                arguments(node)
-            case _:
-                raise Refused(f"line {call.lineno} reads a value inside {ast.unparse(node)}")
-        return node
-
-    def arguments(node: ast.Call, formatted: bool = False) -> None:
-        node.args = [split(each, formatted) for each in node.args]
-        for keyword in node.keywords:
-            keyword.value = split(keyword.value, formatted)
-
-    shown = copy.deepcopy(call)
-    arguments(shown)
-    if not reads:
-        raise NotHere("no .item() or .cpu() is written in this line")
-    text = ast.unparse(shown)
-    text = source.text(call) if text == ast.unparse(call) else text
-    parameters = ", ".join([*reads, *(f"{name}={known[name]}" for name in known)])
-    return f"{AWAITED}(lambda {parameters}: {text}, {', '.join(reads.values())})"
-
-
-READERS = frozenset(("item", "cpu", "tolist", "float", "int"))
-
-
-def _reads(node: ast.AST, value: dict[str, ast.expr]) -> bool:
-    """Return whether an expression reads a value of the device, or holds a name whose value does."""
-    return any(
-        (isinstance(each, ast.Call) and last_name(each) in READERS) or (isinstance(each, ast.Name) and each.id in value)
-        for each in ast.walk(node)
-    )
-
-
-CHANGING = ("append", "extend", "update", "add_", "mul_", "copy_", "pop", "clear", "step")
-
-
-def _check_same(source: SourceText, node: ast.expr, loop: ast.stmt) -> None:
-    """Raise Refused if an object that is shown is changed in the loop, so that it would be shown with later values."""
-    if not isinstance(node, ast.Name):
-        return  # an expression has its value now
-    for each in ast.walk(loop):
-        if isinstance(each, ast.withitem) and each.optional_vars is not None and node.id in stored(each.optional_vars):
-            raise Refused(f"{node.id} ends with its block, before it would be used")
-        method = isinstance(each, ast.Attribute) and each.attr in CHANGING
-        written = isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store)
-        if (method or written) and node.id == next((n.id for n in ast.walk(each) if isinstance(n, ast.Name)), ""):
-            raise Refused(f"{node.id} is changed in line {each.lineno} before it would be shown")  # type: ignore[attr-defined]
-
-
-READ_LATER = Patch(
-    "read_later", frozenset({"sync", "d2h"}), "it is shown or collected when it has arrived, a few steps later",
-    propose_read_later,
-)  # fmt: skip
 
 
 ARITHMETIC = (ast.BinOp, ast.Name, ast.Attribute, ast.Constant, ast.operator, ast.expr_context)

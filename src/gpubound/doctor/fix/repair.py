@@ -26,31 +26,25 @@ from ...formatting import hint
 from ...watch.events import shorten
 from ..finding import Finding, Verdict
 from ..rules.remedies import ACTED
-from .calls import (
-    BF16,
+from .calls import BF16, FOREACH, LATER, OPTIMIZER, RARELY, READ_LATER, TF32, UNVALIDATED, WAITS, ZERO_GRAD
+from .copies import (
     COPIES,
-    FOREACH,
     GATHERED,
     INDEX,
     KEPT,
     KEPT_MASK,
     LOADER,
     MADE_THERE,
-    OPTIMIZER,
     PERSISTENT,
     PINNED,
     SLICE,
     STAGED,
-    TF32,
-    UNVALIDATED,
-    WAITS,
     WINDOWS,
     WORKERS,
-    ZERO_GRAD,
 )
-from .reads import ELEMENTS, METERS, RARELY, READ_LATER, READS, STACKED_READS, TENSOR
+from .reads import ELEMENTS, METERS, READS, STACKED_READS, TENSOR
 from .source import Edit, NotHere, Patch, Refused, SourceText, imported, keywords_of, last_name, name_of, with_keywords
-from .step import LATER, TRAIN_STEP
+from .step import TRAIN_STEP
 
 CONFIGURATION = "from accelerate.utils import DataLoaderConfiguration"
 

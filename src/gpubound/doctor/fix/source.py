@@ -391,6 +391,15 @@ def _after_imports(source: SourceText, text: str) -> Edit:
     return source.inserted_line(1 if last is None else (last.end_lineno or 0) + 1, text)
 
 
+def torch_name(source: SourceText) -> str:
+    """Return the name by which the file imports torch."""
+    for node in source.tree.body:
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            if alias.name == "torch":
+                return alias.asname or "torch"
+    raise NotHere("the file does not import torch")
+
+
 @dataclass(frozen=True)
 class Patch:
     """A patch: `propose(source, line)` returns edits, or raises Refused.

@@ -1,4 +1,4 @@
-"""Let gb.TrainStep make the whole step of a plain loop, which it captures in CUDA graphs; write files in another thread.
+"""Let gb.TrainStep make the whole step of a plain loop, which it captures in CUDA graphs.
 
     optimizer.zero_grad()                  loss = train_step([(x, y)]).loss
     loss = criterion(model(x), y)
@@ -8,123 +8,26 @@
 The forward becomes a function, autocast included, and TrainStep makes the optimizer: where it was made, if the loop is in a
 function that reads it or is given it, and before the loop otherwise. Taken only where nothing else stands between, and where
 nothing else uses the optimizer: a scheduler or a checkpoint of it would see another one.
-
-Files are written while the loop goes on:
-
-    torch.save(net.state_dict(), path)             write_later(torch.save, net.state_dict(), path)
-    save_image(x, path, normalize=True)            write_later(save_image, x, path, normalize=True)
-
-What is written is a copy, made on the device when the line runs: later steps change the weights. One thread writes one file
-after another, and what fails is raised at the next call, or when Python ends. Taken only where nothing in the script may read
-what was written, and where no other stream and no graph is used: the thread launches on the default stream.
 """
 
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .calls import WRITE_LATER
 from .source import (
-    LOOPS,
     Edit,
-    NotHere,
     Patch,
     Refused,
     SourceText,
     called_on,
     constant,
     imported,
-    imported_lines,
     iterated,
     last_name,
     name_of,
     stored,
 )
-
-NAME = "write_later"
-HELPER = f"""\
-import atexit
-import copy
-from concurrent.futures import ThreadPoolExecutor
-
-_writer, _written = ThreadPoolExecutor(1), []
-atexit.register(lambda: [each.result() for each in _written])
-
-
-def {NAME}(write, value, *arguments, **options):
-    while _written and (len(_written) > 3 or _written[0].done()):  # few copies at a time
-        _written.pop(0).result()  # raises what went wrong
-    value = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-    _written.append(_writer.submit(write, value, *arguments, **options))
-"""
-READING = (
-    "load", "open", "exists", "isfile", "getsize", "listdir", "glob", "iterdir", "remove", "unlink", "rmtree", "copy", "copy2",
-    "copyfile", "copytree", "move", "rename", "replace", "run", "call", "system", "Popen", "upload_file",
-)  # fmt: skip
-STREAMS = (
-    b"cuda.Stream", b"cuda.stream(", b"CUDAGraph", b"cuda.graph", b"make_graphed_callables", b"gpubound", b"torch.compile",
-)  # fmt: skip
-
-
-def propose_later(source: SourceText, line: int) -> list[Edit]:
-    statement = source.statement_at(line, "save", "save_image", NAME)
-    if (call := _called(statement)) is not None and last_name(call) == NAME:
-        return []  # together with another finding of the line
-    scope = source.scope(statement)
-    loops = [outer for outer in source.above(statement) if isinstance(outer, LOOPS) and source.scope(outer) is scope]
-    if not _writes(statement) or not (loops or scope is not source.tree):
-        raise NotHere("wanted torch.save(value, path) or save_image(value, path) in a loop or a function")
-    first = loops[-1].lineno if loops else 0
-    source.check_imports_torch()
-    if any(word in source.data for word in STREAMS):
-        raise Refused("the file uses streams or graphs, which work of another thread may disturb")
-    for other in source.calls():
-        within = source.scope(other) is not source.tree or other.lineno >= first
-        mode = constant(other.args[1]) if len(other.args) > 1 else None
-        writes = last_name(other) == "open" and str(mode).startswith(("w", "a"))
-        if within and last_name(other) in READING and not writes:
-            raise Refused(f"line {other.lineno} may read what is written: {last_name(other)}()")
-    has_helper = f"def {NAME}(".encode() in source.data
-    used = {NAME, "_writer", "_written", "atexit", "copy", "ThreadPoolExecutor"} & {
-        n.id
-        for n in ast.walk(source.tree)
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and _is_global(source, n)
-    }
-    if used and not has_helper:
-        raise Refused(f"the name {min(used)} is taken in this file")
-    edits = [] if has_helper else imported_lines(source, *HELPER.splitlines())
-    for each in source.block(statement):
-        if (writing := _called(each)) is not None and _writes(each):
-            start, function = source.start(writing), source.end(writing.func)
-            bracket = source.data.index(b"(", function)
-            edits.append(Edit(start, bracket + 1, f"{NAME}({source.text(writing.func)}, "))
-    return edits
-
-
-def _is_global(source: SourceText, name: ast.Name) -> bool:
-    """Return whether a name is the module's, so that all functions read what it gets."""
-    scope = source.scope(name)
-    return scope is source.tree or any(isinstance(n, ast.Global) and name.id in n.names for n in ast.walk(scope))
-
-
-def _called(statement: ast.stmt) -> ast.Call | None:
-    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
-
-
-def _writes(statement: ast.stmt) -> bool:
-    """Return whether a statement writes its first argument into a file, whose path is written here."""
-    call = _called(statement)
-    if call is None or len(call.args) < 2 or any(isinstance(each, ast.Starred) for each in call.args):
-        return False
-    path = call.args[1]
-    joined = isinstance(path, ast.Call) and name_of(path.func) in ("os.path.join", "str")
-    text = isinstance(path, (ast.JoinedStr, ast.BinOp)) or (isinstance(path, ast.Constant) and isinstance(path.value, str))
-    return (name_of(call.func) == "torch.save" or last_name(call) == "save_image") and (joined or text)
-
-
-LATER = Patch(
-    "later", frozenset({"checkpoint", "host_work", "d2h", "sync"}), "a copy is written in another thread", propose_later
-)  # fmt: skip
-
 
 STEP = "train_step"  # the name that an optimizer given to a function gets
 
@@ -411,7 +314,7 @@ KERNELS = ("foreach", "fused")  # options that choose kernels, not numbers
 def propose(source: SourceText, line: int) -> list[Edit]:
     if b"GradScaler" in source.data:
         raise Refused('the file uses a GradScaler; write gb.TrainStep(..., precision="fp16"), which has its own, by hand')
-    if NAME in names_in(source.tree):
+    if WRITE_LATER in names_in(source.tree):
         raise Refused("another thread launches work while it writes, which would end a capture")
     if _casts(source):
         raise Refused("the file uses 16-bit numbers outside of autocast; write gb.TrainStep(..., precision=...) by hand")

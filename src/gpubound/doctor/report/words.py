@@ -23,7 +23,7 @@ from rich.text import Text
 from ...distributed.rendezvous import gather_texts, rank_and_world
 from ...trace import printable
 from ..finding import COUNTS, GPU_TIME, KINDS, Finding, Verdict
-from ..fix.calls import WORKERS
+from ..fix.copies import WORKERS
 from ..rules.diagnose import HARMLESS
 from ..rules.remedies import ANEW
 
