@@ -100,7 +100,7 @@ def test_a_python_result(tape):
         return x, next(sizes)
 
     assert said(capture, counting, torch.ones(3)).startswith(
-        "output 1: the graph always returns 3, eager returns 4 with other inputs"
+        "output 1: the graph always returns 2, eager returns 3 with other inputs"
     )
 
 
@@ -298,11 +298,11 @@ def test_each_round_starts_from_what_the_replay_before_has_left(tape):
     state, steps = torch.zeros(1, dtype=torch.float64), count()
 
     def fn(x):
-        state.add_(1 + next(steps) ** 2 / 1024)  # 3 warm-ups, the recording, then an eager call a round: 16 and 25 against 9
+        state.add_(1 + next(steps) ** 2 / 1024)  # 2 warm-ups, the recording, then an eager call a round: 9 and 16 against 4
         return state + 0 * x
 
     found = capture(fn, torch.ones(1, dtype=torch.float64), tolerance=0.5).certificate
-    assert not found.bitwise and found.worst.absolute == 16 / 1024
+    assert not found.bitwise and found.worst.absolute == 12 / 1024
 
 
 def test_what_is_true_of_one_round_alone(tape, monkeypatch):

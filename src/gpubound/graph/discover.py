@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -353,6 +354,7 @@ class Discovery:
         self.hazards: list[Hazard] = []
         self.created_before: dict[int, FirstValue] = {}  # by earlier calls
         self._created: dict[int, FirstValue] = {}
+        self._made: list[StorageWeakRef] = []  # the storages of these, in the second call
         self.origins = Origins()
         self.thread = _ThreadState()
         self.call: tuple = (None, ())  # the Python call that the current operation belongs to
@@ -379,6 +381,10 @@ class Discovery:
         """Return survivors that began as computed values and may have been written since, as a table that a kernel gets."""
         written = ((key, first) for key, first in self.survivors().items() if self.external[key].is_written)
         return {key: self.external[key].tensor for key, first in written if first.fill is None and not first.empty}
+
+    def has_settled(self) -> bool:
+        """Return whether the second call kept no tensor that it created, so that a further one sees what the second saw."""
+        return not self.hazards and not self.created_and_written() and all(storage.expired() for storage in self._made)
 
     def moves(self, key: int) -> bool:
         """Return whether a call after the first created the tensor and the next call read it. The first may create tables."""
@@ -434,6 +440,8 @@ class Discovery:
         key = storage_key(tensor)
         if key and key not in arguments and key not in self.inputs and not self._is_external(key):
             self._created[key] = first_value(op, args, tensor, place, self.calls)
+            if self.calls == 2:
+                self._made.append(StorageWeakRef(tensor.untyped_storage()))
 
     def _hazard(self, cause: Cause) -> None:
         self.hazards.append(Hazard(here(self.origins), cause))
@@ -446,6 +454,8 @@ class Discovery:
                 key, argument = storage_key(tensor), (id(kernel), position, len(tensors))
                 if key not in self.inputs and self.thread.in_operation and not self._is_external(key):
                     self._created.setdefault(key, FirstValue(place, self.calls, empty=True))
+                    if self.calls == 2:
+                        self._made.append(StorageWeakRef(tensor.untyped_storage()))
                 self.see(tensor, place)
                 if not key or key in self._created or key in doubtful:
                     continue
