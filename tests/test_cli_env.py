@@ -107,6 +107,7 @@ def test_an_unknown_command_suggests_the_near_one(run, monkeypatch):
         (BrokenPipeError(32, "Broken pipe"), 2, "gpubound train: [Errno 32] Broken pipe\n"),  # a worker's, not stdout
         (OSError(errno.ENOSPC, "No space left on device"), 2, message("cli_env:no_room", "No space left on device")),
         (OSError(errno.EFBIG, "File too large"), 2, message("cli_env:no_room", "File too large")),
+        (OSError(errno.ENOSPC, "Full", "a.html"), 2, message("cli_env:no_room_for_file")),
         (KeyboardInterrupt(), 130, "gpubound: interrupted\n"),
         (SystemExit(0), 0, ""),
         (SystemExit(2), 2, ""),

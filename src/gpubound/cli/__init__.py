@@ -149,8 +149,9 @@ def interruptible_imports() -> Iterator[None]:
 def _explain(error: Exception) -> tuple[int, str]:
     """Return the exit code and the line of an error. An unexpected error is named by its class: it is a defect."""
     text = " ".join(printable(str(error)).split()) or type(error).__name__
-    if isinstance(error, OSError) and error.errno in DISK_FULL and error.filename is None:  # a stream's, most often stdout's
-        text = f"there is no room for what is written ({error.strerror}); free some space, or write to another disk."
+    if isinstance(error, OSError) and error.errno in DISK_FULL:  # without a file's name: a stream's, most often stdout's
+        where = "" if error.filename is None else printable(f"{error.filename}: ")
+        text = f"{where}there is no room for what is written ({error.strerror}); free some space, or write to another disk."
     if not isinstance(error, EXPECTED):
         return 1, f"{type(error).__name__}: {text}"
     return (1 if isinstance(error, BudgetError) else 3 if isinstance(error, MeasureError) else 2), text
