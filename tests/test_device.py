@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpubound import device as policy, trace
-from gpubound.device import Sight, cure, exercise, fast_16bit, label, look, resolve
+from gpubound.device import Sight, cure, exercise, fast_bf16, label, look, resolve
 from gpubound.errors import DeviceError
 from tests.messages import message, refusal
 
@@ -320,7 +320,7 @@ def test_this_machines_gpu_passes():
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variables choose among x86's instruction sets")
 def test_a_cpu_without_units_for_bf16_is_slow_in_it():
     """AVX2 alone, on any x86 processor: there fp32 is at least ten times faster."""
-    code = "import torch; from gpubound.device import fast_16bit; print(fast_16bit(torch.device('cpu')))"
+    code = "import torch; from gpubound.device import fast_bf16; print(fast_bf16(torch.device('cpu')))"
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True).stdout == "False\n"
 
@@ -333,23 +333,23 @@ def test_a_cpus_products_are_timed_once_on_real_tensors(monkeypatch):
             recorded.append(function)
             return function(*args, **(kwargs or {}))
 
-    policy._cpu_is_faster_in.cache_clear()
+    policy._cpu_is_faster_in_bf16.cache_clear()
     clock, recorded, before = count(), [], torch.get_rng_state()
     monkeypatch.setattr(policy, "perf_counter", lambda: next(clock))
     with Recorder():
-        answers = [fast_16bit(torch.device("cpu"))]
+        answers = [fast_bf16(torch.device("cpu"))]
         calls = next(clock)
-        answers.append(fast_16bit(torch.device("cpu")))
+        answers.append(fast_bf16(torch.device("cpu")))
     assert answers[0] is answers[1] and next(clock) == calls + 1 and calls > 10
     assert not recorded and torch.equal(torch.get_rng_state(), before)
-    policy._cpu_is_faster_in.cache_clear()
+    policy._cpu_is_faster_in_bf16.cache_clear()
 
 
-@pytest.mark.parametrize("capability, bf16, fp16", [(61, False, False), (75, False, True), (80, True, True), (90, True, True)])
-def test_a_gpu_is_asked_for_its_capability(capability, bf16, fp16, monkeypatch):
+@pytest.mark.parametrize("capability, bf16", [(61, False), (75, False), (80, True), (90, True)])
+def test_a_gpu_is_asked_for_its_capability(capability, bf16, monkeypatch):
     monkeypatch.setattr(policy, "_chip", lambda index: policy.Chip(capability, 1, 1, "pretended"))
     gpu = torch.device("cuda", 0)
-    assert (fast_16bit(gpu), fast_16bit(gpu, torch.float16)) == (bf16, fp16)
+    assert fast_bf16(gpu) == bf16
 
 
 @pytest.fixture

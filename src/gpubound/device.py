@@ -89,23 +89,23 @@ def _chip(index: int) -> Chip:
 
 
 @constant
-def fast_16bit(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return True when `device` multiplies matrices of a 16-bit dtype faster than those of fp32.
+def fast_bf16(device: torch.device) -> bool:
+    """Return whether `device` multiplies matrices of bf16 faster than those of fp32.
 
     A GPU is asked for its compute capability. A CPU is timed once a process, for 50 ms at most: without units for bf16, as with
     AVX2 alone, torch multiplies it 20 to 50 times slower than fp32, and no flag says which of the two a build of torch does.
     """
     if device.type == "cuda":
-        return torch.version.hip is not None or chip(device).capability >= (80 if dtype == torch.bfloat16 else 70)
-    return device.type != "cpu" or _cpu_is_faster_in(dtype)
+        return torch.version.hip is not None or chip(device).capability >= 80
+    return device.type != "cpu" or _cpu_is_faster_in_bf16()
 
 
 @cache
-def _cpu_is_faster_in(dtype: torch.dtype) -> bool:
+def _cpu_is_faster_in_bf16() -> bool:
     """Compare the fastest of a few interleaved products: a busy machine slows down some of either kind, and not by a factor."""
     with _disable_current_modes(), torch.no_grad(), without_autocast(torch.device("cpu")):
-        fp32, half = (torch.ones(192, 192, device="cpu", dtype=kind) for kind in (torch.float32, dtype))
-        seconds: dict[torch.Tensor, list[float]] = {fp32: [], half: []}
+        fp32, bf16 = (torch.ones(192, 192, device="cpu", dtype=kind) for kind in (torch.float32, torch.bfloat16))
+        seconds: dict[torch.Tensor, list[float]] = {fp32: [], bf16: []}
         begun = perf_counter()
         for round in range(6):
             for matrix, samples in seconds.items():
@@ -114,7 +114,7 @@ def _cpu_is_faster_in(dtype: torch.dtype) -> bool:
                 samples.append(perf_counter() - started)
             if round >= 2 and perf_counter() - begun > 0.03:
                 break
-    return min(seconds[half][1:]) < min(seconds[fp32][1:])  # the first call of a kind prepares its kernels
+    return min(seconds[bf16][1:]) < min(seconds[fp32][1:])  # the first call of a kind prepares its kernels
 
 
 CONTEXT = int(0.6 * 2**30)  # assumption: CUDA's context and loaded kernels, outside of torch's allocator

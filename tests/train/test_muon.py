@@ -29,7 +29,7 @@ def of_mix(name, parameter):
 
 
 def test_torch_muon_and_adamw(monkeypatch):
-    monkeypatch.setattr(adamw, "fast_16bit", lambda device: True)  # torch's own iterates in bf16 on any device
+    monkeypatch.setattr(adamw, "fast_bf16", lambda device: True)  # torch's own iterates in bf16 on any device
     model = deep()
     theirs, start = copy.deepcopy(model), named(model)
     taken = [p for name, p in theirs.named_parameters() if of_mix(name, p)]
@@ -50,7 +50,7 @@ def test_torch_muon_and_adamw(monkeypatch):
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (8, 8)])
 def test_one_update_is_torch_muons_bit_for_bit(shape, monkeypatch):
-    monkeypatch.setattr(adamw, "fast_16bit", lambda device: True)
+    monkeypatch.setattr(adamw, "fast_bf16", lambda device: True)
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     theirs = nn.Parameter(torch.zeros(shape))
     theirs.grad = gradient.clone()
@@ -61,7 +61,7 @@ def test_one_update_is_torch_muons_bit_for_bit(shape, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(3, 16, 40), (2, 40, 16)])
 def test_fp32_where_16_bits_are_slow(shape, monkeypatch):
-    monkeypatch.setattr(adamw, "fast_16bit", lambda device: False)
+    monkeypatch.setattr(adamw, "fast_bf16", lambda device: False)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     got = orthogonal(x, 5)
     u, values, v = torch.linalg.svd(x.double() / x.double().norm(dim=(1, 2), keepdim=True), full_matrices=False)

@@ -19,13 +19,6 @@ PROCESSES_PER_CORE = 4  # on a CPU; each takes 250 MB before it has read a model
 YEAR = 525_600  # minutes; torch's own waits overflow at much longer ones
 
 
-def check_timeout(minutes: float) -> None:
-    if not 0 < minutes <= YEAR:
-        raise ValueError(
-            f"timeout: got {minutes:g} minutes, wanted more than 0 and at most {YEAR:,}, a year; 10 is the default."
-        )
-
-
 @dataclass(frozen=True)
 class RankOptions:
     """Options of a command that may run as several processes."""
@@ -51,7 +44,10 @@ class RankOptions:
         from ..distributed import launched
         from ..distributed.failures import started_by_us
 
-        check_timeout(self.timeout)
+        if not 0 < self.timeout <= YEAR:
+            raise ValueError(
+                f"timeout: got {self.timeout:g} minutes, wanted more than 0 and at most {YEAR:,}, a year; 10 is the default."
+            )
         if self.restarts < 0:
             raise ValueError(f"restarts: got {self.restarts}, wanted 0 or more.")
         if started_by_us():

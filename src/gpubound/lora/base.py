@@ -94,42 +94,43 @@ def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
 
 
 STEPS = 10**7  # of a match, about 50 ms
+LENGTH = 100  # characters of a name
 
 
-def check_pattern(pattern: str, where: str, do: str, error: type[Exception], length: int = 100) -> None:
-    """Raise `error` for an invalid pattern, and for one that may take more than STEPS on a name of `length` characters.
+def check_pattern(pattern: str, where: str, do: str, error: type[Exception]) -> None:
+    """Raise `error` for an invalid pattern, and for one that may take more than STEPS on a name of LENGTH characters.
 
     Python's `re` backtracks, without a limit: `(a+)+b` takes 2^n steps on n characters.
     """
     try:
         re.compile(pattern)
-        steps = _most_steps(_parser.parse(pattern), length)
+        steps = _most_steps(_parser.parse(pattern))
     except (re.error, RecursionError, OverflowError) as raised:
         raise error(f"{where}, no regular expression ({raised}); {do}.") from raised
     if steps > STEPS:
         raise error(f"{where}, which could take {steps:.0e} steps to match one name, limit {STEPS:.0e}; {do}.")
 
 
-def _most_steps(parsed: Any, length: int) -> float:
-    """Return an upper bound of the number of matches of a parsed pattern with prefixes of `length` characters."""
+def _most_steps(parsed: Any) -> float:
+    """Return an upper bound of the number of matches of a parsed pattern with prefixes of LENGTH characters."""
     matches, open_ended = 1.0, 0
     for op, value in parsed:
         name = str(op)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
-            least, most, body = int(value[0]), min(int(value[1]), length), _most_steps(value[2], length)
-            if body == 1 and most == length:
+            least, most, body = int(value[0]), min(int(value[1]), LENGTH), _most_steps(value[2])
+            if body == 1 and most == LENGTH:
                 open_ended += 1
             elif body == 1:
                 matches *= max(most - least + 1, 1)
             else:
                 matches *= body**most if most * math.log10(body) < 300 else math.inf
         elif name == "BRANCH":
-            matches *= sum(_most_steps(branch, length) for branch in value[1])
+            matches *= sum(_most_steps(branch) for branch in value[1])
         elif name in ("SUBPATTERN", "ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):
-            matches *= _most_steps(value if name == "ATOMIC_GROUP" else value[-1], length)
+            matches *= _most_steps(value if name == "ATOMIC_GROUP" else value[-1])
         elif name == "GROUPREF_EXISTS":
-            matches *= sum(_most_steps(branch, length) for branch in value[1:] if branch)
-    return matches * math.comb(length + open_ended, open_ended)  # the positions that divide the unbounded repeats
+            matches *= sum(_most_steps(branch) for branch in value[1:] if branch)
+    return matches * math.comb(LENGTH + open_ended, open_ended)  # the positions that divide the unbounded repeats
 
 
 def _matches(key: str, target: str, regex: bool) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from ..device import fast_16bit
+from ..device import fast_bf16
 from ..distributed import Ranks
 from ..kernels import adamw, plan_update
 from ..kernels.accumulate import made_record
@@ -549,7 +549,7 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
     They run in bf16, which is accurate enough, or in fp32 on a device where bf16 is slower: a CPU without bf16 units trained
     the demo's model at 1.6k tokens/s in bf16 and at 9.2k in fp32.
     """
-    return torch.bfloat16 if fast_16bit(device) else torch.float32
+    return torch.bfloat16 if fast_bf16(device) else torch.float32
 
 
 def orthogonal(x_KRC: Tensor, iterations: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -225,11 +225,11 @@ class Recipe:
 
     def precision_on(self, device: "torch.device") -> str:
         """Return the precision on a device: 'auto' depends on it."""
-        from ..device import fast_16bit
+        from ..device import fast_bf16
 
         if self.precision != "auto":
             return self.precision
-        return "bf16" if device.type == "cuda" and fast_16bit(device) else "fp32"
+        return "bf16" if device.type == "cuda" and fast_bf16(device) else "fp32"
 
     @property
     def tokens_per_step(self) -> int:
