@@ -109,7 +109,11 @@ def loop(job: RLJob, exact: bool | None = None) -> Measure:
     """
     out = tempfile.TemporaryDirectory()
     recipe, model = gb.rl.RLRecipe(**keys(job), exact=exact, out=f"{out.name}/run"), policy(job)
-    alone = learning_alone(job, recipe, model)
+    try:
+        alone = learning_alone(job, recipe, model)
+    except Exception as error:  # the step's own line is worth more
+        print(f"{job.who}: training alone: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        alone = {"peak_gib": None, "syncs": None}
     release(torch.device(job.device))
     run = prepare(recipe, model, texts(job), None, even, None, tokenizer(job), False)
     run.save = lambda wait=False: None
