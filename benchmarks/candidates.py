@@ -104,13 +104,12 @@ def _product(job: Job) -> Iterator[Plan]:
 
 
 def _held(job: Job) -> Iterator[Plan]:
-    width = job.shape[1]
-    for rows, columns, warps, ahead in product((16, 32, 64), (512, 1024), (4, 8), (1, 2)):
-        slices = -(-width // columns)
-        if columns > max(64, power_of_two(width)) or (ahead > slices and ahead > 1):
-            continue
-        most = {min(slices, max(1, size // (rows * columns * job.bytes))) for size in (1 << 15, 1 << 16, 1 << 17)}
-        yield from (ResidentPlan(rows, columns, warps, held, ahead) for held in sorted(most))
+    """Up to 128 registers of a thread for weights and 64 for x."""
+    _, width, tall = job.shape
+    for rows, warps, size in product((16, 32), (2, 4, 8), (1 << 13, 1 << 14)):
+        slices = -(-width // (32 * warps))
+        held, ahead = (max(1, most // (lines * 32 * job.bytes)) for most, lines in ((size, rows), (size // 2, tall)))
+        yield ResidentPlan(rows, warps, min(slices, held), min(slices, ahead))
 
 
 def _split(job: Job) -> Iterator[Plan]:

@@ -70,7 +70,7 @@ def test_products_in_parts_give_the_logits_of_those_by_torch(kind, layers, sever
 
 def test_split_products_may_begin_at_two_rows(several_parts, monkeypatch):
     model, found = cases.build("Qwen3", torch.bfloat16, num_hidden_layers=1), []
-    for sizes, rows in ((((1 << 40, range(2, 129)),), (1, 0, 2)), ((), (3, 16, 4))):
+    for sizes, rows in ((((1 << 40, range(2, 129)),), (1, 0, 2)), ((), (1, 16, 2))):
         monkeypatch.setattr(ways, "SPLIT", sizes)
         body = body_of(model, 3)
         assert (body.gemv_rows, body.tiled_rows, body.split.start) == rows
@@ -93,7 +93,7 @@ def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatc
     model = cases.build(kind, torch.bfloat16, num_hidden_layers=2)
     body = body_of(model, 4)
     most = 16 if kind == "Gemma2" else 8  # then split products, which take no norms behind the parts
-    assert (body.gemv_rows, body.head_rows, body.tiled_rows) == (3, 1, most)
+    assert (body.gemv_rows, body.head_rows, body.tiled_rows) == (1, 1, most)
     assert (body.workspace.copy is None) == (kind == "Gemma2")
     if body.workspace.copy is not None:
         body.workspace.copy.fill_(float("nan"))  # nobody reads it before it is written
@@ -110,7 +110,7 @@ def test_rows_taken_together_give_the_logits_of_rows_one_by_one(kind, monkeypatc
 def test_the_tokens_of_a_speculative_step_are_taken_together_where_that_is_asked_for():
     model = cases.build("Qwen3", torch.bfloat16, num_hidden_layers=1)
     body = body_of(model, 1, tokens=4, same_bits=False)
-    assert (body.gemv_rows, body.tiled_rows, body.same_kernels(3)) == (3, 16, False)
+    assert (body.gemv_rows, body.tiled_rows, body.same_kernels(3)) == (1, 16, False)
     tokens, places = torch.tensor([[5, 7, 2, 9]], dtype=torch.int32), torch.arange(4, dtype=torch.int32)[None]
     found = []
     for parts in ([slice(None)], range(4)):
@@ -161,11 +161,10 @@ def test_layers_that_fill_the_gpu_and_adapters_are_not_taken_together(monkeypatc
 def test_the_table_and_the_certificate_know_each_way(monkeypatch):
     model = cases.build("Llama", torch.bfloat16, num_hidden_layers=1)
     monkeypatch.setattr(ways, "SPLIT", ((32 << 20, range(9, 25)),))
-    for rows, known in ((1, {1}), (4, {1, 3, 4}), (16, {1, 3, 8, 16}), (40, {1, 3, 8, 24, 40})):
+    for rows, known in ((1, {1}), (4, {1, 4}), (16, {1, 8, 16}), (40, {1, 8, 24, 40})):
         body = body_of(model, rows)
         assert body.row_counts() == known
         table = {what: how for what, how, _ in body.report()}
-        assert table.get(f"2 to {min(rows, 3)} rows", "").startswith("triton: as one row") == (rows > 1)
-        assert table.get(f"4 to {min(rows, 8)} rows", "").startswith("triton: tiled products") == (rows > 3)
+        assert table.get(f"2 to {min(rows, 8)} rows", "").startswith("triton: tiled products") == (rows > 1)
         assert table.get(f"9 to {min(rows, 24)} rows", "").startswith("triton: split products") == (rows > 8)
         assert ("more than 24 rows" in table) == (rows > 24)

@@ -75,7 +75,7 @@ def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inn
 def test_slices_that_are_held_and_do_not_divide_the_columns(device, monkeypatch, held, ahead):
     """What lies behind the last tile is NaN, and NaN times a masked zero would show."""
     rows, inner, hidden = 3, 200, 40
-    monkeypatch.setitem(plans.TRIED, ("tiled_product", "", (hidden, inner, 8)), ResidentPlan(16, 64, 4, held, ahead))
+    monkeypatch.setitem(plans.TRIED, ("tiled_product", "", (hidden, inner, 8)), ResidentPlan(16, 2, held, ahead))
     h, weight = draw(device, torch.bfloat16, rows, inner), draw(device, torch.bfloat16, hidden, inner, seed=1)
     agree("tiled_add_product", h, weight, None, torch.zeros(rows, hidden, device=device))
 
@@ -120,10 +120,12 @@ def test_the_doors_make_what_those_of_single_rows_make(device):
 def test_plans_fit_and_become_smaller_to_the_end(shape):
     job = plans.Job("tiled_product", "", shape, 2, H200)
     plan = plans.plan_for(job)
-    assert plans.fits(job, plan) and plan.columns % (16 * plan.warps) == 0
+    assert plans.fits(job, plan)
+    for lines, slices, registers in ((plan.rows, plan.resident, 128), (shape[2], plan.ahead, 48)):
+        assert slices == 1 or lines * slices * 32 * 2 <= registers * 32 * 4
     seen = [plan]
     while (smaller := seen[-1].smaller()) is not None:
         seen.append(smaller)
         assert smaller.shared(job) < seen[-2].shared(job)
-    assert seen[-1].rows == 16 and seen[-1].resident == 1
+    assert seen[-1].rows == 16
     assert all(plans.fits(job, candidate) for candidate in candidates(job))

@@ -71,13 +71,11 @@ from .weights import InputProduct, LayerInput, PackedFormat, weight_format
 # and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
 # 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
-# Rows of a GEMV in place of a tiled GEMM, where gate and up have at most so many bytes. H200, us a verified step of 135m by its
-# tokens, GEMV and tiled: 2: 458, 504; 3: 508, 516; 4: 588, 523; 6: 831, 563. The head has cuBLAS: by a GEMV 3 take 543 of 501.
-AT_ONCE = ((4 << 20, 3),)
 # The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
-# otherwise: 350m (17 MB) 2: 495, 538; 4: 507, 920; 8: 527, 841; 16: 750, 865; 32: 1,050, 908. 1b (67 MB) 2: 946, 1,052; 4: 969,
-# 1,046; 8: 1,025, 1,064, and 1,078 on another machine; 16: 1,355, 1,090. 8b, by its products alone: slower.
-TILED = ((32 << 20, 16), (96 << 20, 4))
+# otherwise: 135m (4 MB) 2: 392, 422; 3: 402, 483. 350m (17 MB) 2: 416, 538; 4: 432, 920; 8: 458, 841. 1b (67 MB) 2: 807,
+# 1,052; 4: 836, 1,046. Before operands stayed in registers, 1b 8: 1,025, 1,064; 16: 1,355, 1,090. 8b, by its products alone:
+# slower.
+TILED = ((32 << 20, 16), (96 << 20, 8))
 # The rows of split GEMMs, by the same bytes. H200, us a token with 16, 32, 64 and 128 rows: 350m 533,
 # 623, 803 and 1,081, before 750, 935, 1,073 and 1,232. A step of 2, 4 and 8 rows, split and tiled: 350m 474 and 492, 469 and
 # 511, 476 and 521; 1b 842 and 973, 877 and 1,014, 899 and 1,061. A layer without attention, split and by cuBLAS: 1b with 32, 64
@@ -464,7 +462,7 @@ class FusedRunner(ViewRunner):
             self.gemv_rows = min(self.gemv_rows, split.start - 1)
         self.head_rows = self.gemv_rows
         if self.tiled_rows:
-            self.gemv_rows, self.head_rows = max(1, _by_bytes(live, self.config, AT_ONCE, 0)), 1
+            self.gemv_rows = self.head_rows = 1
         self.split = range(max(split.start, self.gemv_rows + 1), split.stop)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -776,9 +774,6 @@ class FusedRunner(ViewRunner):
         rows = [group.report(number) for number, group in enumerate(self.spans)] if len(self.spans) > 1 else []
         rows += [(f"{count} x {part}", what, why) for (part, what, why), count in counted.items()]
         rows.append(("norm, head", f"{self.workspace.kernels}: {self.form.prefix}norm_product", ""))
-        if min(most, self.gemv_rows) > self.head_rows:
-            what = f"{self.workspace.kernels}: as one row; head by torch (cuBLAS)"
-            rows.append((f"{self.head_rows + 1} to {min(most, self.gemv_rows)} rows", what, "all rows asked for at once"))
         if most > self.gemv_rows and self.tiled_rows:
             what = f"{self.workspace.kernels}: tiled products; head by torch (cuBLAS)"
             rows.append(

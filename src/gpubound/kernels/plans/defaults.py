@@ -324,24 +324,21 @@ def lora(job: Job) -> ProductPlan:
     return ProductPlan(64, rank, 256 // max(2, job.bytes), 4, 3)
 
 
-SLICE_BYTES = 1 << 16  # of weights, that a program asks for before it waits: two programs share a multiprocessor
-LONG_BYTES = 1 << 17  # where fewer programs than multiprocessors have all of them
+HELD_BYTES, AHEAD_BYTES = 1 << 14, 6 << 10  # of weights and of x, that a warp has in registers: 128 and 48 of a thread's
 
 
 def tiled_product(job: Job) -> ResidentPlan:
     """shape: rows of all weights, their width, and rows of x, up to a power of two; "normed" where there is a gain.
 
-    H200, a whole step of 350m with 8 and with 16 rows, us: 527 and 790, the latter in slices of 512 columns throughout. With
-    one thing changed: q k v by 16 rows a program 544 and 831; gate and up in slices of 512 540 and 791, of 1,024 527 and
-    754; down by 8 warps in slices of 1,024 527 and 750. So slices have 1,024 columns, and down, which is long, has 8 warps.
+    A step waits for each product's few rows, so what counts is the way from x to the sum: few warps, whose sums meet once.
+    H200, a step of 5 tokens of 135m, us: 454 by 4 warps; gate and up by 16 rows and 2 warps 440 (8 warps 510), then q k v 417,
+    then the output 409.
     """
     outputs, width, tall = job.shape
-    columns = max(128, min(1024 if tall <= 16 else 512, power_of_two(width)) * 2 // max(2, job.bytes))
-    rows = 32 if outputs >= 1536 and width <= 2048 else 16
-    resident = (SLICE_BYTES if -(-outputs // rows) > job.chip.sms else LONG_BYTES) // (rows * columns * job.bytes)
-    slices = -(-width // columns)
-    ahead = 1 if job.way == "normed" else 2  # with a gain and squares a second slice of x spills
-    return ResidentPlan(rows, columns, 8 if slices > 2 else 4, max(1, min(slices, resident)), min(slices, ahead))
+    rows, warps = 32 if outputs >= 1536 and 1024 <= width <= 2048 else 16, 8 if width > 2048 else 4 if width > 640 else 2
+    slices, size = cdiv(width, 32 * warps), 32 * max(2, job.bytes)
+    held, ahead = max(1, HELD_BYTES // (rows * size)), max(1, AHEAD_BYTES // (tall * size))
+    return ResidentPlan(rows, warps, min(slices, held), min(slices, ahead))
 
 
 def split_product(job: Job) -> SplitPlan:

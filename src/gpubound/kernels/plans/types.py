@@ -210,21 +210,15 @@ class ProductPlan(NamedTuple):
 
 class ResidentPlan(NamedTuple):
     rows: int  # of weights, a program's
-    columns: int  # of a slice, divided evenly among the warps
     warps: int
-    resident: int  # slices of weights that a program asks for before it waits
+    resident: int  # slices of weights, 32 columns for each warp, that a program asks for before it waits
     ahead: int  # slices of x on their way
 
     def shared(self, job: Job) -> int:
-        """Tensor cores read from there: the slices that are held, and twice one of x, as it comes and turned."""
-        _, _, tall = job.shape
-        return job.bytes * self.columns * (self.resident * self.rows + 2 * tall)
+        """Return the bytes of the warps' sums, which meet there. What is multiplied stays in registers."""
+        return 4 * self.warps * self.rows * job.shape[2]
 
     def smaller(self) -> "ResidentPlan | None":
-        if self.resident > 1:
-            return self._replace(resident=self.resident - 1)
-        if self.columns > 16 * self.warps:
-            return self._replace(columns=self.columns // 2)
         return self._replace(rows=self.rows // 2) if self.rows > 16 else None
 
 

@@ -10,10 +10,10 @@ those of experts.py, but `add_routed` reads no words before the wait.
 Products of one decoding step for several rows (kernels/quantized_product.py): all rows of x at once, on tensor cores.
 
 A program owns some rows of a weight, as in decode_product.py, and requests the first slices of them before it waits for x. Its
-warps are placed along the columns, each with a separate range, and add their sums at the end: few rows of a weight and few of x
+warps are placed along the columns, each with separate chunks, and add their sums at the end: few rows of a weight and few of x
 are one small product, which all warps would repeat otherwise.
 
-Legend: S ranges, R rows of the weight, C columns of a range, B rows of x, TB of a tile; a slice is S C columns.
+Legend: S warps, R rows of the weight, B rows of x, TB of a tile; a slice is a chunk of 32 columns for each warp.
 """
 
 from typing import Any
@@ -282,97 +282,145 @@ def quantized_add_routed(h, down, ids, weights, x, dependent=0):
 
 
 ROWS = 8  # of x, at least: the narrowest product of a tensor core
+_OR_AND = tl.constexpr("lop3.b32 $0, $1, $2, $3, 0xF8;")  # $1 | ($2 & $3)
+CHUNK = tl.constexpr(32)  # columns of a row that four threads load, 16 bytes each, and multiply
+# Of a tile that is loaded, threads go along the contiguous dimension, and then along the others from the first one on. Since
+# Triton 3.7 from the last one on.
+FROM_THE_FIRST = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7))
 
 
 @triton.jit
-def _slice(at, k, there, K: tl.constexpr, WHOLE: tl.constexpr):
-    """(S, R, C) of the rows of weights that begin at `at`."""
-    if WHOLE:
-        return tl.load(at[None, :, None] + k[:, None, :])
-    return tl.load(at[None, :, None] + k[:, None, :], mask=there[None, :, None] & (k < K)[:, None, :], other=0.0)
+def _eights(R: tl.constexpr):
+    """0 to R - 1 in eights, (8, R / 8) or (R / 8, 8): threads go along eight rows next to the columns."""
+    if FROM_THE_FIRST:
+        return tl.arange(0, R // 8)[None] * 8 + tl.arange(0, 8)[:, None]
+    else:  # what follows a return is compiled, too
+        return tl.arange(0, R // 8)[:, None] * 8 + tl.arange(0, 8)[None]
 
 
 @triton.jit
-def _rows(x_ptr, b, k, B, K: tl.constexpr, EVEN: tl.constexpr):
-    """(S, TB, C) of x."""
-    mask = (b < B)[None, :, None]
-    if not EVEN:
-        mask &= (k < K)[:, None, :]
-    return tl.load(x_ptr + b[None, :, None] * K + k[:, None, :], mask=mask, other=0.0)
+def _fragments(tile, N: tl.constexpr, S: tl.constexpr):
+    """(S, 8 N, CHUNK) of a tile as it was loaded, rows as of `_eights`, with S chunks of their columns between its dimensions.
 
-
-@triton.jit
-def _gain(norm_ptr, k, K: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):
-    """(S, 1, C) of a norm's gain, which is GAIN + its weight."""
-    if EVEN:
-        gain = tl.load(norm_ptr + k)
+    A tensor core sums in any order of the columns. In this one a thread holds the operands' elements already, and neither goes
+    through shared memory: of two products of 16 columns, four threads have two times two columns each.
+    """
+    if FROM_THE_FIRST:
+        tile = tl.permute(tl.reshape(tile, [8, S, N, 4, 2, 2, 2]), (1, 2, 0, 4, 5, 3, 6))
     else:
-        gain = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-    return gain.to(tl.float32)[:, None, :] + GAIN
+        tile = tl.permute(tl.reshape(tile, [N, S, 8, 4, 2, 2, 2]), (1, 0, 2, 4, 5, 3, 6))
+    return tl.reshape(tile, [S, N * 8, CHUNK])
 
 
 @triton.jit
-def _times(w, x, total, WIDE: tl.constexpr):
-    """(S, R, TB): total + w xᵀ, x rounded to the dtype of w."""
-    x = tl.permute(x.to(w.dtype), (0, 2, 1))
-    if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
-        return tl.dot(w.to(tl.float32), x.to(tl.float32), total, input_precision="ieee")
-    return tl.dot(w, x, total, input_precision="ieee")
+def _asked(at, k, there, first: tl.constexpr, SLICE: tl.constexpr, K: tl.constexpr):
+    """Ask for the slice of columns from `first` on."""
+    if first + SLICE > K:
+        there = there & (k < K - first)
+    return tl.load(at + first, mask=there, other=0.0)
+
+
+@triton.jit
+def _row_slice(x_ptr, k, first: tl.constexpr, SLICE: tl.constexpr, K: tl.constexpr):
+    """Ask for a slice of rows of x. Beyond the row it has other columns of the same row, which meet a weight of 0: a load
+    without a mask asks for nothing else first."""
+    if first + SLICE <= K:
+        x = tl.load(x_ptr + (k + first))
+    elif first > 0:
+        x = tl.load(x_ptr + tl.where(k < K - first, k + first, k))
+    else:
+        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
+    return x
+
+
+@triton.jit
+def _behind(x, others, B):
+    """x, once all of `others` are there: x | other & 0, where the compiler does not know that B (32 at most) >> 8 is 0.
+
+    It has the first products wait for their x before it asks for the other slices, to spare registers: a wait for the L2 each.
+    """
+    for j in tl.static_range(1, len(others)):
+        if x.dtype == tl.float32:
+            bits, other = x.to(tl.int32, bitcast=True), others[j].to(tl.int32, bitcast=True)
+            x = tl.inline_asm_elementwise(_OR_AND, "=r,r,r,r", [bits, other, B >> 8], tl.int32, True, 1)
+            x = x.to(tl.float32, bitcast=True)
+        else:
+            zero = (B >> 8).to(tl.int16)
+            x = tl.inline_asm_elementwise(_OR_AND, "=r,r,r,r", [x, others[j], zero], x.dtype, True, 2)
+    return x
 
 
 @triton.jit
 def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
-             C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr, GAIN: tl.constexpr,
-             WIDE: tl.constexpr, DEPENDENT: tl.constexpr, to_ptr=None, inside=None):  # fmt: skip
-    """(R, TB): the rows of weights that begin at `at`, which are `there`, with all rows of x, normed if there is a GAIN.
+             HELD: tl.constexpr, AHEAD: tl.constexpr, GAIN: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+             to_ptr=None, inside=None):  # fmt: skip
+    """(R, TB): the rows of weights that begin at `at`, as of `_eights`, which are `there`, with all rows of x, normed if there
+    is a GAIN.
 
     HELD slices of weights are asked for before x is there, and AHEAD of x are on their way. to_ptr: what the product is added
     to, which is asked for with x.
     """
-    SLICE: tl.constexpr = S * C
+    SLICE: tl.constexpr = S * CHUNK
     SLICES: tl.constexpr = (K + SLICE - 1) // SLICE
-    EVEN: tl.constexpr = K % SLICE == 0
-    b, k = tl.arange(0, TB), tl.arange(0, S)[:, None] * C + tl.arange(0, C)[None]
-    ws, xs = (), ()
+    k = tl.arange(0, S)[None, :, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, None, :]
+    b, eight_k = tl.minimum(_eights(TB), B - 1)[:, None, :, None], k + 0 * _eights(8)[:, None, :, None]
+    at, there = at[:, None, :, None] + k, there[:, None, :, None]
+    x_ptr, gain_ptr = x_ptr + b * K, norm_ptr + eight_k
+    ws, xs, gains = (), (), ()
     for i in tl.static_range(HELD):
         if i < SLICES:
-            ws += (_slice(at, i * SLICE + k, there, K, WHOLE),)
+            ws += (_asked(at, k, there, i * SLICE, SLICE, K),)
+            if GAIN is not None:
+                gains += (_asked(gain_ptr, eight_k, eight_k >= 0, i * SLICE, SLICE, K),)
     _wait(DEPENDENT)
     for i in tl.static_range(AHEAD):
         if i < SLICES:
-            xs += (_rows(x_ptr, b, i * SLICE + k, B, K, EVEN),)
-    old = 0.0 if to_ptr is None else tl.load(to_ptr, mask=inside, other=0.0)
-    total, square = tl.zeros([S, R, TB], tl.float32), tl.zeros([TB], tl.float32)
+            xs += (_row_slice(x_ptr, k, i * SLICE, SLICE, K),)
+    total, square = tl.zeros([S, R, TB], tl.float32), 0.0
+    if to_ptr is not None:  # in the first products: added at the end, it was asked for after them, and then waited for
+        total = tl.where((tl.arange(0, S) == 0)[:, None, None], tl.load(to_ptr, mask=inside, other=0.0)[None], total)
     for i in tl.static_range(SLICES):
-        x = xs[0]
+        x = _behind(xs[0], xs, B) if i == 0 and not WIDE else xs[0]
         if GAIN is not None:
-            x = x.to(tl.float32)
-            square += tl.sum(tl.sum(x * x, 2), 0)
-            x *= _gain(norm_ptr, i * SLICE + k, K, EVEN, GAIN)
-        total = _times(ws[0], x, total, WIDE)
+            x, gain = x.to(tl.float32), gains[0].to(tl.float32)
+            if (i + 1) * SLICE > K:
+                x = tl.where(k < K - i * SLICE, x, 0.0)
+            square += x * x
+            x *= gain if GAIN == 0.0 else gain + GAIN
+            gains = gains[1:]
+        w, x = _fragments(ws[0], R // 8, S), tl.permute(_fragments(x.to(ws[0].dtype), TB // 8, S), (0, 2, 1))
+        if WIDE:  # the interpreter multiplies bf16 as if its bits were integers
+            w, x = w.to(tl.float32), x.to(tl.float32)
+        total = tl.dot(w, x, total, input_precision="ieee")
         ws = ws[1:]
         xs = xs[1:]
         if i + HELD < SLICES:
-            ws += (_slice(at, (i + HELD) * SLICE + k, there, K, WHOLE),)
+            ws += (_asked(at, k, there, (i + HELD) * SLICE, SLICE, K),)
+            if GAIN is not None:
+                gains += (_asked(gain_ptr, eight_k, eight_k >= 0, (i + HELD) * SLICE, SLICE, K),)
         if i + AHEAD < SLICES:
-            xs += (_rows(x_ptr, b, (i + AHEAD) * SLICE + k, B, K, EVEN),)
+            xs += (_row_slice(x_ptr, k, (i + AHEAD) * SLICE, SLICE, K),)
     _end(DEPENDENT)
     y = tl.sum(total, 0)
     if GAIN is not None:
-        y /= tl.sqrt(square / K + eps)[None]
-    return y + old
+        square = tl.sum(tl.sum(square, 3), 1)
+        if FROM_THE_FIRST:
+            square = tl.permute(square, (1, 0))
+        y /= tl.sqrt(tl.reshape(square, [TB]) / K + eps)[None]
+    return y + 0.0  # else two stores of y make two conversions of its layout (Triton 3.6)
 
 
 @triton.jit
 def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_bias, v_bias, out_ptr, eps, q_rows, k_rows,
-                               rows, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                               rows, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr,
                                GAIN: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
                                DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    there, at = row < rows, _stacked(row, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K, ALIGNED)
-    y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
+    row, b, each = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB), tl.program_id(0) * R + _eights(R)
+    at = _stacked(each, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K, (ALIGNED, ALIGNED))
+    y = _product(x_ptr, norm_ptr, eps, at, each < rows, B, TB, K, S, R, HELD, AHEAD, GAIN, WIDE, DEPENDENT)
+    there = row < rows
     if BIAS:
         bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1, 1)
         y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -381,19 +429,20 @@ def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_b
 
 @triton.jit
 def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_bias, out_ptr, eps, rows, B,
-                               TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr, WHOLE: tl.constexpr,
+                               TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+                               HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr,
                                GAIN: tl.constexpr, ACTIVATION: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
                                DEPENDENT: tl.constexpr):  # fmt: skip
-    """A program's rows are as many of gate and then of up."""
+    """A program's rows are eight of gate and eight of up in turns, so that a thread has both sums of a row."""
     _begin(DEPENDENT)
     HALF: tl.constexpr = R // 2
-    first, both, b = tl.program_id(0) * HALF, tl.arange(0, R), tl.arange(0, TB)
-    each = (first + both % HALF).to(tl.int64) * K
-    at = tl.multiple_of(tl.where(both < HALF, gate_ptr + each, up_ptr + each), ALIGNED)
-    there = first + both % HALF < rows
-    y = _product(x_ptr, norm_ptr, eps, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, GAIN, WIDE, DEPENDENT)
-    gate, up = tl.split(tl.permute(tl.reshape(y, [2, HALF, TB]), (1, 2, 0)))
+    first, both, b = tl.program_id(0) * HALF, _eights(R), tl.arange(0, TB)
+    local = first + both // 16 * 8 + both % 8
+    each = local.to(tl.int64) * K
+    at = tl.multiple_of(tl.where(both % 16 < 8, gate_ptr + each, up_ptr + each), (ALIGNED, ALIGNED))
+    y = _product(x_ptr, norm_ptr, eps, at, local < rows, B, TB, K, S, R, HELD, AHEAD, GAIN, WIDE, DEPENDENT)
+    gate, up = tl.split(tl.permute(tl.reshape(y, [R // 16, 2, 8, TB]), (0, 2, 3, 1)))
+    gate, up = tl.reshape(gate, [HALF, TB]), tl.reshape(up, [HALF, TB])
     row = first + tl.arange(0, HALF)
     if BIAS:
         gate += tl.load(gate_bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -404,15 +453,15 @@ def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_
 
 @triton.jit
 def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, keep, apart, TB: tl.constexpr, K: tl.constexpr,
-                              S: tl.constexpr, R: tl.constexpr, C: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr,
-                              BIAS: tl.constexpr, COPY: tl.constexpr, WHOLE: tl.constexpr, WIDE: tl.constexpr,
+                              S: tl.constexpr, R: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr,
+                              BIAS: tl.constexpr, COPY: tl.constexpr, WIDE: tl.constexpr,
                               DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
-    row, b = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB)
-    there, at = row < rows, w_ptr + row.to(tl.int64) * K
+    row, b, each = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB), tl.program_id(0) * R + _eights(R)
+    there, at = row < rows, w_ptr + each.to(tl.int64) * K
     to = b.to(tl.int64)[None] * rows + row[:, None]
     inside = there[:, None] & (b < B)[None]
-    y = _product(h_ptr, h_ptr, 0.0, at, there, B, TB, K, S, R, C, HELD, AHEAD, WHOLE, None, WIDE, DEPENDENT, x_ptr + to, inside)
+    y = _product(h_ptr, h_ptr, 0.0, at, each < rows, B, TB, K, S, R, HELD, AHEAD, None, WIDE, DEPENDENT, x_ptr + to, inside)
     if BIAS:
         y += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
     tl.store(x_ptr + to, y, mask=inside)
@@ -463,9 +512,8 @@ def _launch(kernel: Any, weight: Tensor, x: Tensor, rows: int, dependent: int, *
 
     def run(plan: ResidentPlan) -> None:
         kernel[(-(-rows // plan.rows),)](
-            *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, C=plan.columns // plan.warps, HELD=plan.resident,
-            AHEAD=plan.ahead, WHOLE=rows % plan.rows == 0 and width % plan.columns == 0, WIDE=interpreted(), **constants,
-            **options(plan.warps, dependent),
+            *args, count, TB=tall, K=width, S=plan.warps, R=plan.rows, HELD=plan.resident,
+            AHEAD=plan.ahead, WIDE=interpreted(), **constants, **options(plan.warps, dependent),
         )  # fmt: skip
 
     way = "normed" if constants.get("GAIN") is not None else ""
