@@ -74,6 +74,18 @@ def test_adding_adapters_to_train_begins_what_a_step_will_ask_for(options, train
     assert asked and begun == ([(asked, torch.bfloat16, False), (asked, torch.bfloat16, True)] if training else [])
 
 
+@pytest.mark.parametrize("base, products", [(None, {2}), ("int8", set())])
+def test_adding_adapters_begins_the_products_that_are_large_in_most_batches(base, products, monkeypatch):
+    """A product is named by the size of its batch, and 2^17 tokens make those of gate and up large here, not the others."""
+    model, begun = placed(**SIZES).bfloat16().train(), []
+    monkeypatch.setattr("gpubound.lora.model.start_self_tests", lambda calls, *_: begun.append({*calls}))
+    monkeypatch.setattr(early, "EXPECTED_TOKENS", 1 << 17)
+    gb.lora.add(model, 4, base=base)
+    named = {shape for op, shape in begun[0] if op == "lora_product"}
+    asked = {shape for _, shape in early.calls_of_batch(model, {"input_ids": torch.zeros(4, 1 << 15, dtype=torch.long)})}
+    assert named == {shape for shape in asked if shape[0] == 2} and {shape[0] for shape in named} == products
+
+
 def test_products_begin_before_the_checks_that_run_the_model(monkeypatch):
     model, order = placed(**SIZES), list[str]()
     gb.lora.add(model, 4)

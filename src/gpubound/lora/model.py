@@ -25,6 +25,7 @@ from .base import by, check, check_no_step, kind_of, layers_of, quantize_base, s
 from .layers import TOKENS, active_in, adapted_layers, fuse, names_in, parameters_of, tokens_of, unusual, wrappers
 
 UNKNOWN_TOKENS = 1 << 20  # for a batch that does not show how many it has
+EXPECTED_TOKENS = 1 << 13  # of a batch that is not there yet
 
 
 def calls_of_any_batch(model: nn.Module, planned: Mapping[Any, LowRank] | None = None, coded: bool = False) -> Iterator[Call]:
@@ -58,6 +59,14 @@ def calls_of_batch(model: nn.Module, batch: Any) -> Iterator[Call]:
     for lows, format, biased in _sites(model, {}):
         if format is DENSE:
             yield from _products(lows, biased, tokens)
+
+
+def calls_of_large_batch(model: nn.Module, planned: Mapping[Any, LowRank]) -> Iterator[Call]:
+    """Yield the products with adapters that are large in a batch of EXPECTED_TOKENS. The first batch's own were begun when it
+    came, and a first step waited for them for 0.8 s at 1B."""
+    for lows, format, biased in _sites(model, planned):
+        if format is DENSE:
+            yield from (call for call in _products(lows, biased, EXPECTED_TOKENS) if call[1][0] == 2)
 
 
 def _sites(model: nn.Module, planned: Mapping[Any, LowRank]) -> Iterator[tuple[list[LowRank], Format, bool]]:
@@ -155,7 +164,9 @@ def add(
     weight = next((p for p in model.parameters() if p.dtype in SIXTEEN_BITS), None) if model.training else None
     if weight is not None and not dora:  # before PEFT makes its layers, 1.2 s of 8b's 224
         planned = _planned(layers.values(), rank, alpha / rank, dropout)
-        start_self_tests(calls_of_any_batch(model, planned, base is not None), weight.device, weight.dtype)
+        calls = [*calls_of_any_batch(model, planned, base is not None)]
+        calls += calls_of_large_batch(model, planned) if base is None else ()
+        start_self_tests(calls, weight.device, weight.dtype)
     options = {"lora_dropout": dropout, "use_rslora": rslora, "use_dora": dora, "init_lora_weights": init}
     device = next(model.parameters()).device
     with collecting_new_objects(device), without_autocast(device):  # it would round the lengths of rows
