@@ -1,20 +1,30 @@
-"""README and docs agree with each other and with the code: links, figures, errors, variables, options, public names."""
+"""README and docs agree with each other and with the code: links, figures, commands, arguments, families, notebooks."""
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import json
 import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import gpubound as gb
 from benchmarks import figures
 from gpubound import cli
+from gpubound.cli import COMMANDS
+from gpubound.models import registry
+from tests.messages import message
 
+from .. import forked
+from ..processes import plain_environment
 from .blocks import PAGES, ROOT, blocks, prose
+from .families import NAMES, parts, text
 
 DOCS = ROOT / "docs"
 SOURCE = sorted((ROOT / "src/gpubound").rglob("*.py"))
@@ -197,3 +207,73 @@ def _place(name: str) -> str:
     except (ImportError, AttributeError):
         pytest.fail(f"api.md: there is no {name}")
     return f"{getattr(thing, '__module__', home)}.{getattr(thing, '__qualname__', last)}"
+
+
+@pytest.mark.slow
+def test_the_page_has_every_command_and_its_options():
+    spec = importlib.util.spec_from_file_location("docs_commands", ROOT / "docs/commands.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sections = module.page().split("\n## gpubound ")[1:]
+    assert [section.partition("\n")[0] for section in sections] == list(COMMANDS)
+    for section in sections:
+        assert "usage: gpubound " in section and "--help" in section
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "griffe", SimpleNamespace(Extension=object, Object=object))  # comes with the docs extra
+    spec = importlib.util.spec_from_file_location("docs_docstrings", ROOT / "docs/docstrings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.listed
+
+
+def test_columns_become_a_list(listed):
+    text = "Do it.\n\nclip        the largest norm;\n            None does not clip\npad, rows   see bucket: pad={}"
+    assert listed(text) == message("docs/docstrings:columns_become_a_list")
+
+
+def test_prose_and_tables_stay(listed):
+    text = "One line\nand another.\n\n| a | b |\n|---|---|\n\nclip   is here\nbut this is a sentence"
+    assert listed(text) == text
+
+
+def test_a_doctest_becomes_code(listed):
+    assert listed(">>> 1 + 1\n2") == "```pycon\n>>> 1 + 1\n2\n```"
+
+
+def test_the_page_lists_the_registrys_models():
+    assert parts()[1] == text()
+
+
+def test_every_model_has_a_name():
+    assert {*registry.WRAPPERS, *(kind for types in registry.FAMILIES.values() for kind in types)} <= NAMES.keys()
+
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs(notebook, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    document = json.loads(notebook.read_text(encoding="utf-8"))
+    cells = [cell for cell in document["cells"] if cell["cell_type"] == "code"]
+    assert document["nbformat"] == 4 and all(not cell["outputs"] for cell in cells), "kept without outputs"
+    namespace: dict = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        source = "".join(cell["source"])
+        if source.startswith("!"):
+            assert source.startswith("!gpubound ") and "\n" not in source
+            if "gpu" not in cell["metadata"].get("tags", ()):
+                command = f"{forked.python()} -m gpubound {source.removeprefix('!gpubound ')}"
+                subprocess.run(command, shell=True, check=True, env=plain_environment(), capture_output=True)
+            continue
+        code = compile(ast.parse(source), f"{notebook.name}[{number}]", "exec")
+        if "gpu" not in cell["metadata"].get("tags", ()):
+            exec(code, namespace)

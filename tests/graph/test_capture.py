@@ -2,7 +2,10 @@
 
 import doctest
 import functools
+import re
+import runpy
 from math import inf, nan
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,3 +287,15 @@ def test_a_table_that_the_first_call_makes_and_triton_reads():
     assert made.count(turn) == made.count(later) - 1  # no call more than with a table that was there before
     assert made.count(together) == made.count(turn) + 2  # of two tables, on each rank, whatever it finds
     assert torch.equal(captured(other), turn(other)) and captured.certificate.bitwise
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "capture_a_step.py"
+
+
+def test_the_example(capsys):
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 3 and losses[-1] < 1.0  # from a variance of 16
+    assert "agree bit for bit" in printed
+    assert message("graph/example:the_example").within(printed)

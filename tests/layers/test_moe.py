@@ -1,13 +1,16 @@
-"""Experts beside plain loops, forward and gradients; and that no host is asked who chose what."""
+"""Experts beside plain loops, without a host; weights in the host's memory; state_dicts with a storage for each tensor."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import gpubound as gb
 from gpubound import trace
 from gpubound.errors import FallbackError
 from gpubound.layers import MoE
+from gpubound.layers.block import visiting
+from gpubound.layers.fused_weights import give_own_storages
 from gpubound.layers.moe import grouped_product
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.train.objectives import objective_class
@@ -106,3 +109,99 @@ def test_experts_of_another_dtype_are_a_counted_cast():
     experts, ends = torch.ones(2, 8, 8), torch.tensor([1, 2], dtype=torch.int32)
     with trace.strict(), pytest.raises(FallbackError, match=r"float32 experts are cast to .*bfloat16"):
         grouped_product(torch.ones(2, 8, dtype=torch.bfloat16), experts, ends)
+
+
+def storages(state):
+    return [t.untyped_storage().data_ptr() for t in state.values()]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.bool]
+)
+def test_parts_of_one_memory(device, dtype):
+    model = nn.Module()
+    whole = torch.zeros(10, 3, device=device).to(dtype)
+    for name, part in {"first": whole[:4], "second": whole[4:], "turned": whole[:3].t()}.items():
+        model.register_buffer(name, part)
+    model.register_buffer("alone", torch.zeros(2, device=device))
+    give_own_storages(model)
+    give_own_storages(model)  # once is enough
+    state = model.state_dict()
+    assert [t.untyped_storage().nbytes() for t in state.values()] == [t.nbytes for t in state.values()]
+    for name, tensor in state.items():
+        kept = getattr(model, name)
+        assert (tensor.data_ptr(), tensor.shape, tensor.dtype) == (kept.data_ptr(), kept.shape, kept.dtype)
+    state["second"].fill_(1)
+    assert whole[4:].float().eq(1).all() and whole[:4].float().eq(0).all()
+    assert model.second._version == state["second"]._version > 0, "who watches the weight sees the write"
+
+
+def test_tied_weights_keep_one_storage_and_a_models_own_tensors_theirs(device):
+    model, memory = nn.Module(), torch.arange(12.0, device=device)
+    model.one, model.other = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+    model.tied = model.one
+    give_own_storages(model)
+    one, other, tied = storages(model.state_dict())
+    assert one == tied != other
+    assert all(t is getattr(model, name) for name, t in model.state_dict(keep_vars=True).items())
+    assert len(set(storages(dict(model.named_parameters())))) == 1, "the model's own lie where they lay"
+    model.load_state_dict({"one": torch.ones(4), "other": torch.ones(8), "tied": torch.ones(4)})
+    assert memory.eq(1).all()
+
+
+CPU = torch.device("cpu")
+
+
+class Scaled(nn.Module):
+    """Returns a tuple, and says where it was computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.full((4,), 2.0))
+        self.register_buffer("nothing", None)
+        self.seen: list[torch.device] = []
+
+    def forward(self, x, scales=None, fail=False):
+        self.seen.append(x.device)
+        if fail:
+            raise ArithmeticError("in the call")
+        return self.inner(x) * self.factor * scales["of"], x
+
+
+@pytest.fixture
+def sim() -> torch.device:
+    if torch.cuda.is_available():
+        pytest.skip("the pretend device contends with a real one")
+    return simgpu()
+
+
+@torch.no_grad()
+def test_a_call_is_computed_there_and_its_result_comes_back(sim):
+    module, x, scales = Scaled(), torch.randn(3, 4), {"of": torch.full((4,), 0.5)}
+    wanted, own = module(x, scales)[0], dict(module.named_parameters()) | dict(module.named_buffers())
+    with visiting([module], sim):
+        y, given = module(x, scales=scales)
+        assert module.inner.weight.device == CPU, "between two calls the weights are at home"
+    assert module.seen == [CPU, sim] and y.device == given.device == CPU
+    torch.testing.assert_close(y, wanted)
+    now = dict(module.named_parameters()) | dict(module.named_buffers())
+    assert now.keys() == own.keys() and all(now[name] is own[name] for name in own)
+    module(x, scales)
+    assert module.seen[-1] == CPU
+
+
+@torch.no_grad()
+def test_a_call_that_fails_leaves_the_weights_where_they_were(sim):
+    module = Scaled()
+    own = module.inner.weight
+    with visiting([module], sim), pytest.raises(ArithmeticError):
+        module(torch.randn(3, 4), fail=True)
+    assert module.inner.weight is own and module.seen == [sim]
+
+
+@torch.no_grad()
+def test_what_lies_on_such_a_device_already_is_left_alone(sim):
+    module = Scaled().to(sim)
+    with visiting([module], sim):
+        assert not module._forward_hooks and not module._forward_pre_hooks

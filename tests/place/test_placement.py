@@ -1,18 +1,21 @@
-"""The record: a row for every module that holds weights, read from the modules themselves, and one honest last line."""
+"""The record of placing, with a row for every module that holds weights; its example; a model in the interpreter."""
 
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import gpubound as gb
 from gpubound import device as facts
 from gpubound.place import Placement, placer, verify
 from gpubound.place.verify import Agreement
 from tests.messages import message
 
-from .models import batch, place, tiny, tokens, training_run
+from .models import assert_close, batch, place, tiny, tokens, training_run, twin
 
 
 def figures_hidden(text):
@@ -125,3 +128,33 @@ def test_gpu_ready_is_said_only_of_a_verified_gpu():
         assert summary("cuda", False, monkey).startswith("On cuda, not verified as a whole: ")
         assert summary("cpu", True, monkey).startswith("cpu: torch. Whole model, forward and backward: ")
         assert summary("cpu", False, monkey).startswith("On cpu, not verified as a whole: ")
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "place_a_llama.py"
+
+
+@pytest.mark.slow
+def test_place_a_llama(capsys):
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "model.layers.*.self_attn (2)" in printed and "11 swapped, 0 refused" in printed
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([0-9.]+)", printed)]
+    assert len(losses) == 3 and losses[-1] < 0.5 < losses[0]
+    assert re.search(r"\{'model': \{'(cache|past_key_values) was given': 24\}\}", printed)
+
+
+@pytest.mark.slow
+def test_the_kernels_train_a_placed_model(monkeypatch, device):
+    if device.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    model = tiny(hidden_size=16, num_hidden_layers=1, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1).to(
+        device
+    )
+    inputs = {name: t.to(device) for name, t in batch(length=5).items()}
+    want = training_run(twin(model), inputs)
+    placement = gb.place(model, device, strict=True)
+    assert placement.verified and placement.fallbacks == 0
+    kernels = {row.module: row.kernel for row in placement.rows}
+    assert kernels["model.layers.0.self_attn"] == message("place/interpreted:the_kernels_train_a_plac")
+    assert kernels["(the model)"] == message("place/interpreted:the_kernels_train_a_plac.2")
+    assert_close(training_run(model, inputs), want, 1e-4)

@@ -1,12 +1,18 @@
-"""The fixture host_budget, from this suite and from a project of its own."""
+"""The fixture host_budget, from this suite and a project of its own; and examples/assert_no_sync.py."""
 
+import os
+import subprocess
+import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
 
 from gpubound.errors import BudgetError
 from tests.messages import message
+
+from .. import forked
 
 # Run from the source tree, as on a machine that holds its own torch, nothing has registered the plugin.
 PLUGIN = () if entry_points(group="pytest11", name="gpubound") else ("gpubound.watch.pytest_plugin",)
@@ -69,3 +75,24 @@ def test_the_package_can_be_called_like_the_function():
         pass
     assert ledger.absent["gc"] == "left out"
     assert not hasattr(gpubound.watch, "watches")
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "assert_no_sync.py"
+
+
+@pytest.mark.slow
+def test_assert_no_sync():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # PYTHONPATH=src would lead nowhere from the example's folder
+    done = subprocess.run(
+        [forked.python(), str(EXAMPLE)], capture_output=True, text=True, timeout=120, cwd=EXAMPLE.parent, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [n for n, text in enumerate(EXAMPLE.read_text().splitlines(), 1) if "loss.item()" in text]
+    careful, careless, guarded = done.stdout.strip().split("\n\n")
+    assert careful == message("watch/example:assert_no_sync")
+    assert careless.startswith("the careless step: over budget: syncs 1 (allowed 0).\n")
+    assert message("watch/example:assert_no_sync.2", line).within(careless)
+    assert guarded.startswith(
+        f"under the guard: assert_no_sync.py:{line} in step: `best = min(best, loss.item())` makes the host wait"
+    )
+    assert len(EXAMPLE.read_text().splitlines()) < 50

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
 
 import gpubound as gb
 from gpubound import trace
@@ -15,6 +16,7 @@ from gpubound.kernels.packed_weights import E2M1, unpack
 from gpubound.layers.quantized_base import numbers_of
 from gpubound.models.deepseek_v4 import checkpoint
 from gpubound.models.deepseek_v4.checkpoint import load_coded, numbers
+from gpubound.models.deepseek_v4.family import keep_in_fp32, rounded
 from gpubound.models.hf_loading import load_foreign
 from tests.messages import message
 
@@ -311,3 +313,35 @@ def test_layers_dealt_out_to_several_devices(folder, codes):
     prompts = [text(9).tolist(), text(23).tolist()]
     tokens = gb.decoder(dealt, 2, 64, devices=["cpu", "cpu"], verify=False).generate(prompts, max_new_tokens=5, stop=()).tokens
     assert tokens == gb.decoder(whole, 2, 64, verify=False).generate(prompts, max_new_tokens=5, stop=()).tokens
+
+
+@pytest.fixture
+def older(monkeypatch):
+    def forward(self, x):
+        y = x.float()
+        return self.weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.variance_epsilon)).to(x.dtype)
+
+    monkeypatch.setattr(DeepseekV4RMSNorm, "forward", forward)
+
+
+@pytest.mark.slow
+def test_an_older_transformers_norm(older):
+    model = build().bfloat16()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in model._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.float()
+    ids = text(9)[None]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(input_ids=ids)
+    assert gb.decoder(model, 1, 64).generate(ids.tolist(), max_new_tokens=2, stop=()).count == 2
+    with pytest.raises(RuntimeError, match="same dtype"):  # which leaves the model as it was
+        model(input_ids=ids)
+    keep_in_fp32(model)
+    assert model(input_ids=ids).logits.isfinite().all() and not rounded(model)
+
+
+def test_norms_that_round_have_no_hook():
+    model = build()
+    assert not rounded(model)
+    keep_in_fp32(model)
+    assert not any(module._forward_hooks for module in model.modules())

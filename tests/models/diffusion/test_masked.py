@@ -1,5 +1,10 @@
 """MaskedSampler: beside the plain algorithm, a memorised corpus, the distribution of its draws, no host in its steps."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +18,7 @@ from gpubound.models.diffusion.objective import MaskedDiffusion
 from gpubound.train import AdamW, TrainStep
 from gpubound.watch import no_stall, watch
 from gpubound.watch.pretend import simgpu
+from tests import forked
 from tests.messages import message, refusal
 
 from ...decode.test_text import word_tokenizers
@@ -282,3 +288,14 @@ def test_special_tokens_of_every_kind_of_tokenizer(kind):
         model.below.forward = lambda *inputs, **named: forward(*inputs, **named).abs()
     found = sampler.generate("w1 w2", 4).sequences[0]
     assert found.tokens == [11] and found.finish == "stop token" and found.text == ""
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "denoise.py"
+
+
+@pytest.mark.slow
+def test_denoise():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([forked.python(), str(EXAMPLE)], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("radius ") and len(EXAMPLE.read_text().splitlines()) < 50
