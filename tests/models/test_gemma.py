@@ -1,4 +1,4 @@
-"""Gemma 2, 3n and 4, placed and decoded: caps, windows, gains of 1 + w, normed heads, shared keys, inputs of layers, experts."""
+"""Gemma 2, 3n and 4, placed and decoded: caps, windows, gains of 1 + w, shared keys, inputs of layers, experts."""
 
 import pytest
 import torch
