@@ -160,7 +160,9 @@ def test_layers_without_an_adapter_in_the_file_are_counted(tmp_path):
     gb.lora.load(deeper, tmp_path)
 
 
-@pytest.mark.parametrize("options", [{"targets": ["q_proj"]}, {"targets": ["v_proj"], "alpha": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"targets": ["q_proj"]}, {"targets": ["v_proj"], "alpha": 3}, {"targets": ["v_proj", "q_proj"]}], ids=str
+)
 def test_another_adapter_of_the_same_name_is_refused(tmp_path, options):
     gb.lora.save(adapted(tiny(), targets=["v_proj"]), tmp_path)
     model = adapted(tiny(), **options)

@@ -94,13 +94,13 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
                 f"{folder / CONFIG}: {other[0]} is {getattr(config, other[0])!r}, and the model's {name!r} has "
                 f"{getattr(present, other[0])!r}; load it under another name."
             )
-        _put(model, folder, tensors, name)
+        _put(model, folder, tensors, name, known)
     else:
         check_no_step(model, "lora.load")
         trained = [(p, p.requires_grad) for p in model.parameters()]
         try:
             inject(model, config, name, "lora.load")
-            _put(model, folder, tensors, name)
+            _put(model, folder, tensors, name, known)
         except BaseException as error:
             take_out(model, [name])
             for p, requires_grad in trained:
@@ -111,8 +111,8 @@ def load(model: nn.Module, path: str | Path, name: str = "default") -> list[str]
     return [key for key, _, _ in layers_with(model, name, "lora.load")]
 
 
-def _put(model: nn.Module, folder: Path, tensors: dict[str, Tensor], name: str) -> None:
-    """Copy the tensors of a file into the adapter `name`, if all of them fit."""
+def _put(model: nn.Module, folder: Path, tensors: dict[str, Tensor], name: str, known: bool) -> None:
+    """Copy the tensors of a file into the adapter `name`, if all of them fit. A `known` one had values before."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model, file, do = base_of(model), folder / WEIGHTS, "load it on the model that it was trained on"
@@ -135,6 +135,11 @@ def _put(model: nn.Module, folder: Path, tensors: dict[str, Tensor], name: str) 
         raise DataError(f"{file}: has no {part[0]}, which the config asks for; save the adapter again.")
     if missing := list(dict.fromkeys(layer for key in wanted if (layer := _layer_of(key)) not in layers)):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        if known:
+            raise DataError(
+                f"{file}: has none for {missing[0]}{more}, whose values in the model's {name!r} would stay; load it under "
+                f"another name."
+            )
         fallback(
             "lora.load: an adapter for every layer that the file's config names",
             f"{file} has none for {missing[0]}{more}; {do}",
