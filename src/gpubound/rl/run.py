@@ -325,7 +325,7 @@ class RLRun:
         """Write the verdict and the report; return the verdict."""
         steps = self.tape.steps()
         rewards = [float(record["reward"]) for record in steps if "reward" in record]
-        parts = [f"{self.done:,} steps on {label(self.device)}"]
+        parts = [f"{counted(self.done, 'step')} on {label(self.device)}"]
         if rewards:
             parts.append(f"reward {rewards[0]:.3f} to {rewards[-1]:.3f}")
         if self.evaluations:
