@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -369,6 +370,16 @@ def test_a_reward_that_fails_in_a_process_is_named_with_its_line(tmp_path):
     file.write_text("import json\n\ndef parsed(completion_ids, **_):\n    return [json.loads('{') for _ in completion_ids]\n")
     with pytest.raises(RewardError, match=r"parsed: raised JSONDecodeError: .* \(rewards\.py:4\) for the answers to"):
         train(tmp_path / "run", rewards={f"{file}:parsed": 1.0}, steps=1, processes=True)
+
+
+def test_a_reward_whose_process_ends_is_named_at_once(tmp_path, monkeypatch):
+    file = tmp_path / "rewards.py"
+    file.write_text("import os\n\ndef ends(completion_ids, **_):\n    os._exit(3)\n")
+    with pytest.raises(RewardError, match="ends: its process ended with exit code 3"):
+        train(tmp_path / "run", rewards={f"{file}:ends": 1.0}, steps=1, processes=True)
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(ValueError, match="put it under if __name__"):
+        train(tmp_path / "run", processes=True)
 
 
 def test_a_reward_that_no_process_can_be_sent_is_found_before_a_run(tmp_path):

@@ -5,6 +5,7 @@
 
 import copy
 import logging
+import multiprocessing
 import time
 from collections.abc import Mapping
 from contextlib import closing
@@ -229,6 +230,10 @@ def train(
         raise ValueError(
             f"rl: got {world} processes, started by torchrun, wanted one: a run samples and learns on one GPU. Start it "
             f"without torchrun, or one for each GPU, by --device cuda:<index> and with another out each."
+        )
+    if keys.get("processes") and getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ValueError(
+            "rl: processes: each process runs this script again, up to this call; put it under if __name__ == '__main__'."
         )
     module = policy if isinstance(policy, nn.Module) else None
     if module is not None and keys.get("lora"):

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -224,6 +225,7 @@ def _end(file: BinaryIO) -> str:
 
 
 LARGEST = 3e38  # of a number in fp32
+POLL = 0.5  # seconds between two looks at processes
 WORKERS = min(8, os.cpu_count() or 1)
 INTERRUPTS_IGNORED = (signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all processes; the run answers it
 CODE = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -437,15 +439,17 @@ class Scoring:
     def __init__(self, functions: list[RewardFunction], processes: bool = False, timeout: float = 60.0):
         self.functions, self.processes, self.timeout = functions, processes, timeout
         self._pool: Any = None
+        self._processes: list[Any] = []  # those that the pool began with: it replaces one that ends, and its result never comes
         self._pending: list[tuple[AnswerGroup, list[AsyncResult]]] = []
 
     def __enter__(self) -> "Scoring":
         # A forked process would share CUDA's context, so processes are spawned.
-        self._pool = (
-            multiprocessing.get_context("spawn").Pool(WORKERS, signal.signal, INTERRUPTS_IGNORED)
-            if self.processes
-            else ThreadPool(WORKERS)
-        )
+        if self.processes:
+            before = multiprocessing.active_children()
+            self._pool = multiprocessing.get_context("spawn").Pool(WORKERS, signal.signal, INTERRUPTS_IGNORED)
+            self._processes = [child for child in multiprocessing.active_children() if child not in before]
+        else:
+            self._pool = ThreadPool(WORKERS)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -482,12 +486,22 @@ class Scoring:
         where = f"for the answers to {_named(group)}"
         try:
             # Those before it are done, so this one runs by now, and has all of the time from here on.
-            values = result.get(self.timeout)
+            began, left = time.perf_counter(), self.timeout
+            while not result.ready() and left > 0:
+                result.wait(min(left, POLL))
+                left = began + self.timeout - time.perf_counter()
+                if not result.ready() and (code := next((one.exitcode for one in self._processes if one.exitcode), None)):
+                    raise RewardError(
+                        f"{what}: its process ended with exit code {code}. Where a script calls gb.rl.train at its top level, "
+                        f"each process runs it again: put the call under if __name__ == '__main__'."
+                    )
+            values = result.get(0)
         except multiprocessing.TimeoutError as error:
-            ended = ", or its process has ended" if self.processes else ""
             raise RewardError(
-                f"{what}: gave nothing within {self.timeout:g} seconds {where}{ended}; give it a larger timeout."
+                f"{what}: gave nothing within {self.timeout:g} seconds {where}; give it a larger timeout."
             ) from error
+        except RewardError:
+            raise
         except Exception as error:
             raise RewardError(f"{what}: raised {one_line(error)} {where}.") from error
         if not isinstance(values, list):
