@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpubound as gb
 from gpubound.models import registry
@@ -262,6 +263,17 @@ def test_cudnn_compiles_nothing_for_a_comparison():
     assert enabled()
 
 
+def test_the_weights_of_a_wider_copy_are_copied_once():
+    net = nn.Sequential(nn.Linear(4, 4, dtype=BF16), nn.BatchNorm1d(4, dtype=BF16))
+    net.append(net[0])
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        wide = verify._widened(net, torch.float32)
+    assert sum(event.count for event in found.key_averages() if event.key == "aten::clone") <= len([*net.buffers()])
+    assert {t.dtype for t in (*wide.parameters(), wide[1].running_mean)} == {torch.float32} and wide[2] is wide[0]
+    assert all(a.float().equal(b) and a is not b for a, b in zip(net.parameters(), wide.parameters()))
+    assert {t.dtype for t in (*net.parameters(), net[1].running_mean)} == {BF16}
+
+
 def test_a_spent_copy_keeps_no_weight():
     """fp32 weights of a layer and their gradients, both whole, were the most that placing an 8b model took."""
     torch.manual_seed(0)
@@ -296,6 +308,24 @@ def test_dropout_that_is_a_module_is_called():
     model = Dropping()
     placement = gb.place(model, "cpu", example=torch.randn(4, 8))
     assert placement.verified and isinstance(model.attention_dropout, nn.Dropout)
+
+
+def test_small_tensors_are_compared_in_few_operations(monkeypatch):
+    class Counts(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            Counts.operations += 1
+            return function(*args, **(kwargs or {}))
+
+    one, other = sketch(0.1, 1, sketch(0, 0)), sketch(0, 0)
+    run, truth = ({f"{name} {i}": t for i in range(50) for name, t in of.items()} for of in (one, other))
+    with Counts():
+        together = verify.distances(run, truth)
+    assert Counts.operations < 20 < len(together)
+    monkeypatch.setattr(verify, "SMALL", 0)
+    monkeypatch.setattr(verify, "PART", 7)
+    assert verify.distances(run, truth) == pytest.approx(together, rel=1e-5)
 
 
 def test_the_run_behind_the_last_swap_is_compared_with_the_original(monkeypatch):
