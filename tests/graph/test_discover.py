@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gpubound.graph import capture, discover as discovery
 from gpubound.graph.memory import Generators, Snapshot, StorageCopy
@@ -87,6 +88,20 @@ class TestTriton:
         captured = capture(fn, drawn(1, 8))
         assert compared.count(8) == 1 and compared.count(2) >= 4 and not captured.certificate.mutated
         assert {"ours.0", "ours.1", "theirs.0", "theirs.1"} <= {*captured.held}
+
+    def test_weights_without_a_storage_of_their_own(self, runner):
+        """A wrapper's tensors are compared, and a sparse weight is left alone."""
+        from gpubound.kernels import rms_norm
+
+        gains = nn.ParameterList([torch.ones(8), torch.ones(8)]).requires_grad_(False)
+        wrapper = nn.Parameter(TwoTensor(drawn(8), drawn(8, seed=1)), requires_grad=False)
+        sparse = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+
+        def fn(x):
+            return rms_norm(rms_norm(x, gains[0]), gains[1]) * (wrapper * 2).b + sparse.shape[0]
+
+        x = drawn(1, 8)
+        torch.testing.assert_close(capture(fn, x)(x), fn(x))
 
     def test_a_weight_that_a_kernel_of_ours_writes_where_it_only_read_another(self, runner, monkeypatch):
         """No kernel of ours does, without its op's bumping the version: what it has left would be taken for what it leaves."""

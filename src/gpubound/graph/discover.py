@@ -337,7 +337,8 @@ class Discovery:
     ) -> None:
         self.device, self.snapshot, self.generators, self.frozen = device, snapshot, generators, frozen
         self.passing = CopyBudget(device, passing=True)
-        self.weights = {storage_key(tensor): tensor for tensor in weights if tensor.device == device}
+        parts = [tensor for tensor in tensors_in([*weights]) if tensor.device == device]
+        self.weights = {key: tensor for tensor in parts if (key := storage_key(tensor))}
         # The storages of weights that are compared when fn has been captured, with their fingerprints.
         self.fingerprints: dict[int, tuple[Tensor, int]] = {}
         self._take_fingerprints(reads)
@@ -493,7 +494,7 @@ class Discovery:
         return True
 
     def _take_fingerprints(self, tensors: Iterable[Tensor]) -> None:
-        new = {storage_key(tensor): bytes_of(tensor) for tensor in tensors}
+        new = {key: bytes_of(tensor) for tensor in tensors if (key := storage_key(tensor))}
         for key in [key for key in new if key in self.fingerprints or key in self.snapshot.copies]:
             del new[key]
         self.fingerprints |= dict(zip(new, zip(new.values(), fingerprints([*new.values()]))))
