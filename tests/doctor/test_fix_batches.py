@@ -382,6 +382,33 @@ print(f"{total_loss / 4:.5f} {right / 8}", sum(p.sum() for p in average.paramete
 """
 
 
+QUEUED = """\
+import torch
+model = torch.nn.Linear(4, 2).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+place, shown = torch.zeros(2, dtype=torch.long, device="cuda"), []
+for step in range(4):
+    loss = model(torch.rand(3, 4, device="cuda")).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    place[0] = step
+    place[-1] = 2 * step
+    norm = sum(p.grad.norm(2).item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+    shown.append(norm)
+print(shown, place.sum().item())
+"""
+
+
+def test_numbers_that_are_written_and_a_sum_of_norms(tmp_path, sim, capsys):
+    result = patched(tmp_path, QUEUED)
+    assert result.names == ["filled", "filled", "stacked"] and result.proof.holds, str(result.repair)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second and "place[0:1] = step\n    place[-1:] = 2 * step\n" in result.text
+    assert result.before.totals["syncs"] == 4 * (2 + 2) + 1, "after the first update: two numbers, two norms, and the print"
+    assert result.after.totals["syncs"] == 4 + 1
+
+
 def test_rows_that_a_loop_reads_and_indices_that_a_function_makes(tmp_path, sim, capsys):
     result = patched(tmp_path, TAGGED)
     assert result.names == ["elements", "elements", "foreach", "gathered", "index", "reads", "reads", "staged"], str(

@@ -147,8 +147,12 @@ USES = {
     "loss[0] = torch.tensor([2.0]).to(device)": "HOST_DATA",
     "table[loss.long()] += 1": "ACCUMULATED",
     "loss + torch.tensor([1.0, 2.0]).to(device)": "HOST_DATA",
+    "log.info('%f', loss.item())": "RARELY",
+    "ids = torch.ones(3).to(device); for i, x in enumerate(ids):\n        if x != i: pass": "EACH",
+    "ids = torch.ones(3).to(device); for i, x in enumerate(ids):\n        losses.append(x.item())": "EACH",
     "loss[rows[:, 0], rows[:, 1]]": "INDEX",
     "torch.cat([torch.ones(1), rows[0]]).to(device)": "",
+    "torch.utils.data.DataLoader([1]); mask = torch.zeros(3); loss * mask.to(device)": "MADE",
 }
 
 
@@ -158,7 +162,9 @@ def test_advice_by_what_becomes_of_a_value(tmp_path, capsys, code):
     file, body = tmp_path / "script.py", "".join(f"    {part}\n" for part in code.split("; "))
     head = "".join(map(inspect.getsource, (Env, select, trained))) + "env = Env()\nrows = torch.tensor([[0, 0]])\n"
     options = "table=torch.zeros(4), seen=[0.0], losses=[], total=0.0, best=9.0, step=1"
-    file.write_text(f"import sys, torch\n{head}def step(loss, device, {options}):\n{body}")
+    file.write_text(
+        f"import logging, sys, torch\nlog = logging.getLogger('x')\n{head}def step(loss, device, {options}):\n{body}"
+    )
     made: dict = {}
     exec(compile(file.read_text(), str(file), "exec"), made)
     device = simgpu()
@@ -166,7 +172,7 @@ def test_advice_by_what_becomes_of_a_value(tmp_path, capsys, code):
     with cuda_is_pretended():
         (fix, *_) = named(lambda: made["step"](loss, device)).values()
     texts = {name: text for name, text in vars(remedies).items() if isinstance(text, str)}
-    texts |= {"HOST_DATA": HOST_DATA.remedy, "": UPLOAD.remedy}
+    texts |= {"HOST_DATA": HOST_DATA.remedy, "": UPLOAD.remedy, "MADE": remedies.ON_DEVICE.format("zeros")}
     summed = {texts["SUMMED"].format(kept) for kept in ("loss.detach()", "the tensor")}
     assert fix in (summed if USES[code] == "SUMMED" else {texts[USES[code]]})
 

@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from ...watch.events import NUMBER
 from ..rules import remedies
 from ..rules.remedies import ANEW
 from .source import (
@@ -411,6 +412,22 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     ]
 
 
+def propose_number(source: SourceText, line: int) -> list[Edit]:
+    """Propose `x[0:1] = number` for `x[0] = number`: a slice is filled, and one place gets a tensor that is copied to it."""
+    edits = []
+    for statement in source.statements_at(line):
+        for target in statement.targets if isinstance(statement, ast.Assign) else ():
+            if not isinstance(target, ast.Subscript) or isinstance(target.slice, (ast.Tuple, ast.Slice)):
+                continue
+            text = source.text(target.slice)
+            if not re.fullmatch(r"\d+|-1", text):
+                raise Refused(f"the index {text} is no number, or one from the end")
+            edits.append(Edit(source.end(target.slice), source.end(target.slice), ":" if text == "-1" else f":{int(text) + 1}"))
+    if not edits:
+        raise NotHere("the line writes no number into one place")
+    return edits
+
+
 def _on_host(value: ast.expr, torch: str) -> bool:
     """Return whether a value is that of `torch.arange(n)` and the like, on the CPU."""
     factories = [f"{torch}.{name}" for name in MADE_ALIKE]
@@ -539,6 +556,7 @@ KEPT_MASK = Patch(
     remedy=remedies.STAYING,
 )  # fmt: skip
 STAGED = Patch("staged", frozenset({"h2d"}), "host data are copied from pinned memory without waiting", propose_staged)
+FILLED = Patch("filled", frozenset({"h2d"}), "a slice is filled with the number", propose_number, remedy=NUMBER.remedy)
 SLICE = Patch("slice", frozenset({"h2d"}), "a slice needs no index on the device", propose_slice, remedy=remedies.SLICE)
 KEPT = Patch("resident", frozenset({"repeat"}), "the copy is kept until the tensor changes", propose_resident)
 INDEX = Patch("index", frozenset({"h2d"}), "the index is copied once", propose_index, lines=True)

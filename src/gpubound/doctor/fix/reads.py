@@ -416,10 +416,13 @@ NUMBERS = "numbers"
 
 
 def propose_stacked(source: SourceText, line: int) -> list[Edit]:
-    """Propose to read tensors at once: `[p.norm().item() for p in ps]`, `{name: v.item() for name, v in stats.items()}`."""
+    """Propose to read tensors at once: `[p.norm().item() for p in ps]`, `{name: v.item() for name, v in stats.items()}`,
+    `sum(p.norm().item() ** 2 for p in ps)`."""
     source.check_imports_torch()
     edits = []
     for node in source.expressions_at(line):
+        if isinstance(node, ast.GeneratorExp):
+            edits += _stacked_sum(source, node)
         if not isinstance(node, (ast.ListComp, ast.DictComp)):
             continue
         read = node.elt if isinstance(node, ast.ListComp) else node.value
@@ -446,6 +449,22 @@ def propose_stacked(source: SourceText, line: int) -> list[Edit]:
             "    return torch.stack([each.detach().reshape(()) for each in tensors]).tolist()",
         ),
     ]
+
+
+def _stacked_sum(source: SourceText, node: ast.GeneratorExp) -> list[Edit]:
+    """Return the edit of `sum(p.norm().item() ** 2 for p in ps)`, if what else is in each term does not change."""
+    reads = [n for n in ast.walk(node.elt) if isinstance(n, ast.Call) and last_name(n) == "item" and not n.args]
+    own = {n.id for each in node.generators for n in ast.walk(each.target) if isinstance(n, ast.Name)}
+    within = [n for read in reads for n in ast.walk(read)]
+    others = {n.id for n in ast.walk(node.elt) if isinstance(n, ast.Name) and n not in within}
+    if len(reads) != 1 or not isinstance(reads[0].func, ast.Attribute) or others & {*own, "number"}:
+        return []
+    data, read, elt = source.data, reads[0], node.elt
+    before, after = data[source.start(elt) : source.start(read)], data[source.end(read) : source.end(elt)]
+    loops = data[source.end(elt) : source.end(node) - 1].decode()
+    values = f"{NUMBERS}([{source.text(reads[0].func.value)}{loops}])"
+    text = f"({before.decode()}number{after.decode()} for number in {values})"
+    return [Edit(source.start(node), source.end(node), text)]
 
 
 def _reads_element(parent: ast.AST) -> bool:

@@ -178,6 +178,7 @@ class Measurements:
     timed_ms: float | None = None  # median of those timed after the survey
     spread: float | None = None  # run.spread of step_ms
     rare: Mapping[str, float] = field(default_factory=dict)  # run.rare_steps of the timed steps
+    parts: Mapping[Line, float] = field(default_factory=dict)  # of the steps under the sensors, those in which a line blocked
     once: frozenset[Line] = frozenset()  # lines that blocked in a single one of several steps under the sensors
     absent: Mapping[str, str] = field(default_factory=dict)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -165,6 +165,7 @@ def _measure(
         counted=located.ledger.counted,
         about=about,
         period=period,
+        parts={line: len(steps) / located.ledger.steps for line, steps in _steps_by_line(located)},
         once=lines_once(located) if period == 1 else frozenset(),
         phases={phase.name: phase.as_dict() for phase in steps},
         **_timed_and_taped(steps, located),
@@ -175,8 +176,12 @@ def _measure(
 
 def lines_once(located: WatchedPhase) -> frozenset[Line]:
     """Return the lines that blocked in a single step of several, such as an evaluation's."""
+    return frozenset(line for line, steps in _steps_by_line(located) if len(steps) == 1 < located.ledger.steps)
+
+
+def _steps_by_line(located: WatchedPhase) -> list[tuple[Line, Collection[int]]]:
     lines = ((line_of(Place(site)), steps) for site, steps in located.ledger.lines.items())
-    return frozenset(line for line, steps in lines if line and len(steps) == 1 < located.ledger.steps)
+    return [(line, steps) for line, steps in lines if line]
 
 
 def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:

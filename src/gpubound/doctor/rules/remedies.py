@@ -36,7 +36,7 @@ LIBRARIES = {
     "wandb/": "log every n steps, not in every one",
 }
 SHOWN = re.compile(
-    r"\bprint\(|\.format\(|\bf[\"']|(?<!torch)(?<!math)(?<!np)\.log(_dict|_metrics)?\((?!\))|\blogg(er|ing)\.|\.add_scalars?\(|\bset_postfix\(|\bpbar\.|\.write\("
+    r"\bprint\(|\.format\(|\bf[\"']|(?<!torch)(?<!math)(?<!np)\.log(_dict|_metrics)?\((?!\))|\blogg(er|ing)\.|\blog\.(info|debug|warning)\(|\.add_scalars?\(|\bset_postfix\(|\bpbar\.|\.write\("
 )
 METER = re.compile(r"\.update\(.*\.item\(\)")
 RARELY = "read it only in the steps that show it (if step % 50 == 0), not in every one"
@@ -189,15 +189,27 @@ def _goes_over_rows(line: int, scope: ast.AST) -> bool:
         if trains or _covers(loop.iter, line) or LISTING.search(ast.unparse(loop.iter)):
             continue
         own = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-        inside, rows = [n for each in loop.body for n in ast.walk(each)], set[str]()
+        inside, rows = [n for each in loop.body for n in ast.walk(each)], _rows_of(loop)
         for assigned in (n for n in inside if isinstance(n, ast.Assign)):
             rows |= _stored(assigned) if any(_takes_row(x, own) for x in ast.walk(assigned.value)) else set()
-        read = [
-            part for n in inside if isinstance(n, ast.Call) and n.lineno == line for x in _read_in(n) for part in ast.walk(x)
-        ]
-        if any(_takes_row(x, own) or (isinstance(x, ast.Name) and x.id in rows) for x in read):
+        read = [x for n in inside if isinstance(n, ast.Call) and n.lineno == line for x in _read_in(n)]
+        tests = [n.test for n in inside if isinstance(n, (ast.If, ast.While)) and n.lineno == line]
+        read += [x for test in tests for n in ast.walk(test) if isinstance(n, ast.Compare) for x in (n.left, *n.comparators)]
+        parts = [part for x in read for part in ast.walk(x)]
+        if any(_takes_row(x, own) or (isinstance(x, ast.Name) and x.id in rows) for x in parts):
             return True
     return False
+
+
+def _rows_of(loop: ast.For) -> set[str]:
+    """Return the names of a loop that are parts of what has a name: "x" of `for i, x in enumerate(row)`."""
+    over, target = loop.iter, loop.target
+    called = isinstance(over, ast.Call) and _called(over) in ("enumerate", "reversed", "zip")
+    tensors = over.args if called else [over]  # type: ignore[attr-defined]
+    if called and _called(over) == "enumerate" and isinstance(target, ast.Tuple):  # type: ignore[arg-type]
+        target = target.elts[1]
+    known = all(isinstance(each, ast.Name) for each in tensors)
+    return {n.id for n in ast.walk(target) if isinstance(n, ast.Name)} if known else set()
 
 
 def _takes_row(node: ast.AST, own: set[str]) -> bool:
@@ -348,7 +360,15 @@ def create_on_device(site: Site) -> str:
         if name in TENSORS and call.args:
             given = [n for n in ast.walk(call.args[0]) if isinstance(n, ast.Name)]
             return STAGED if given else HOST_DATA.remedy
-    return ""
+    made = (n for n in ast.walk(parsed(site.file)) if _makes_on_host(n, _copied(calls)))
+    return next((ON_DEVICE.format(_called(n.value)) for n in made), "")  # type: ignore[attr-defined]
+
+
+def _copied(calls: list[ast.Call]) -> set[str]:
+    """Return the expressions that these calls copy to a device."""
+    return {
+        ast.unparse(c.func.value) for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "cuda", "type")
+    }
 
 
 def _joined(call: ast.Call, calls: list[ast.Call]) -> bool:
@@ -361,9 +381,9 @@ def _of_loader(site: Site) -> bool:
     """Return whether a line of a file with a DataLoader copies a tensor that it does not make there."""
     statement, _ = _statement(site)
     calls = _calls(statement or ast.Module([], []))
-    copied = [c.func.value for c in calls if isinstance(c.func, ast.Attribute) and c.func.attr in ("to", "cuda", "type")]
-    made = any(_calls(tensor) for tensor in copied)
-    return bool(copied) and not made and any(_called(call) == "DataLoader" for call in _calls(parsed(site.file)))
+    copied, tree = _copied(calls), parsed(site.file)
+    made = any("(" in text for text in copied) or any(_makes_on_host(n, copied) for n in ast.walk(tree))
+    return bool(copied) and not made and any(_called(call) == "DataLoader" for call in _calls(tree))
 
 
 def index_of(row: LedgerRow) -> str:
@@ -377,13 +397,13 @@ def index_of(row: LedgerRow) -> str:
     names = {root.id for root in roots if isinstance(root, ast.Name)}
     if len(names) > 1:  # the others may be on the device
         tree = parsed(site.file)
-        names = {n.targets[0].id for n in ast.walk(tree) if _makes_on_host(n) and n.targets[0].id in names}  # type: ignore[attr-defined]
+        names = {name for name in names if any(_makes_on_host(n, {name}) for n in ast.walk(tree))}
     return names.pop() if len(names) == 1 and not any(isinstance(root, ast.Call) for root in roots) else ""
 
 
-def _makes_on_host(node: ast.AST) -> bool:
-    """Return whether a statement gives `torch.arange(n)` and the like, on the CPU, a name."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name) or not isinstance(node.value, ast.Call):
+def _makes_on_host(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a statement gives `torch.arange(n)` and the like, on the CPU, one of these names."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or ast.unparse(node.targets[0]) not in names:
         return False
     package, _, name = ast.unparse(node.value.func).rpartition(".")
     return package in ("torch", "th") and name in FACTORIES and all(word.arg != "device" for word in node.value.keywords)

@@ -13,7 +13,7 @@ from ...watch.ops import DOWN, UP
 from ..finding import KINDS
 from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
-from .remedies import ANEW, index_of, of_copy, of_read
+from .remedies import ANEW, OFTEN, RAISED, RARE, RARELY, SELDOM, index_of, of_copy, of_read
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,10 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         count = evidence.count_per_step(rows)
         what = ", ".join(dict.fromkeys(row.what for row in rows))
         calls = evidence.calls_at(first.place)
-        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=of_read(first, count), waits=True)
+        line, fix = line_of(first.place), of_read(first, count)
+        if (fix in (RARELY, RAISED) or SELDOM in fix) and line is not None and evidence.parts.get(line, 1.0) <= OFTEN:
+            fix = RARE  # several values in few steps
+        claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=fix, waits=True)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
