@@ -51,12 +51,14 @@ def test_unpacked_rows_hold_one_answer():
 
 
 @pytest.mark.parametrize(("row_tokens", "micro_batch"), [(None, None), (40, 3), (16, 1), (4096, 2)])
-def test_rows_hold_every_answer_once_after_its_prompt(row_tokens, micro_batch):
+def test_rows_hold_every_answer_once_after_its_prompt(row_tokens, micro_batch, device):
     seq, made = 16, groups(7, 5, 16)
     scores = advantages(made, scaled=True)
     shape = RowShape.of(7 * 5, seq, row_tokens, micro_batch)
-    batches = micro_batches(made, scores, shape, CPU)
+    batches = micro_batches(made, scores, shape, device)
     assert len(batches) <= shape.most
+    assert {(t.device.type, t.data_ptr() % 16) for batch in batches for t in batch.values()} == {(device.type, 0)}
+    batches = [{name: values.cpu() for name, values in batch.items()} for batch in batches]
     found = []
     for batch in batches:
         assert batch["input_ids"].shape == (shape.rows, shape.tokens)
