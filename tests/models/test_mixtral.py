@@ -1,6 +1,11 @@
 """Models with sparse layers, placed: attention, norms and the loss are ours, experts transformers' own."""
 
+from functools import partial
+
 import pytest
+import torch
+
+from gpubound.train import TrainStep
 
 from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
 
@@ -52,6 +57,17 @@ def test_a_loss_with_the_routers_stays(kind, by):
     model.config.output_router_logits = False
     outputs = model(**batch())
     assert outputs.aux_loss is None and outputs.logits is None
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+def test_a_step_takes_the_routers_loss(kind):
+    model = tiny(kind, **KINDS[kind], router_aux_loss_coef=0.5)
+    model.config.output_router_logits = True
+    want = training_run(twin(model), batch())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    step = TrainStep(model.train(), "causal_lm", partial(torch.optim.SGD, lr=1.0), precision="fp32", graph="off")
+    loss = torch.tensor(step(batch()).read().loss)
+    assert_close({"loss": loss} | {name: before[name] - p.detach() for name, p in model.named_parameters()}, want)
 
 
 def test_clamped_queries_keep_their_attention():

@@ -298,8 +298,15 @@ def hidden_of(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the output of the model's forward, (B, T, vocabulary). In packed rows, examples do not see each other."""
+    return logits_and_router_loss(model, inputs)[0]
+
+
+def logits_and_router_loss(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return `logits_of`, and what transformers adds to the mean loss for a mixture's routers, None for nothing."""
     out = model(**_arguments(model, inputs))
-    return out.logits if hasattr(out, "logits") else out
+    term = getattr(out, "aux_loss", None)
+    added = term * model.router_aux_loss_coef if isinstance(term, Tensor) else None
+    return out.logits if hasattr(out, "logits") else out, added
 
 
 def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
@@ -308,7 +315,7 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
     if head is None or _trunk(model) is None:
         return f"{type(model).__name__} does not offer a base model and a linear head (get_output_embeddings)"
     if getattr(getattr(model, "config", None), "output_router_logits", False):
-        return f"{type(model).__name__} adds a router loss; pass a loss that includes it"
+        return f"{type(model).__name__} adds a router loss, which losses of tokens take from its forward, and others leave out"
     row = first_row(inputs)
     if row.keys() <= {"input_ids", "position_ids", *FIELDS}:  # masks and images may belong to later tokens
         width = row["input_ids"].shape[1]
