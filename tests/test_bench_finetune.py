@@ -1,4 +1,4 @@
-"""The benchmarks of fine-tuning, packed rows and the Trainer: contenders read the same rows, and dry runs have their lines."""
+"""Benchmarks of fine-tuning, packed rows, the Trainer, diffusion and steps: peers do the same, dry runs have their lines."""
 
 import io
 import json
@@ -8,12 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import bench_finetune, bench_packed, bench_trainer
+from benchmarks import bench_diffusion, bench_finetune, bench_packed, bench_steps, bench_trainer
 from benchmarks.bench_place import SEEN
 from benchmarks.finetune_worker import CONTENDERS, rows, tokenizer
 from benchmarks.packed_rows import ROW, batches, lengths, packed_fields
+from benchmarks.plain_diffusion import PlainDecoder, generate
+from benchmarks.shapes import SHAPES
+from benchmarks.step_models import TASKS
 from benchmarks.train_worker import BATCHES
 from gpubound.cli import guarded
+from gpubound.decode import MaskedSampler
 from gpubound.layers.packed_attention import Segments
 
 
@@ -88,3 +92,43 @@ def test_contestants_begin_alike_and_answer_each_round(monkeypatch, capsys):
         assert len(rounds) == 2 and all(answer["seconds"] > 0 for answer in rounds)
         assert first == pytest.approx(said["trainer"][0], rel=1e-4)
     assert said["ours"][0].keys() == {"loss", "gradient_norm"}
+
+
+def test_the_peer_is_the_same_algorithm():
+    model = bench_diffusion.build(SHAPES["tiny"], torch.device("cpu"), torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1)
+    prompts = torch.randint(255, (2, 5), generator=torch.Generator().manual_seed(0))
+    sampler, found = MaskedSampler(model, mask_token=255), []
+    for cached in (False, True):
+        want = sampler.generate(prompts, 8, steps=6, block=4, cache=cached).tokens
+        found.append(generate(PlainDecoder(model, 13), prompts, 8, 4, 6, 255, cached))
+        assert found[-1] == want
+    assert found[0] != found[1]
+
+
+def test_a_dry_run_of_diffusion(capsys):
+    assert guarded("bench", bench_diffusion.main, ["--dry"]) == 0
+    said = capsys.readouterr().out
+    assert "tiny batch 2, 4 steps for 8 tokens, cached" in said and "positions computed: 128, cached 80" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gnn", "world"])
+def test_a_dry_run_of_steps(name, capsys):
+    assert guarded("bench", bench_steps.main, ["--dry", "--only", name]) == 0
+    assert f"{name} fp32" in capsys.readouterr().out
+
+
+def test_losses_that_differ_are_not_timed(monkeypatch, capsys):
+    task = TASKS["gnn"]
+    calls = []
+
+    def drifting(model, batch):
+        calls.append(model)
+        return task.loss(model, batch) * (1 + len(calls))
+
+    monkeypatch.setitem(bench_steps.TASKS, "gnn", task._replace(loss=drifting))
+    assert guarded("bench", bench_steps.main, ["--dry", "--only", "gnn"]) == 1
+    assert "not timed" in capsys.readouterr().err

@@ -1,6 +1,9 @@
-"""Whatever would make a replay lie raises, names the tensor, and says what to do."""
+"""Whatever would make a replay lie raises, inputs that are not as captured too: the tensor's name, and what to do."""
 
 import copy
+import math
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -295,3 +298,90 @@ def test_a_wrapper_that_keeps_training_elsewhere(wrap):
     x = torch.ones(3, 4)
     captured = capture(wrap(model), x)
     torch.testing.assert_close(captured(x), model(x).detach())
+
+
+@pytest.fixture
+def captured_sum():
+    return capture(
+        lambda x, options: x * options["scale"] + options["bias"], torch.ones(3), {"scale": 2, "bias": torch.ones(3)}
+    )
+
+
+def given(x=None, scale=2, bias=None):
+    return (torch.ones(3) if x is None else x, {"scale": scale, "bias": torch.ones(3) if bias is None else bias})
+
+
+def test_as_captured(captured_sum):
+    assert captured_sum(*given()).tolist() == [3, 3, 3]
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"x": torch.ones(4)}, message("graph/held_inputs:shape")),
+        ({"bias": torch.ones(3).double()}, message("graph/held_inputs:dtype")),
+        ({"x": torch.ones(3, device="meta")}, message("graph/held_inputs:device")),
+        ({"x": freed()}, message("graph/held_inputs:dead_input")),
+        ({"scale": 3}, message("graph/held_inputs:constant")),
+        ({"scale": 2.0}, message("graph/held_inputs:constant_of_another_type")),
+        ({"scale": torch.tensor(2)}, message("graph/held_inputs:tensor_for_a_constant")),
+        ({"x": 1.5}, message("graph/held_inputs:constant_for_a_tensor")),
+        ({"x": torch.ones(3).to_sparse()}, message("graph/held_inputs:a_sparse_tensor")),
+    ],
+    ids=lambda value: value.name if hasattr(value, "name") else "",
+)
+def test_an_input_unlike_the_captured_one(captured_sum, changed, text):
+    assert said(captured_sum, *given(**changed)) == text
+
+
+def test_structure(captured_sum):
+    assert said(captured_sum, torch.ones(3), (2, torch.ones(3))) == message("graph/held_inputs:structure")
+    assert said(captured_sum, torch.ones(3)) == message("graph/held_inputs:structure.2")
+
+
+def test_static_buffer_freed(captured_sum):
+    buffer = captured_sum.inputs[0]
+    buffer.untyped_storage().resize_(0)
+    assert said(captured_sum, *given()) == message("graph/held_inputs:static_buffer_freed")
+
+
+def test_a_dict_or_tuple_of_another_class_is_named():
+    captured_sum = capture(lambda given: given["a"] * 2, OrderedDict(a=torch.ones(3)))
+    assert said(captured_sum, {"a": torch.ones(3)}) == message("graph/held_inputs:a_dict_or_tuple_of_anoth")
+
+
+def test_strides_are_kept_and_others_copied(captured_sum):
+    matrix = torch.arange(6.0).reshape(2, 3).t()
+    captured_sum = capture(lambda x: x + 1, matrix)
+    assert captured_sum.inputs[0].stride() == (1, 3)
+    assert torch.equal(captured_sum(matrix.contiguous()), matrix + 1)
+
+
+def test_nan_is_the_constant_that_was_captured():
+    captured_sum = capture(lambda x, fill: torch.where(x > 0, x, fill), torch.ones(3), math.nan)
+    assert captured_sum(torch.ones(3), float("nan")).tolist() == [1, 1, 1]
+    assert message("graph/held_inputs:nan_is_the_constant_that").within(said(captured_sum, torch.ones(3), 2.0))
+
+
+@dataclass
+class Holder:
+    y: torch.Tensor
+
+
+def test_a_dataclass_with_tensors_is_refused():
+    with pytest.raises(ValueError, check=message("graph/held_inputs:a_dataclass_with_tensors")):
+        capture(lambda holder: holder.y * 2, Holder(torch.ones(3)))
+    with pytest.raises(ValueError, check=message("graph/held_inputs:a_dataclass_with_tensors.2")):
+        capture(lambda x: (x, Holder(x * 2)), torch.ones(3))
+
+
+def test_a_mapping_with_tensors_is_refused():
+    """Hugging Face's BatchEncoding is one: the graph would keep its first tensors."""
+    with pytest.raises(ValueError, check=message("graph/held_inputs:a_mapping_with_tensors_i")):
+        capture(lambda batch: batch["x"] * 2, UserDict(x=torch.ones(3)))

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 with each layer sliced over devices: every kind of layer, in numbers and in the codes it is published in."""
+"""DeepSeek-V4 over several devices, its layers sliced or in stages: every kind of layer, in numbers and in tokens."""
 
 from functools import partial
 from unittest.mock import Mock
@@ -225,3 +225,21 @@ def test_a_slice_that_does_not_fit(monkeypatch):
     monkeypatch.setattr("gpubound.models.deepseek_v4.decode.sliced.free_bytes", lambda devices: [2**40, 1000])
     with pytest.raises(ValueError, check=message("decode/tensors/compressed:a_slice_that_does_not_fi")):
         sliced()
+
+
+@pytest.mark.slow
+def test_tokens_in_stages():
+    """Rows that stand before and behind the window's end, in lanes; one of them longer than what an index chooses from."""
+    fast = gb.decoder(cases.build(), 4, cases.ROOM, devices=["cpu"] * 3)
+    assert [len(span.layers) for span in fast.body.spans] == [1, 1, 1]
+    given = [cases.text(length, seed=length).tolist() for length in (3, 30, 11, 1)]
+    found = fast.generate(given, max_new_tokens=9).tokens
+    for prompt, row in zip(given, found):
+        logits = cases.own_logits(fast.model, torch.tensor([*prompt, *row[:-1]]))
+        assert row == logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+def test_its_cache_has_one_form():
+    with pytest.raises(ValueError) as error:
+        gb.decoder(cases.model_of(), 1, 64, cache="int8", devices=["cpu", "cpu"])
+    assert str(error.value) == message("decode/stages/compressed:its_cache_has_one_form")
