@@ -304,7 +304,7 @@ def test_a_hazard_is_told_at_its_module_and_line_with_the_form_to_use(hazard, li
     if line is not None:
         lines, first = inspect.getsourcelines(hazard)
         at = first + next(number for number, text in enumerate(lines) if line in text)
-        assert f"test_audit.py:{at}" in stop.reason
+        assert f"test_operations.py:{at}" in stop.reason
     assert not found.ready
     assert {part.name for part in found.parts if part.ready} >= {"0", "0.inner", "1.inner", "2"}
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -9,7 +9,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
 from gpubound.train.data import check_data, open_data, source_names
-from gpubound.train.prepare import ALLOWED, check_same, prepare, recipe_of
+from gpubound.train.prepare import ALLOWED, prepare
 from gpubound.train.recipe import PHASED, Recipe
 from gpubound.train.stages import EvalSet, Stage, hold_out, stage_of
 from tests.messages import message, refusal
@@ -451,13 +450,3 @@ def test_what_may_be_allowed():
 def test_an_unknown_permission_is_refused(corpus, tmp_path):
     made = recipe(corpus, tmp_path)
     assert "'model'" in refusal(ValueError, lambda: prepare(made, resume=True, progress=False, allow=["model"]))
-
-
-def test_a_checkpoint_of_an_earlier_version_has_fewer_keys(corpus, tmp_path):
-    """What they say now is not compared, so that a run of then can be given the rows that it had."""
-    was = recipe(corpus, tmp_path)
-    saved = {key: value for key, value in dataclasses.asdict(was).items() if key not in ("pack", "betas")}
-    checkpoint = SimpleNamespace(facts={"recipe": saved, "phase": 0, "began": 0}, step=3)
-    assert check_same(checkpoint, recipe_of(checkpoint), dataclasses.replace(was, pack="stream")) == {}
-    with pytest.raises(ValueError, match="seed"):
-        check_same(checkpoint, recipe_of(checkpoint), dataclasses.replace(was, seed=9))
