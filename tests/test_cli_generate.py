@@ -312,11 +312,13 @@ def test_a_checkpoint_whose_first_model_is_where_the_run_was_begun(ckpt, tmp_pat
     assert open_saved(tmp_path, CPU).folder == tmp_path / "checkpoints" / "step-00000003"
 
 
-def test_a_checkpoint_speaks(ckpt, tmp_path, run):
+def test_of_a_checkpoint_with_an_average_the_average_speaks(ckpt, tmp_path, run):
+    zeros = {f"average.{n}": torch.zeros_like(p) for n, p in load_hf(ckpt).named_parameters() if n != "lm_head.weight"}
     checkpoint(tmp_path / "plain", ckpt, 1)
-    assert run(tmp_path / "plain", "--prompt", "the cat")[1] == message("cli_generate:a_checkpoint_speaks")
-    model = open_saved(tmp_path / "plain", CPU).model
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    checkpoint(tmp_path / "averaged", ckpt, 1, **zeros)
+    assert run(tmp_path / "plain", "--prompt", "the cat")[1] == message("cli_generate:of_a_checkpoint_with_an")
+    model = open_saved(tmp_path / "averaged", CPU).model
+    assert all(not p.any() for p in model.parameters()) and model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.slow

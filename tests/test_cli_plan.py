@@ -218,7 +218,7 @@ def test_each_kind_of_run_gets_its_own_advice(card, tmp_path):
         (1.0, {"lora": lora}, "no other step fits: take shorter rows or a smaller model"),
         (2.5, {"accumulate": 2, "optimizer": "adamw8bit"}, "--offload-optimizer True would fit"),
         (1.6, {}, "--update-in-backward True --clip 0 --offload-optimizer True would fit"),
-        (1.6, {"optimizer": "muon"}, "no other step fits: take shorter rows, a smaller model, or lora"),
+        (1.6, {"ema": 0.99}, "no other step fits: take shorter rows, a smaller model, or lora"),
     ):
         card(gib)
         assert wanted in (text := ran_out(Recipe(**run, **more))), (gib, more, text)

@@ -20,6 +20,7 @@ from gpubound.models.llama import Decoder, DecoderConfig
 from gpubound.models.richards import RichardsConfig, RichardsDecoder
 from gpubound.train import sharding
 from gpubound.train.adamw import AdamW8bit, Muon
+from gpubound.train.loop import Ema
 from gpubound.train.offload import blocks_of, recompute_from
 from tests.distributed.processes import each_on_ranks, on_ranks
 
@@ -95,6 +96,7 @@ def trained(
             model, objective, optimizer, accumulate=each, clip=0.5, precision=precision, graph="off", ranks=ranks, **options
         )
         recompute_from(model, least)
+        average = Ema(step, 0.9)
         reports = []
         for number in range(STEPS):
             micro_batches = [batch(number, ranks.rank + world * i) for i in range(each)]
@@ -102,9 +104,11 @@ def trained(
                 for one in micro_batches:
                     one["labels"] = one["input_ids"].where(one["labels"] != -100, -100)
             said = step([{k: t.to(step.device) for k, t in one.items()} for one in micro_batches]).read()
+            average.update()
             sums.append(0)
             reports.append((said.loss, said.grad_norm, said.tokens, said.skipped))
         state = {name: whole(tensor) for name, tensor in step.state_dict().items()}
+        state |= {f"average.{name}": whole(tensor) for name, tensor in average.state().items()}
         step.close()
         weights = {name: whole(tensor) for name, tensor in model.state_dict().items()}
         return weights, reports, state, step.memory | {"sums": sums}

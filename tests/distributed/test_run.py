@@ -69,8 +69,8 @@ def assert_alike(ranks):
 
 @pytest.fixture(scope="module")
 def todo(corpus, tmp_path_factory):
-    """Into the second epoch, with evaluations and checkpoints."""
-    common = {"accumulate": 4, "steps": 14, "eval_every": 5, "save_every": 4}
+    """Into the second epoch, with an average, evaluations and checkpoints."""
+    common = {"accumulate": 4, "steps": 14, "ema": 0.9, "eval_every": 5, "save_every": 4}
     return recipe(corpus, tmp_path_factory.mktemp("whole"), **common)
 
 
@@ -91,7 +91,8 @@ def test_four_ranks_take_the_steps_that_one_takes_and_know_the_same(todo, alone,
     for what in ("tokens", "feed", "done", "saved", "best"):
         assert ranks[0][what] == alone[what], what
     exported, saved = load_file(tmp_path / "hf" / "model.safetensors"), Checkpoints(tmp_path / "checkpoints").at(10).tensors()
-    assert exported and all(torch.equal(tensor, saved[f"model.{name}"]) for name, tensor in exported.items())
+    same = [torch.equal(tensor, saved[f"average.{name}"]) for name, tensor in exported.items() if f"average.{name}" in saved]
+    assert same and all(same), "the best weights' average is what is exported"
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(todo, alone, tmp_path):
@@ -109,7 +110,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(todo, alone, tmp_path):
 
 
 def test_sharded_ranks_take_the_same_steps_and_replicas_and_one_process_go_on_with_them(todo, alone, tmp_path):
-    """fsdp -> ddp -> one process: losses, held-out ones, and what is exported."""
+    """fsdp -> ddp -> one process: losses, held-out ones of the average, and what is exported."""
     parts = dataclasses.replace(todo, out=str(tmp_path), parallel="fsdp", keep=10)
     first = on_ranks(2, trained, parts, False, 6)
     second = on_ranks(2, trained, dataclasses.replace(parts, parallel="ddp"), True, 9)
@@ -225,9 +226,9 @@ def todos(tmp_path_factory):
         {"name": "texts", "data": (str(corpus),), "steps": 3},
         {"name": "chats", "data": (str(folder / "chats.jsonl"),), "steps": 4, "lr": 1e-3, "eval_every": 2},
     )
-    adapting = recipe("", folder, model=str(base), lora={"rank": 4, "alpha": 8}, phases=phases)
+    adapting = recipe("", folder, model=str(base), lora={"rank": 4, "alpha": 8}, phases=phases, ema=0.5)
     coded = recipe(corpus, folder, model=str(base), lora={"rank": 4, "base": "nf4"}, steps=4)
-    patient = recipe(corpus, folder, steps=40, eval_every=3, patience=2)
+    patient = recipe(corpus, folder, steps=40, eval_every=3, patience=2, ema=0.5)
     rows = [{"prompt": "the answer is " * (1 + n % 5), "completion": f"{n} and {2 * n}"} for n in range(60)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     several = {"model": str(base), "data": (str(folder / "rows.jsonl"),), "pack": "none", "buckets": 3, "seq": 128}

@@ -58,7 +58,9 @@ def test_adapters_alone_train_and_are_kept(corpus, base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16"}, {"lora": RANK | {"base": "nf4"}}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16", "ema": 0.5}, {"precision": "fp16"}, {"lora": RANK | {"base": "nf4"}}], ids=str
+)
 def test_resumed_bit_for_bit(corpus, base, tmp_path, options):
     """Dropout's masks, too."""
     options = {"steps": 7, "eval_every": 3} | options
@@ -94,16 +96,18 @@ def test_phases_go_on_with_the_same_adapters(two_phases, base, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch):
-    run = prepare(adapting(corpus, base, tmp_path / "run", steps=9, eval_every=3, keep=1), progress=False)
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+def test_the_best_adapters_are_exported(corpus, base, tmp_path, monkeypatch, ema):
+    run = prepare(adapting(corpus, base, tmp_path / "run", steps=9, eval_every=3, keep=1, ema=ema), progress=False)
     coming = iter([3.0, 2.0, 2.5])
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
     live = {name: t.clone() for name, t in run.model.state_dict().items()}
     written = load_file(run.export(tmp_path / "adapter") / "adapter_model.safetensors")
     best, name = run.checkpoints.at(6).tensors(), "model.layers.1.mlp.up_proj"
-    assert torch.equal(written[f"base_model.model.{name}.lora_A.weight"], best[f"model.{name}.lora_A.default.weight"])
-    assert torch.equal(written[f"base_model.model.{name}.lora_B.weight"], best[f"model.{name}.lora_B.default.weight"])
+    part = "average" if ema else "model"
+    assert torch.equal(written[f"base_model.model.{name}.lora_A.weight"], best[f"{part}.{name}.lora_A.default.weight"])
+    assert torch.equal(written[f"base_model.model.{name}.lora_B.weight"], best[f"{part}.{name}.lora_B.default.weight"])
     assert all(torch.equal(live[name], t) for name, t in run.model.state_dict().items())
 
 

@@ -92,7 +92,7 @@ def test_the_memory_is_that_of_a_block_and_of_the_largest_other_matrix():
     vectors = sum(p.numel() for p in model.parameters() if p.dim() < 2)
     assert step.memory["gradient"] == 4 * (block + model.lm_head.weight.numel() + vectors)
     held = {p.main_grad.untyped_storage().data_ptr(): p.main_grad.untyped_storage().nbytes() for p in model.parameters()}
-    assert list(held.values()) == [step.memory["gradient"]] == [gradient_bytes(step._weights.layout, model)]
+    assert list(held.values()) == [step.memory["gradient"]] == [gradient_bytes(step.flat_weights.layout, model)]
 
 
 class Spoiled(nn.Module):

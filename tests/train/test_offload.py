@@ -11,6 +11,7 @@ from gpubound.errors import GraphError
 from gpubound.train import AdamW, AdamW8bit, Muon, TrainStep, adamw, offload
 from gpubound.train.checkpoint import files as home
 from gpubound.train.checkpoint.files import SPARE, Staging, fitting
+from gpubound.train.recipe import Recipe
 from gpubound.watch import watch
 from tests.messages import message
 
@@ -104,6 +105,8 @@ def test_what_cannot_be_offloaded_is_refused(monkeypatch):
             made(True, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"one process"):
         offload.check(AdamW(), False)
+    with pytest.raises(ValueError, match=r"ema.*offload_optimizer"):
+        Recipe(offload_optimizer=True, ema=0.99)
     step = made(True, precision="fp32", update_in_backward=True, graph="require")
     with pytest.raises(GraphError, match="in host memory"):
         step(batch(0))

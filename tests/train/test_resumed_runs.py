@@ -22,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "muon", "bf16"])
+@pytest.mark.parametrize(
+    "more", [{}, {"ema": 0.9, "optimizer": "muon"}, {"precision": "bf16"}], ids=["fp32", "ema muon", "bf16"]
+)
 def test_a_resumed_run_is_the_uninterrupted_one(corpus, tmp_path, more):
     """Stopped at step 5 of 14, mid-epoch, and going on into the second epoch: same data, losses, weights, moments."""
     common = {"steps": 14, "micro_batch": 16, "accumulate": 1, "eval_every": 6, **more}
@@ -107,7 +109,7 @@ def test_stopped_between_two_phases(two_phases, tmp_path):
 
 @pytest.mark.gpu
 def test_a_resumed_run_on_a_gpu_is_the_uninterrupted_one(corpus, tmp_path):
-    common = {"device": "cuda", "precision": "bf16", "eval_every": 5}
+    common = {"device": "cuda", "precision": "bf16", "ema": 0.9, "eval_every": 5}
     whole, _ = train(recipe(corpus, tmp_path / "whole", **common))
     train(recipe(corpus, tmp_path / "halved", **common), until=7)
     second, _ = train(recipe(corpus, tmp_path / "halved", **common), resume=True)
@@ -191,7 +193,7 @@ def test_a_finished_run_gets_another_phase(book, both, tmp_path):
     [
         (({"lr": 1e-5}, {}), {}, "phase a: lr was 0.003, is 1e-05"),
         (({"name": "c"}, {}), {}, "phase 1 was a, is c"),
-        (({}, {}), {"seed": 1}, "seed was 0, is 1"),
+        (({}, {}), {"seed": 1, "ema": 0.5}, "ema was 0.0, is 0.5; seed was 0, is 1"),
     ],
 )
 def test_what_was_trained_with_may_not_change(book, stopped, changes, more, said):

@@ -121,7 +121,7 @@ def test_a_wrong_recipe():
         {"out": ""}, {"data": ("",)}, {"tokenizer": "a\0b"}, {"out": "\udcff"}, {"data": "books"},
         {"precision": "bf16-pure", "optimizer": "muon"}, {"phases": ({"name": "a"}, {"name": "b", "clip": -2.0})},
         {"phases": (3,)}, {"save_every": -1}, {"validation": 1.0}, {"steps": 3, "epochs": 2.0}, {"epochs": 0.0},
-        {"betas": (0.9, "x")}, {"validation": 0.0, "eval_every": 5}, {"patience": 2}, {"optimizer": "sgd"},
+        {"betas": (0.9, "x")}, {"validation": 0.0, "eval_every": 5}, {"ema": 1.0}, {"patience": 2}, {"optimizer": "sgd"},
         {"precision": "bf61"}, {"phases": ({"name": "a", "step": 1},)}, {"phases": ({"seed": 1},)},
         {"phases": ({"name": "a"}, {"name": "a"})}, {"phases": ({"name": "../a"},)},
     ]  # fmt: skip
@@ -355,6 +355,25 @@ def test_a_run_goes_on_from_an_exported_folder(corpus, tmp_path):
     assert before[0]["loss"] > 5.5 and abs(after[0]["loss"] - before[-1]["loss"]) < 0.5 < before[0]["loss"] - after[0]["loss"]
 
 
+def test_the_average_is_what_its_recurrence_says(corpus, tmp_path):
+    """Against the weights as they were after each step, and it is what is exported."""
+    run = prepare(recipe(corpus, tmp_path / "run", ema=0.5, steps=3), progress=False)
+    name, weight = next(iter(run.model.named_parameters()))
+    wanted, history = weight.detach().clone(), []
+    update = run.average.update
+    run.average.update = lambda: (update(), history.append(weight.detach().clone()))
+    run.go(lambda record: None)
+    for t, now in enumerate(history, 1):
+        decay = min(0.5, (1 + t) / (10 + t))
+        wanted = decay * wanted + (1 - decay) * now
+    torch.testing.assert_close(run.average.average[name], wanted, rtol=1e-6, atol=1e-7)
+    from gpubound.models import load_hf
+
+    exported = dict(load_hf(run.export(tmp_path / "model")).named_parameters())[name]
+    assert torch.equal(exported, run.average.average[name]) and not torch.equal(exported, history[-1])
+    assert torch.equal(weight, history[-1]), "the run goes on with its own weights"
+
+
 @pytest.mark.slow
 def test_out_of_patience_it_goes_back_to_the_best(corpus, tmp_path, monkeypatch):
     run = prepare(recipe(corpus, tmp_path, steps=40, eval_every=3, patience=2), progress=False)
@@ -376,7 +395,7 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
     """Not the last ones, which the run keeps for going on."""
     from gpubound.models import load_hf
 
-    run = prepare(recipe(corpus, tmp_path / "run", steps=12, eval_every=3, keep=1), progress=False)
+    run = prepare(recipe(corpus, tmp_path / "run", steps=12, eval_every=3, keep=1, ema=0.5), progress=False)
     coming = iter([3.0, 2.0, 2.5, 2.2])  # at steps 3, 6, 9, 12
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})
     run.go(lambda record: None)
@@ -384,12 +403,12 @@ def test_the_best_weights_are_exported(corpus, tmp_path, monkeypatch):
     assert run.best == 6 and [p.name for p in run.checkpoints.paths()] == ["step-00000006", "step-00000012"]
     exported = dict(load_hf(run.export(tmp_path / "model")).named_parameters())
     wanted = run.checkpoints.at(6).tensors()
-    assert all(torch.equal(tensor, wanted[f"model.{name}"]) for name, tensor in exported.items())
+    assert all(torch.equal(exported[name], wanted[f"average.{name}"]) for name in run.average.average)
     assert all(torch.equal(live[name], t) for name, t in run.model.state_dict().items())
     assert json.loads((tmp_path / "model" / "gpubound.json").read_text()) == {"run": run.id, "step": 6, "done": 12}
 
 
-def test_inside_best_weights_the_model_has_those_of_the_best_step(corpus, tmp_path, monkeypatch):
+def test_without_an_average_the_best_step_s_own_weights(corpus, tmp_path, monkeypatch):
     run = prepare(recipe(corpus, tmp_path, steps=6, eval_every=3), progress=False)
     coming = iter([1.0, float("nan")])
     monkeypatch.setattr(run, "validate", lambda: {"held_out": next(coming)})

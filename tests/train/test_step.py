@@ -17,6 +17,7 @@ from gpubound.graph.memory import CopyBudget, StorageCopy
 from gpubound.kernels.adamw import join_fp32
 from gpubound.train import AdamW, AdamW8bit, Schedule, TrainStep
 from gpubound.train.adamw import Weights
+from gpubound.train.loop import Ema
 from tests.messages import message
 
 from .conftest import cut, draw, named, small, spoiled, summed, usual_step
@@ -144,7 +145,7 @@ def test_zeros_that_are_written_stay_finite_numbers(zero):
     """A zero and a negative remainder of the weight that was there would be the bits of NaN. A step sees no write to .data."""
     step = TrainStep(small(), summed, AdamW(lr=1e-3), precision="bf16-split", graph="off")
     step(draw(4))
-    ((_, flat, remainder),) = step._weights.rounded
+    ((_, flat, remainder),) = step.flat_weights.rounded
     assert (remainder < 0).any()
     for parameter in step.model.parameters():
         parameter.data.fill_(zero)
@@ -155,12 +156,30 @@ def test_zeros_that_are_written_stay_finite_numbers(zero):
 def test_a_certificate_compares_masters_not_remainders():
     """A remainder is a part of its weight's last place: the numbers that two of them stand for are near."""
     step = TrainStep(small(), summed, AdamW(lr=1e-3), precision="bf16-split", graph="off")
-    ((_, flat, remainder),) = step._weights.rounded
+    ((_, flat, remainder),) = step.flat_weights.rounded
     kept = StorageCopy(remainder, "remainder", CopyBudget(torch.device("cpu")))
     other = torch.arange(len(remainder)).mul_(997).remainder_(1 << 16).sub_(1 << 15)
     remainder.copy_(torch.where(flat == 0, 0, other))
     difference = kept.difference()
     assert not difference.bitwise and difference.relative < 2.0**-7
+
+
+def test_the_average_is_that_of_the_fp32_weights():
+    model = small()
+    step = TrainStep(model, summed, AdamW(lr=1e-3), precision="bf16-split", graph="off")
+    ema = Ema(step, 0.5)
+
+    def fp32() -> dict[str, torch.Tensor]:
+        state = step.state_dict()
+        return {name: join_fp32(p.detach(), state[f"remainder.{name}"]) for name, p in model.named_parameters()}
+
+    want = fp32()
+    for i in range(3):
+        step(draw(4, seed=i))
+        ema.update()
+        want = {name: want[name].lerp(weight, 1 - min(0.5, (2 + i) / (11 + i))) for name, weight in fp32().items()}
+    for name, average in ema.average.items():
+        torch.testing.assert_close(average, want[name], rtol=1e-6, atol=1e-9)
 
 
 def test_pure_bf16_is_right_on_average():
@@ -208,6 +227,24 @@ def test_a_step_without_items_changes_nothing_and_is_not_skipped(precision):
     assert (values.skipped, values.updates, values.tokens) == (0, 1, 0) and math.isnan(values.loss)
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
     assert all(t.equal(state[name]) for name, t in step.state_dict().items())
+
+
+def test_the_average_moves_only_with_the_weights():
+    """A step that is not finite, and one without items, leave it and its decay as they were: against the recurrence."""
+    model = small()
+    step = TrainStep(model, spoiled, precision="fp32", graph="off")
+    average, (name, weight) = Ema(step, 0.9), next(model.named_parameters())
+    wanted, (ids, labels) = weight.detach().clone(), draw(2)
+    updates = 0
+    for factor, labels_now in ((1.0, labels), (float("nan"), labels), (1.0, torch.full_like(labels, -100)), (2.0, labels)):
+        step((ids, labels_now, torch.tensor(factor)))
+        average.update()
+        if factor == factor and (labels_now != -100).any():
+            updates += 1
+            decay = min(0.9, (1 + updates) / (10 + updates))
+            wanted = decay * wanted + (1 - decay) * weight.detach()
+        torch.testing.assert_close(average.average[name], wanted, rtol=1e-6, atol=1e-7)
+    assert updates == 2
 
 
 def test_fp16_scale_halves_until_it_fits_and_the_update_does_not_feel_it():
@@ -324,7 +361,7 @@ def test_weights_have_storages_of_their_own_in_a_state_dict():
         assert model.mix.weight.eq(0.5).all()
         if not step._closed:
             step(draw(2))
-            assert (step._weights.by_name()["mix.weight"][1] - 0.5).abs().max() < 0.1, "their masters follow"
+            assert (step.weights["mix.weight"][1] - 0.5).abs().max() < 0.1, "their masters follow"
         step.close()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import lora, measure
 from ..data import Tokenizer
@@ -44,7 +44,7 @@ from ..models.hf_loading import load_foreign
 from ..models.quantized.schemes import scheme_of
 from ..models.registry import family_of, is_named, is_quantized
 from ..trace import fallback, notice
-from ..train.adapters import base_of, check_base, load_trained_state, merge
+from ..train.adapters import base_of, check_base, load_trained_state, merge, trained_state
 from ..train.checkpoint import Checkpoint, path_from_here
 from ..train.objectives import objective_named
 from ..train.prepare import build_model
@@ -180,8 +180,8 @@ def _from_folder(
 def _from_checkpoint(
     checkpoint: Checkpoint, tokenizer: Tokenizer, device: torch.device, dtype: torch.dtype | None
 ) -> nn.Module:
-    """Load the weights of that step."""
-    facts = checkpoint.facts["recipe"]
+    """Load the weights that the run would have exported at that step: their average, if the run keeps one."""
+    facts, weights = checkpoint.facts["recipe"], dict[str, Tensor]()
     name = facts["model"] if is_named(facts["model"]) else path_from_here(checkpoint, facts["model"])
     recipe = Recipe(model=name, seq=facts["seq"], lora=facts.get("lora", {}))
     if not is_named(recipe.model) and not Path(recipe.model).is_dir():
@@ -191,12 +191,17 @@ def _from_checkpoint(
         )
     if recipe.lora:
         check_base(recipe.model, base_of(recipe.model), checkpoint)
-    tensors = checkpoint.tensors(device, begin=("model.",))  # without moments and master weights
-    stored = next(t.dtype for t in tensors.values())
+    tensors = checkpoint.tensors(device, begin=("model.", "average."))  # without moments and master weights
+    for prefix in ("model.", "average."):
+        weights |= {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    stored = next(t.dtype for name, t in tensors.items() if name.startswith("model."))
     model = build_model(recipe, tokenizer, device)
     if recipe.adapters is not None:
         recipe.adapters.add(model)
-    load_trained_state(model.to(dtype or stored), {name.removeprefix("model."): t for name, t in tensors.items()})
+    first: dict[int, str] = {}
+    for name, tensor in trained_state(model).items():  # an average holds a tied weight only under its first name
+        weights[name] = weights[first.setdefault(tensor.data_ptr(), name)]
+    load_trained_state(model.to(dtype or stored), weights)
     return model
 
 

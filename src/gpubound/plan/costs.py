@@ -61,6 +61,7 @@ def _state(step: StepConfig) -> dict[str, int]:
         parts |= {"masters": 0, "moments": 0, "buffers of offloaded state": 2 * passing}
     if step.in_backward and step.adapters is None:
         parts["gradient"] = FP32 * (step.block_parameters + step.config.vocabulary * step.config.hidden)
+    parts["average of the weights"] = 4 * layout.size if step.average else 0
     if step.adapters is None:
         parts["weights in 8 bits"] = 2 * layers * step.block_parameters if numbers.fp8 else 0
         return parts
@@ -356,7 +357,7 @@ def _update_bytes(step: StepConfig) -> float:
     numbers = step.numbers
     moments = 4 if isinstance(step.optimizer, AdamW8bit) else 16
     finest = 8 if (numbers.masters and not numbers.split) or step.itemsize == 4 else 6 if numbers.split else 4
-    return 8 + moments + finest + (2 if numbers.masters else 0)
+    return 8 + moments + finest + (2 if numbers.masters else 0) + (12 if step.average else 0)
 
 
 def _muon_seconds(step: StepConfig, gpu: GpuRates) -> float:

@@ -158,7 +158,7 @@ def _bases(recipe: Recipe, world: int, published: bool) -> Iterator[dict[str, An
         if recipe.adapters.base is None and not published:
             yield {"lora": recipe.lora | {"base": "nf4"}}
         return
-    if world > 1 or recipe.optimizer == "muon":
+    if world > 1 or recipe.optimizer == "muon" or recipe.ema:
         return
     yield from ({"offload_optimizer": True} | change for change in eight_bits)
     if (

@@ -75,6 +75,8 @@ class StepConfig:
     accumulate: int
     recompute: str = "cheap"
     captured: bool = True
+    average: bool = False
+    """True with a moving average of the weights."""
     world: int = 1
     sharded: bool = False
     """fsdp: every rank has its shard of the weights. Otherwise ddp: every rank has all of them."""
@@ -176,7 +178,7 @@ def step_of(recipe: Recipe, world: int = 1) -> StepConfig:
         check_published(folder, recipe.adapters)
     return outlined(
         model, recipe.numbers, precision, recipe.seq, micro, per_rank // micro,
-        recompute=recipe.recompute, captured=recipe.graph != "off",
+        recompute=recipe.recompute, captured=recipe.graph != "off", average=bool(recipe.ema),
         world=world, sharded=recipe.parallel == "fsdp" and world > 1, lora=recipe.adapters,
         in_backward=recipe.update_in_backward, offload=recipe.offload_optimizer, folder=folder,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, ClassVar
 
@@ -39,7 +40,7 @@ from .precision import Precision
 from .schedule import Schedule, is_rate
 
 VERSION = attrgetter("_version")
-PART = 1 << 24  # elements that are split at a time
+PART = 1 << 24  # elements that are split or averaged at a time
 JOINED = 1 << 22  # elements that a certificate joins at a time: the intermediates, 17 bytes each, add to those of a graph
 START_SCALE = 256.0  # of a *sum* of losses: for a batch of 256 items, what 65,536 is for their mean
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles
@@ -157,6 +158,14 @@ class Weights:
     def finest(self) -> list[Tensor]:
         """Return the flat buffers of highest precision: the masters where there are any, and the weights of remainders."""
         return [flat if master is None or self.split else master for flat, master in zip(self.flat, self.masters)]
+
+    def add_to(self, averages: list[Tensor], weight: Tensor) -> None:
+        """Move fp32 buffers towards the weights in fp32, by the fraction `weight`."""
+        for average, finest, remainder in zip(averages, self.finest(), self.masters if self.split else repeat(None)):
+            for start in range(0, len(average), PART):
+                here = slice(start, start + PART)
+                values = finest[here].float() if remainder is None else join_fp32(finest[here], remainder[here])
+                average[here].lerp_(values, weight)
 
     def by_name(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return (weight, its master or itself) by the parameter's name."""

@@ -2,6 +2,8 @@
 
 The host launches a step, then reads the result of the step before (records.py), so it never waits for the device. `gpubound
 train` and `gpubound demo` display a run in the terminal.
+
+`Ema` is the exponential moving average of the weights, for validation and export.
 """
 
 import dataclasses
@@ -48,6 +50,59 @@ from .recipe import Recipe
 from .records import Record, StepRecorder
 from .stages import PART as REFERENCE, Stage, reference_values, stored_values
 from .step import TrainStep
+
+
+class Ema:
+    """An exponential moving average of the weights, by parameter name, taken at each `update()` without a host sync.
+
+    It reads the fp32 masters of 16-bit weights, and other weights themselves, from the step's flat buffers. A step that moved
+    no weight (not finite, or without items) leaves the average unchanged: the device compares its count of updates t with
+    the last one. The decay rises as (1 + t) / (10 + t), or the first random weights would stay in a short run's average.
+    """
+
+    def __init__(self, step: TrainStep, decay: float):
+        self.decay, self._step = decay, step
+        self._updates = step.updates  # a scalar on the device that each step writes
+        self._included = self._updates.clone()
+        self._weights = [weight for weight, _ in step.weights.values()]
+        self._flat = [torch.zeros_like(flat, dtype=torch.float32) for flat in step.flat_weights.flat]
+        step.flat_weights.add_to(self._flat, torch.ones_like(self._updates, dtype=torch.float32))
+        groups = zip(step.flat_weights.layout.groups, self._flat)
+        self.average = {
+            slot.name: slot.view(flat, group.start)
+            for group, flat in groups
+            for slot in step.flat_weights.layout.slots_of(group)
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self.decay)
+        weight = torch.where(self._updates > self._included, 1 - decay, 0.0).float()
+        self._step.flat_weights.add_to(self._flat, weight)
+        self._included.copy_(self._updates)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Set the weights to the average while inside."""
+        with put_back(self._weights):
+            self.settle()
+            yield
+
+    def settle(self) -> None:
+        """Set the weights to the average permanently."""
+        torch._foreach_copy_(self._weights, list(self.average.values()))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live average as a checkpoint stores it."""
+        state = self._step.global_state(joined(average=self.average))
+        return {name: state[f"average.{name}"] for name in self.average}
+
+    def load(self, average: dict[str, Tensor]) -> None:
+        """Continue from a state that `state()` gave, after the step's own state has been loaded."""
+        self._included.copy_(self._updates)
+        for name, tensor in self.state().items():
+            tensor.copy_(average[name])
+
 
 SETTLED = 3  # steps after which a run has allocated all the memory that its steps need
 HOPELESS = 100  # steps skipped in a row; fp16 halves its loss scale at each, and 2^-100 helps no run
@@ -126,6 +181,7 @@ class Run:
     changes: list[str] = field(default_factory=list)  # of the recipe, when the run was resumed
     diverged: bool = False  # ended because too many steps in a row were skipped
     step: TrainStep = field(init=False)
+    average: Ema | None = field(init=False, default=None)
     objective: Objective = field(init=False)
     references: list[Tensor] = field(init=False, default_factory=list)  # a value a row of the feed, then of each eval feed
     _saved: tuple[int, int, bool] | None = field(init=False, default=None)
@@ -158,6 +214,8 @@ class Run:
         self.checkpoints.warn_if_disk_is_full(sum(tensor.nbytes for tensor in self._state().values()))
         while not self.finished and not self.diverged:
             if self.over:
+                if self.average:
+                    self.average.settle()  # the result of a phase is its average
                 self.enter(self.phase + 1)
             self._train(on_record, stop)
             if not self.diverged:
@@ -188,6 +246,7 @@ class Run:
         values: list[Tensor | None] = [*self.references] or [None] * (1 + len(self.stage.eval_sets))
         self.feed = self.stage.feed(self.device, self.ranks, values[0])
         self.eval_feeds = [each.feed(self.device, own) for each, own in zip(self.stage.eval_sets, values[1:])]
+        self.average = Ema(self.step, self.recipe.ema) if self.recipe.ema else None
 
     def _train(self, on_record: Callable[[Record], None], stop: Stop) -> None:
         """Train the present phase from the present step on."""
@@ -217,6 +276,8 @@ class Run:
                 recorder.launch(self.done + 1, self.feed)  # records the step before, so that its snapshot may be written
             self.checkpoints.write()
             self.done += 1
+            if self.average:
+                self.average.update()
             if any((recipe.save_every, recipe.saves_per_epoch, recipe.eval_every, recipe.evals_per_epoch)):
                 steps = self.done - first
                 if steps == SETTLED and self.device.type == "cuda":
@@ -259,7 +320,7 @@ class Run:
         Of several sets each one's are named after it, and `held_out` is their mean.
         """
         values = list[dict[str, float]]()
-        with mode(self.model, training=False):
+        with mode(self.model, training=False), self.average.applied() if self.average else nullcontext():
             for eval_set, feed in zip(self.stage.eval_sets, self.eval_feeds):
                 feed.seek(0)
                 evaluate = partial(self.objective.validate, self.model, islice(feed, eval_set.batches))
@@ -312,23 +373,32 @@ class Run:
 
     def _state(self) -> dict[str, Tensor]:
         """Return the live tensors that change from step to step."""
-        return joined(model=trained_state(self.model), step=self.step.state_dict())
+        average = self.average.state() if self.average else {}
+        return joined(model=trained_state(self.model), step=self.step.state_dict(), average=average)
 
     def _load(self, tensors: dict[str, Tensor]) -> None:
         load_trained_state(self.model, _part(tensors, "model."))
         self.step.load_state_dict(_part(tensors, "step."))
+        if self.average:
+            self.average.load(_part(tensors, "average."))
 
     @contextmanager
     def best_weights(self) -> Iterator[int]:
-        """Set the weights of this phase's lowest held-out loss while inside. Gives their step."""
+        """Set the weights, or their average, of this phase's lowest held-out loss while inside. Gives their step."""
         best = self.best or self.done
-        if best == self.done:
-            yield best
-            return
-        with put_back(trained_state(self.model).values()):
-            tensors = self.checkpoints.at(best).tensors(like=joined(model=trained_state(self.model)), begin=("model.",))
-            load_trained_state(self.model, _part(tensors, "model."))
-            yield best
+        with self.average.applied() if self.average else nullcontext():
+            if best == self.done:
+                yield best
+                return
+            with put_back(trained_state(self.model).values()):
+                average = {name: torch.empty_like(t) for name, t in self.average.state().items()} if self.average else {}
+                like = joined(model=trained_state(self.model), average=average)
+                tensors = self.checkpoints.at(best).tensors(like=like, begin=("model.", "average."))
+                load_trained_state(self.model, _part(tensors, "model."))
+                with torch.no_grad():
+                    for name, parameter in self.model.named_parameters():
+                        parameter.copy_(tensors.get(f"average.{name}", parameter))
+                yield best
 
     def export(self, path: str | Path, merge: bool = False, overwrite: bool = False) -> Path:
         """Write the best weights (see `best_weights`) and the tokenizer as a Hugging Face folder of the model's family.

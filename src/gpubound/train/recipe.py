@@ -142,6 +142,8 @@ class Recipe:
     offload_optimizer: bool = False
     """Hold moments and masters in pinned host memory, from which they pass through the GPU as they are updated: with adamw or
     adamw8bit on one GPU. The less of them there is (bf16-split, adamw8bit), the shorter a step."""
+    ema: float = 0.0
+    """Decay of a moving average of the weights, such as 0.999. The average is then evaluated and exported. 0: no average."""
     validation: float = 0.02
     """Fraction of the documents that is held out from training: drawn from all of them, the same ones for every seed. 0: no
     held-out loss."""

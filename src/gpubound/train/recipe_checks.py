@@ -55,6 +55,8 @@ def check(recipe: "Recipe") -> None:
         raise ValueError(
             f"recipe: validation must lie between 0 and 1, got {recipe.validation}; 0.02 holds out 2 % of the documents."
         )
+    if not 0 <= recipe.ema < 1:
+        raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {recipe.ema}.")
     _check_length(recipe)
     _check_data(recipe)
     _check_intervals(recipe)
@@ -68,6 +70,11 @@ def check(recipe: "Recipe") -> None:
     if recipe.offload_optimizer:
         for _, own in recipe.stages():
             check_offload(own.numbers, alone=own.parallel != "fsdp")
+        if recipe.ema:
+            raise ValueError(
+                f"recipe: ema: got {recipe.ema} with offload_optimizer, whose masters the average would read at every step; "
+                f"leave one of them out."
+            )
     if recipe.lora:
         _check_lora(recipe)
     # Each refuses what it cannot make.

@@ -39,7 +39,7 @@ from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
 from ..trace import notice, say
 from .accumulate import Accumulators
-from .adamw import AdamW, AdamW8bit, Muon
+from .adamw import AdamW, AdamW8bit, Muon, Weights
 from .device_step import BackwardUpdate, DeviceStep, Loss, StepResult, check as check_update_in_backward, gradient_bytes
 from .graph_cache import MODES as GRAPH_MODES, GraphCache
 from .objectives import OBJECTIVES, Objective, objective_class
@@ -438,6 +438,25 @@ class TrainStep(NotCopyable):
                     f"the state is another model's, or another precision's."
                 )
         return live
+
+    @property
+    def flat_weights(self) -> Weights:
+        """The trained weights in their flat buffers."""
+        return self._weights
+
+    @property
+    def updates(self) -> Tensor:
+        """The number of updates so far, a scalar on the device that each step writes."""
+        return self._optimizer.state[0]
+
+    @property
+    def weights(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(trained weight, its fp32 master or itself) by name, live: of a sharded model this rank's rows."""
+        return self._weights.by_name()
+
+    def global_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors like those of `weights`, named part.NAME, with global shapes: shards as DTensors."""
+        return self._sharding.global_state(state)
 
     def with_weights(self, work: Callable[[], Result]) -> Result:
         """Return work(), which runs the model or reads its weights outside of a step. All ranks of a sharded model call it."""
