@@ -362,6 +362,7 @@ FILES = {  # command -> what names a file that is not there
     "generate": ["nowhere --prompt x", ". --file nowhere.txt"],
     "doctor": ["nowhere.py --epochs 3", "nowhere.json"],
     "fix": ["nowhere.json --try"],
+    "place": ["nowhere"],
     "report": ["nowhere"],
     "serve": ["nowhere", ". --token-file nowhere", ". --max-batch 0", ". --host 0.0.0.0"],
 }

@@ -11,6 +11,7 @@ from gpubound import cli
 from gpubound.cli.demo import Demo
 from gpubound.cli.env import Env
 from gpubound.cli.generate import Generate
+from gpubound.cli.place import PlaceOptions
 from gpubound.cli.train_options import Train
 from tests import drawn
 
@@ -18,7 +19,7 @@ from tests import drawn
 NOWHERE = ["--device", "cuda:99"]
 OPTIONS = {
     command: [f"--{field.name.replace('_', '-')}" for field in fields(kind)]
-    for command, kind in (("train", Train), ("demo", Demo), ("env", Env), ("generate", Generate))
+    for command, kind in (("train", Train), ("demo", Demo), ("env", Env), ("generate", Generate), ("place", PlaceOptions))
 } | {"report": ["--out", "--json", "-o"], "bench": ["--only", "--dry"]}
 WORDS = [
     "", " ", "-", "--", "-1", "0", "1e400", "nan", "inf", "9" * 30, "9" * 5000, "None", "[/b]", "{}", "a\x1b[2J", "\udcff", "ü",

@@ -167,7 +167,7 @@ def test_flags_that_repeat_what_the_config_says(tmp_path):
 def test_hints_of_options(capsys):
     said = []
     for words in (
-        ["train", "--config", "c.yaml"], ["env", "--jsonn"], ["report", "--undo"], ["plan", "--loraa", "8"], ["TRAIN"],
+        ["train", "--config", "c.yaml"], ["place", "m", "--nofuse"], ["report", "--undo"], ["plan", "--loraa", "8"], ["TRAIN"],
     ):  # fmt: skip
         assert main(words) == 2
         said += capsys.readouterr().err.splitlines()

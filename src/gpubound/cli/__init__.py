@@ -40,6 +40,7 @@ Config = TypeVar("Config")
 COMMANDS = {
     "demo": "gpubound demo",
     "env": "gpubound env --json",
+    "place": "gpubound place path/to/checkpoint",
     "init": "gpubound init lora > config.yaml",
     "train": "gpubound train config.yaml",
     "rl": "gpubound rl config.yaml",

@@ -42,12 +42,15 @@ def test_a_run_goes_on_and_exports(corpus, tmp_path, monkeypatch, capsys):
     assert written["tokens"] == greedy(read, torch.tensor(prompt), 8)
 
 
-def test_the_table_of_a_placed_model_names_every_part():
+def test_the_table_of_a_placed_model_names_every_part(tmp_path, capsys):
+    """On a CPU, in fp32: what a run and `gpubound place` print of the folder is the same table."""
     model = made(torch.float32, causal=False)
     rows = {row.module: row for row in gb.place(model, "cpu").rows}
     assert {name for name, m in model.named_modules() if m._parameters and not name.endswith("_proj")} <= rows.keys()
     assert rows["model.layers.1.self_attn"].kernel.endswith("rope_qkv; SDPA")
     assert {row.device for row in rows.values()} == {"cpu"} and {row.dtype for row in rows.values()} == {"float32"}
+    assert main(["place", str(save_richards(model, tmp_path)), "--device", "cpu", "--json"]) in (0, 3)
+    assert {row["module"] for row in json.loads(capsys.readouterr().out)["rows"]} == rows.keys()
 
 
 @pytest.mark.parametrize("options", [{"tied": True}, {"causal": False, "rope": False}], ids=str)

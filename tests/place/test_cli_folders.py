@@ -1,4 +1,4 @@
-"""`gpubound generate FOLDER` on folders that are damaged or not to be trusted: one sentence on stderr, exit code 2."""
+"""`gpubound place FOLDER` on folders that are damaged or not to be trusted: one sentence on stderr, exit code 2."""
 
 import json
 import shutil
@@ -9,18 +9,19 @@ import torch
 from safetensors.torch import save_file
 
 from gpubound.cli import main
-from gpubound.data import train_tokenizer
-from tests.place.models import tiny
+from tests.messages import message
+
+from .models import tiny
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A model of a family with parts, and one of another family."""
+    """A model of a family with parts, one of another family, and one without weights."""
     home = tmp_path_factory.mktemp("folders")
     tiny().save_pretrained(home / "llama")
     tiny("phi3").save_pretrained(home / "phi3")
-    for folder in home.iterdir():
-        train_tokenizer(["a text"], 280).save(folder)
+    shutil.copytree(home / "llama", home / "bare")
+    (home / "bare" / "model.safetensors").unlink()
     return home
 
 
@@ -66,12 +67,28 @@ CONFIGS = {
     "a list": written("config.json", b"[1]"),
     "not UTF-8": written("config.json", b"\xff\xfe{"),
 }
-DAMAGES = WEIGHTS | CONFIGS
-CASES = [pytest.param(kind, damage, id=f"{kind} {name}") for kind in ("llama", "phi3") for name, damage in DAMAGES.items()]
+SIZES = {
+    "a billion layers": config(num_hidden_layers=10**9),
+    "a hundred terabytes": config(hidden_size=2**18, intermediate_size=2**24),
+}
+CASES = [
+    *[pytest.param(kind, damage, id=f"{kind} {name}") for kind in ("llama", "phi3") for name, damage in WEIGHTS.items()],
+    *[
+        pytest.param(kind, damage, id=f"{kind} {name}")
+        for kind in ("llama", "phi3", "bare")
+        for name, damage in CONFIGS.items()
+    ],
+    *[pytest.param("bare", damage, id=f"bare {name}") for name, damage in SIZES.items()],
+]
 
 
-def generate(folder) -> int:
-    return main(["generate", str(folder), "--prompt", "a", "--device", "cpu", "--json"])
+def test_a_model_larger_than_the_memory_is_never_allocated(folders, tmp_path, capsys):
+    """Some systems grant 16 TiB and kill the process that fills them."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders / "bare", folder)
+    SIZES["a hundred terabytes"](folder)
+    assert main(["place", str(folder), "--device", "cpu"]) == 2
+    assert message("place/cli_folders:a_model_larger_than_the").within(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("kind, damage", CASES)
@@ -80,10 +97,10 @@ def test_a_damaged_folder_is_one_sentence(kind, damage, folders, tmp_path, capsy
     folder = tmp_path / "model"
     shutil.copytree(folders / kind, folder)
     damage(folder)
-    assert generate(folder) == 2
+    assert main(["place", str(folder), "--device", "cpu"]) == 2
     out, err = capsys.readouterr()
-    said = [line for line in err.splitlines() if line.startswith("gpubound generate: ")]
-    assert len(said) == 1 and "tokenizer" not in said[0] and str(folder) in said[0] and "Traceback" not in err and not out
+    said = [line for line in err.splitlines() if line.startswith("gpubound place: ")]
+    assert len(said) == 1 and str(folder) in said[0] and "Traceback" not in err and not out
 
 
 CODE = """
@@ -97,16 +114,17 @@ class TheirModel(LlamaForCausalLM):
 """
 
 
-def test_a_folders_python_runs_only_when_it_is_trusted(folders, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["llama", "bare"])
+def test_a_folders_python_runs_only_when_it_is_trusted(kind, folders, tmp_path, capsys, monkeypatch):
     """transformers would ask on stdout, where --json is read, and take the answer from stdin."""
     folder = tmp_path / "model"
-    shutil.copytree(folders / "llama", folder)
+    shutil.copytree(folders / kind, folder)
     (folder / "theirs.py").write_text(CODE)
     names = {"AutoConfig": "theirs.TheirConfig", "AutoModelForCausalLM": "theirs.TheirModel"}
     config(model_type="theirs", architectures=["TheirModel"], auto_map=names)(folder)
     monkeypatch.setattr(sys, "stdin", None)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    assert generate(folder) == 2
+    assert main(["place", str(folder), "--device", "cpu", "--json"]) == 2
     out, err = capsys.readouterr()
     assert not out and "--trust-remote-code" in err and not list(tmp_path.rglob("ran"))
