@@ -6,7 +6,7 @@ gpubound train config.yaml --resume                go on from the newest whole c
 gpubound train config.yaml --resume --steps 9000   extend a run, a finished one too
 gpubound train --out first --resume                with the config that the run has recorded
 gpubound train config.yaml --gpus 8                on eight GPUs of this machine, a process each
-gpubound train --from axolotl.yaml --print         a config of axolotl, TRL or LLaMA-Factory as one of ours
+gpubound train --from axolotl.yaml --print         a config of axolotl, TRL, LLaMA-Factory or torchtune as one of ours
 gpubound train --list                              the models that have a name
 """
 

@@ -134,7 +134,7 @@ class Train(RunOptions, RankOptions, RecipeOptions):
     memory: str | None = None
     """Use no more of the GPU than this, as on a smaller card: 24 GB, 22.5 GiB, or a number of GiB."""
     from_: Annotated[str | None, tyro.conf.arg(name="from", metavar="FILE")] = None
-    """A config of axolotl, TRL, transformers or LLaMA-Factory, translated; what could not be is listed. Options
+    """A config of axolotl, TRL, transformers, LLaMA-Factory or torchtune, translated; what could not be is listed. Options
     override it."""
     print: bool = False
     """With --from: print the translated config, and exit."""
@@ -251,7 +251,7 @@ def from_file(path: str, complete: bool = True) -> Train:
     except ValueError as error:
         from ..train.translate import tool_of
 
-        tool = tool_of(values) if any(key in values for key in ("base_model", "finetuning_type")) else None
+        tool = tool_of(values) if any(key in values for key in ("base_model", "finetuning_type", "checkpointer")) else None
         other = f" It looks like a config of {tool}, which is translated: gpubound train --from {path}" if tool else ""
         raise ValueError(f"{path}: {error}{other}") from error
 

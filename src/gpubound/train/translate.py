@@ -1,9 +1,10 @@
-"""Configs of other trainers as recipes of this one: axolotl, TRL (and transformers' Trainer), LLaMA-Factory.
+"""Configs of other trainers as recipes of this one: axolotl, TRL (and transformers' Trainer), LLaMA-Factory, torchtune.
 
 Each tool has a function that flattens its config into the names of aliases.py, with the defaults that the tool would take. What
 no key here means is listed, with the reason where there is one.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formatting import shown
-from .aliases import SAME, is_off, normal, read_all
+from .aliases import SAME, SCHEDULES, is_off, normal, read_all
 
 Values = dict[str, Any]
 
@@ -28,6 +29,7 @@ AXOLOTL = {
     "adam_beta1": 0.9, "adam_beta2": 0.999, "max_grad_norm": 1.0, "sample_packing": False, "val_set_size": 0,
 }  # fmt: skip
 LLAMAFACTORY = TRAINER | {"cutoff_len": 2048}
+TORCHTUNE = {"betas": [0.9, 0.999], "max_grad_norm": 0, "packing": False, "val_set_size": 0}
 """What each tool does where its config says nothing."""
 
 INSTEAD = {
@@ -48,6 +50,13 @@ AS_HERE = {
 }  # fmt: skip
 """axolotl's options of a dataset, with the values that say what is done here anyway."""
 TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "mistral": "mistral", "alpaca": "alpaca"}
+TORCHTUNE_DATA = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"), "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
+    "chat_dataset": (None, None), "instruct_dataset": (None, None), "preference_dataset": (None, "preference"),
+    "text_completion_dataset": (None, "text"),
+}  # fmt: skip
+"""(the hub's id, the format) of torchtune's datasets."""
+
 
 MALFORMED = AttributeError, IndexError, KeyError, TypeError  # what reading a value of another form raises
 
@@ -65,6 +74,8 @@ class Translation:
 
 def tool_of(values: Mapping[str, Any]) -> str:
     """Return the tool whose config this is, by its keys."""
+    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
+        return "torchtune"
     names = {normal(name) for name in values}
     if names & {"finetuning_type", "stage"} and "model_name_or_path" in names:
         return "llamafactory"
@@ -74,7 +85,7 @@ def tool_of(values: Mapping[str, Any]) -> str:
         return "trl"
     raise ValueError(
         f"from: got the keys {', '.join(sorted(names)[:8])}, wanted a config of axolotl (base_model), TRL or transformers "
-        f"(model_name_or_path) or LLaMA-Factory (finetuning_type)."
+        f"(model_name_or_path), LLaMA-Factory (finetuning_type) or torchtune (_component_)."
     )
 
 
@@ -279,6 +290,73 @@ def _datasets(flat: Values, name: str, key: str, found: Translation) -> None:
         found.missing.append(f"{name}: types of several formats; each file's is detected")
 
 
+def _torchtune(values: Values, found: Translation) -> Values:
+    flat: Values = _filled(values, values)
+    model, tokenizer, optimizer, schedule, data, files, logger = (
+        flat.pop(name, None) or {}
+        for name in ("model", "tokenizer", "optimizer", "lr_scheduler", "dataset", "checkpointer", "metric_logger")
+    )
+    flat["model"] = files.get("checkpoint_dir")
+    component = str(model.pop("_component_", ""))
+    if "lora" in component:
+        flat |= {"lora_r": model.get("lora_rank"), "lora_alpha": model.get("lora_alpha")}
+        flat |= {"lora_dropout": model.get("lora_dropout"), "lora_target_modules": _targets(model)}
+        flat["load_in_4bit"] = "qlora" in component
+    flat["seq"] = tokenizer.get("max_seq_len")
+    flat |= {"learning_rate": optimizer.get("lr"), "weight_decay": optimizer.get("weight_decay", 0.01)}
+    flat |= {"betas": optimizer.get("betas"), "eps": optimizer.get("eps")}
+    kind = str(optimizer.get("_component_", "")).rpartition(".")[2].lower()
+    flat["optim"] = {"adamw8bit": "adamw_8bit", "pagedadamw8bit": "adamw_8bit"}.get(kind, kind)
+    shape = re.search(r"cosine|linear|constant", str(schedule.get("_component_", "")))
+    flat["lr_scheduler_type"] = shape[0] if shape and shape[0] in SCHEDULES else "constant"
+    flat["warmup_steps"] = schedule.get("num_warmup_steps", 0)
+    _torchtune_data(data, flat, found)
+    if not is_off(per_epoch := flat.pop("max_steps_per_epoch", None)):
+        found.missing.append(f"max_steps_per_epoch: {per_epoch}; give steps")
+    flat["max_grad_norm"] = flat.pop("clip_grad_norm", None) or 0
+    name = str(logger.get("_component_", "")).lower()
+    flat["report_to"] = next((known for known in ("wandb", "tensorboard") if known in name), None)
+    for name in ("loss", "profiler", "device", "optimizer_in_bwd", "enable_activation_offloading", "resume_from_checkpoint"):
+        if flat.get(name) in (None, "cuda") or isinstance(flat.get(name), Mapping) or is_off(flat.get(name)):
+            flat.pop(name, None)
+    return _with_defaults(flat, TORCHTUNE)
+
+
+def _targets(model: Values) -> Any:
+    """Return torchtune's adapted layers under their names in transformers."""
+    names = {"output_proj": "o_proj"}
+    layers = [names.get(name, name) for name in model.get("lora_attn_modules", ())]
+    return layers + (["gate_proj", "up_proj", "down_proj"] if model.get("apply_lora_to_mlp") else []) or None
+
+
+def _torchtune_data(data: Values, flat: Values, found: Translation) -> None:
+    component = str(data.pop("_component_", "")).rpartition(".")[2]
+    source, format = TORCHTUNE_DATA.get(component, (None, None))
+    source, files, split = data.pop("source", None) or source, data.pop("data_files", None), data.pop("split", None)
+    flat["packing"] = data.pop("packed", False)
+    if (all_of_it := data.pop("train_on_input", None)) is not None:
+        flat["train_on_inputs"] = all_of_it
+    if data.pop("conversation_style", None) == "sharegpt":
+        format = "sharegpt"
+    if files is not None or source is not None:
+        flat["data"] = files if source in (None, "json", "text", "parquet") else _hub(source, None, split)
+    else:
+        found.missing.append(f"dataset: {component or 'none'}; give data")
+    flat["format"] = format
+    found.missing += [f"dataset: {name}: {shown(value)}" for name, value in data.items() if not is_off(value)]
+
+
+def _filled(value: Any, values: Values) -> Any:
+    """Return a value with ${name} replaced by the value of that name."""
+    if isinstance(value, Mapping):
+        return {name: _filled(own, values) for name, own in value.items()}
+    if isinstance(value, list):
+        return [_filled(own, values) for own in value]
+    if isinstance(value, str):
+        return re.sub(r"\$\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), value)
+    return value
+
+
 FLATTEN: dict[str, Callable[[Values, Translation], Values]] = {
-    "trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory,
+    "trl": _trl, "axolotl": _axolotl, "llamafactory": _llamafactory, "torchtune": _torchtune,
 }  # fmt: skip
