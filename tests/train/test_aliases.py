@@ -1,4 +1,4 @@
-"""Keys with the names of other trainers, and whole configs of axolotl, TRL, LLaMA-Factory and torchtune, as recipes."""
+"""Configs of other trainers, and the names of their options, as recipes."""
 
 import dataclasses
 from pathlib import Path
@@ -167,7 +167,9 @@ def test_a_hint_goes_by_the_meaning():
 
 
 FOLDER = Path(__file__).parent / "configs"
-AXOLOTL, TRL, LLAMAFACTORY = ((FOLDER / f"{name}.yaml").read_text() for name in ("axolotl", "trl", "llamafactory"))
+AXOLOTL, TRL, LLAMAFACTORY, TORCHTUNE = (
+    (FOLDER / f"{name}.yaml").read_text() for name in ("axolotl", "trl", "llamafactory", "torchtune")
+)
 RECIPES = yaml.safe_load((FOLDER / "recipes.yaml").read_text())
 
 
@@ -246,6 +248,7 @@ def test_a_refused_config_of_another_tool_names_from(capsys):
 
 @pytest.mark.parametrize("tool, key, value", [
     (AXOLOTL, "special_tokens", 5), (AXOLOTL, "betas", "x"), (TRL, "dataset_name", 5), (LLAMAFACTORY, "template", []),
+    (TORCHTUNE, "checkpointer", 5), (TORCHTUNE, "dataset", [1]),
 ])  # fmt: skip
 def test_values_of_another_form(tool, key, value):
     with pytest.raises(ValueError, match=f"^from: {key}: got "):
