@@ -77,10 +77,10 @@ FEW = 2
 # slower.
 TILED = ((32 << 20, 16), (96 << 20, 8))
 # The rows of split GEMMs, by the same bytes. H200, us a token with 16, 32, 64 and 128 rows: 350m 533,
-# 623, 803 and 1,081, before 750, 935, 1,073 and 1,232. A step of 2, 4 and 8 rows, split and tiled: 350m 474 and 492, 469 and
-# 511, 476 and 521; 1b 842 and 973, 877 and 1,014, 899 and 1,061. A layer without attention, split and by cuBLAS: 1b with 32, 64
-# and 128 rows 44 and 57, 46 and 59, 53 and 65; 8b (235 MB) with 32 121 and 138.
-SPLIT = ((4 << 20, range(9, 129)), (96 << 20, range(2, 129)), (256 << 20, range(9, 33)))
+# 623, 803 and 1,081, before 750, 935, 1,073 and 1,232. Fewer rows are tiled: a step of 2, 4 and 8 of 350m takes 474, 469 and
+# 476 split, 416, 432 and 458 tiled; of 2 and 4 of 1b 842 and 877 split. A layer without attention, split and by cuBLAS: 1b with
+# 32, 64 and 128 rows 44 and 57, 46 and 59, 53 and 65; 8b (235 MB) with 32 121 and 138.
+SPLIT = ((96 << 20, range(9, 129)), (256 << 20, range(9, 33)))
 SPLIT_EARLY = 32 << 20  # bytes of gate and up beyond which a split chain is LATE: a layer of 1b with 64 rows 46 us, EARLY 48
 SPLIT_HEAD = 32  # rows of a split head. H200, us with its norm, split and cuBLAS: 350m 32 rows 21.8, 23.6, 1b 134, 142
 PARTIAL_ROWS = 16  # rows of the head's weight whose greatest logit is found in the kernel that computes them
