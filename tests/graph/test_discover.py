@@ -1,5 +1,7 @@
 """What a function reads and writes is found, whichever way it does it."""
 
+import gc
+
 import pytest
 import torch
 import triton
@@ -88,6 +90,30 @@ class TestTriton:
         captured = capture(fn, drawn(1, 8))
         assert compared.count(8) == 1 and compared.count(2) >= 4 and not captured.certificate.mutated
         assert {"ours.0", "ours.1", "theirs.0", "theirs.1"} <= {*captured.held}
+
+    @pytest.mark.parametrize("alters, calls", [(False, 2), (True, 3)])
+    def test_a_table_that_a_kernel_gets_is_compared_in_the_second_call(self, alters, calls, monkeypatch):
+        watched, run, kept = list[int](), discovery.Discovery.run, {}
+
+        def noted(self, call):
+            result = run(self, call)
+            watched.append(self.calls)
+            gc.collect()  # the interpreter's launches keep their arguments in a cycle
+            return result
+
+        monkeypatch.setattr(discovery.Discovery, "run", noted)
+
+        def fn(x):
+            table = kept.get("table")
+            if table is None:
+                table = kept["table"] = torch.arange(10.0).cos()
+            return launch_add(x, table, table if alters else torch.empty_like(x))
+
+        if alters:
+            assert "its first value is lost" in said(capture, fn, drawn(10))
+        else:
+            assert capture(fn, drawn(10)).certificate.bitwise
+        assert watched == [*range(1, calls + 1)]
 
     def test_weights_without_a_storage_of_their_own(self, runner):
         """A wrapper's tensors are compared, and a sparse weight is left alone."""

@@ -26,7 +26,7 @@ from ..watch.events import WAIT, Place
 from ..watch.ops import on_host
 from .discover import Discovery, FirstValue, Hazard, refuse
 from .guards import CaptureGuards, StaticInputs, check_open
-from .memory import Generators, Snapshot, allocating_in, elements_of, fingerprints
+from .memory import Generators, Snapshot, allocating_in, bytes_of, elements_of, fingerprints
 from .reachable import Bindings, Reachable, Values, same, storage_key
 from .runner import open_gate, poison_pool, poison_results, runner_for
 
@@ -184,23 +184,21 @@ class Recording:
     def _warm_up(self) -> None:
         """Make the watched calls."""
         with self._restored_on_error():
-            before: dict[int, Tensor] = {}
             # State that only the first call makes is made, used, and seen to have settled, mostly in the second call. The
             # third took 0.8 of a first step's 14 s at 8B with adapters.
+            self.unaltered: set[int] = set()
             for number in range(3):
-                if number == 2 and self.runner.gate is open_gate and self.discovery.has_settled():
+                alone = self.runner.gate is open_gate  # else other processes make as many calls, altered or not
+                if number == 2 and alone and self.discovery.has_settled(self.unaltered):
                     break
-                first = number == 0
                 self.runner.release_cached()
-                if number == 2 and self.runner.gate is open_gate:  # else other processes make as many calls, altered or not
-                    before = {key: elements_of(tensor).clone() for key, tensor in self.discovery.created_and_written().items()}
-                with attention_ahead(self.runner.stream if first else None):
+                tables = self.discovery.kept() if number == 1 else self.discovery.created_and_written() if number else {}
+                before = {key: bytes_of(table).clone() for key, table in tables.items() if alone}
+                del tables
+                with attention_ahead(None if number else self.runner.stream):
                     self.runner.run(lambda: self.discovery.run(self._warm_call))
-            self.unaltered = {
-                key
-                for key, tensor in self.discovery.created_and_written().items()
-                if key in before and torch.equal(before[key], elements_of(tensor))
-            }
+                after = self.discovery.created_and_written().items()
+                self.unaltered = {key for key, t in after if key in before and torch.equal(before[key], bytes_of(t))}
             if self.discovery.hazards:
                 raise refuse(self.name, self.discovery.hazards)
             self._refuse_changed_inputs()
