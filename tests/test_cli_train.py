@@ -200,7 +200,9 @@ def test_files_that_are_no_config(tmp_path, capsys):
     assert main(["train", str(tmp_path / "broken.yaml")]) == 2
     (tmp_path / "twice.yaml").write_text("steps: 9\nphases:\n  - {lr: 1e-3}\n  - {lr: 1e-3, steps: 8}\nsteps: 90\n")
     assert main(["train", str(tmp_path / "twice.yaml")]) == 2
-    first, second, third, fourth = capsys.readouterr().err.splitlines()
+    assert main(["train", str(tmp_path)]) == 2
+    first, second, third, fourth, fifth = capsys.readouterr().err.splitlines()
+    assert fifth == message("cli_train:files_that_are_no_config.3", tmp_path)
     assert fourth.endswith(
         "twice.yaml cannot be read as YAML: 'steps' is there twice, in lines 1 and 5; leave one of them out; "
         "see gpubound train --help."

@@ -60,7 +60,7 @@ WRONG_SETTINGS = {  # values that are refused, and what is wanted instead
     "max_new_tokens": ([0, 2.5, True], "wanted a whole number, 1 or more; None takes as many as fit."),
     "n": ([0, "2", True], "wanted a whole number, 1 or more."),
     "temperature": ([-0.1, float("nan"), float("inf"), "hot", True], "wanted 0 (greedy) or more, up to 1e+30."),
-    "top_k": ([-1, 0.5, True], "wanted a whole number, 0 (off) or more."),
+    "top_k": ([-1, 0.5, 2**31, True], "wanted a whole number, 0 (off) or more, below 2^31."),
     "top_p": ([0.0, 1.1, True], "wanted more than 0 and at most 1 (off)."),
     "min_p": ([1.0, -0.1, True], "wanted 0 (off) or more and less than 1."),
     "repetition_penalty": ([0.0, 1e-31, True], "wanted 1e-30 to 1e+30; 1 is off."),

@@ -216,6 +216,8 @@ def override_length(options: AnyOptions, default: AnyOptions) -> AnyOptions:
 
 def read_config(path: str) -> dict[Any, Any]:
     """Return the keys and values in a YAML file."""
+    if Path(path).is_dir():
+        raise ValueError(f"config: {path} is a folder, wanted a YAML file; a model's folder is given as --model {path}.")
     try:
         values: Any = load_yaml(read_text(Path(path), "give a config file", MAX_BYTES))
     except (ValueError, RecursionError, yaml.YAMLError) as error:

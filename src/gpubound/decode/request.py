@@ -27,7 +27,7 @@ STOPS = 32  # stop tokens that a request may name
 # Of each setting: its type, the least and the greatest value, and both in words.
 LIMITS: dict[str, tuple[type, float, float, str]] = {
     "temperature": (Real, 0, LARGEST, f"0 (greedy) or more, up to {LARGEST:g}"),
-    "top_k": (Integral, 0, 2**31 - 1, "a whole number, 0 (off) or more"),
+    "top_k": (Integral, 0, 2**31 - 1, "a whole number, 0 (off) or more, below 2^31"),
     "top_p": (Real, math.nextafter(0, 1), 1, "more than 0 and at most 1 (off)"),
     "min_p": (Real, 0, math.nextafter(1, 0), "0 (off) or more and less than 1"),
     "repetition_penalty": (Real, 1 / LARGEST, LARGEST, f"{1 / LARGEST:g} to {LARGEST:g}; 1 is off"),
