@@ -11,7 +11,7 @@ from torch.nn.modules import module as nn_module
 
 from gpubound.distributed import Ranks
 from gpubound.errors import GraphError
-from gpubound.graph import guards
+from gpubound.graph import discover, guards
 from gpubound.models import Decoder, DecoderConfig
 from gpubound.trace import fallbacks
 from gpubound.train import AdamW, Schedule, TrainStep, graph_cache, step_inputs
@@ -92,6 +92,28 @@ def test_captured_is_eager_bit_for_bit(precision, dropout):
 def test_captured_is_eager_bit_for_bit_on_the_gpu(precision, dropout):
     torch.use_deterministic_algorithms(False)  # its NaN fill would be captured, too
     assert_same("require", precision, dropout, "cuda", captures=2)
+
+
+@pytest.mark.parametrize("place_on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_placed_models_micro_batch_settles_in_two_watched_calls(place_on, monkeypatch):
+    """On a GPU its kernels get tables of angles, and weights, of which they write none."""
+    watched, copied, run = [], [], discover.Discovery.run
+    copy = discover.StorageCopy
+
+    def noted(self, call):
+        result = run(self, call)
+        watched.append(self.calls)
+        gc.collect()
+        return result
+
+    monkeypatch.setattr(discover.Discovery, "run", noted)
+    monkeypatch.setattr(discover, "StorageCopy", lambda tensor, *rest: copied.append(tensor) or copy(tensor, *rest))
+    place(model := tiny().train(), place_on)
+    ids = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0)).to(place_on)
+    step = TrainStep(model, "causal_lm", AdamW(lr=1e-2), precision="fp32", graph="require")
+    step([{"input_ids": ids, "labels": ids}])
+    assert watched[:3] == [1, 2, 1]  # of the micro-batch, then of the update
+    assert not any(isinstance(tensor, torch.nn.Parameter) for tensor in copied)
 
 
 def test_a_micro_batch_only_reads_the_weights(monkeypatch):
