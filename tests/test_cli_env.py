@@ -126,10 +126,9 @@ def test_errors_become_one_line_and_an_exit_code(capsys, monkeypatch, error, cod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--help"], ["train", "--list"]])
-def test_a_reader_that_leaves_is_no_error(words):
+def test_a_reader_that_leaves_is_no_error():
     """As in `| head`: no complaint, and the code that a shell gives for a closed pipe."""
-    called = [sys.executable, "-m", "gpubound", *words]
+    called = [sys.executable, "-m", "gpubound", "train", "--list"]
     with subprocess.Popen(called, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         said = process.stderr.read()

@@ -135,7 +135,7 @@ class TestDecoding:
         cases.assert_greedy(fast, given, 9)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("build", [mixed, lambda: cases.build("Gemma4"), lambda: cases.build("Gemma4Unified")])
+    @pytest.mark.parametrize("build", [mixed, lambda: cases.build("Gemma4")])
     def test_kernels_in_the_interpreter(self, build, monkeypatch):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         monkeypatch.setattr(dispatch, "_verdicts", {})
