@@ -300,7 +300,7 @@ def {AWAITED}(use=None, *values):  # calls use(*values) when they have arrived; 
 {AWAITED}.queue = []
 __import__("atexit").register({AWAITED})
 """
-COLLECTING = ("append", "extend")
+COLLECTING = ("append", "extend", "update")  # update of a Counter, a set or a dictionary
 PURE = frozenset(("round", "abs", "min", "max", "str", "len", "float", "int", "bool", "list", "sum"))
 INNER = frozenset(("items", "values", "parameters", "named_parameters", "zip"))  # loops over these are parts of a step
 
@@ -356,6 +356,9 @@ def _check_collected(source: SourceText, statement: ast.stmt, call: ast.Call, lo
     root = values.value if isinstance(values, ast.Subscript) and constant(values.slice) is not None else values
     if not isinstance(root, ast.Name):
         raise Refused(f"{source.text(values)} is no name of a list or of a dictionary of lists")
+    made = [last_name(each) if isinstance(each, ast.Call) else type(each).__name__ for each in source.assigned(call, root.id)]
+    if call.func.attr == "update" and not (made and {*made} <= {"Counter", "set", "dict", "Dict"}):
+        raise Refused(f"{root.id} may be more than a Counter, a set or a dictionary")
     for outer in source.above(loop):
         if isinstance(outer, (ast.Try, ast.TryStar)) and source.scope(outer) is scope:
             raise Refused(f"the loop is inside a try: after an exception {root.id} would lack the last values")
@@ -553,7 +556,8 @@ def _writes(statement: ast.stmt) -> bool:
     path = call.args[1]
     joined = isinstance(path, ast.Call) and name_of(path.func) in ("os.path.join", "str")
     text = isinstance(path, (ast.JoinedStr, ast.BinOp)) or (isinstance(path, ast.Constant) and isinstance(path.value, str))
-    return (name_of(call.func) == "torch.save" or last_name(call) == "save_image") and (joined or text)
+    named = name_of(path).endswith(("path", "filename", "file_name"))
+    return (name_of(call.func) == "torch.save" or last_name(call) == "save_image") and (joined or text or named)
 
 
 LATER = Patch(
