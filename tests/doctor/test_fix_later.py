@@ -217,7 +217,7 @@ def test_a_loop_of_public_scripts_waits_no_more_and_shows_the_same(tmp_path, sim
         ("reshape(-1, 1).to(t.device)", "numpy()", "gather(", "may be needed on the host"),
         ("        print(f", "        with bar as g:\n            if g: print(g, f", "print(g", "g ends with its block"),
         ("bar.set_postfix(**", "[bar][step].set_postfix(**", "shown = {", "step is another object"),
-        ("bar.set_postfix(**shown)", "bar.update(loss.item())", "bar.update", "bar may be more than a Counter, a set or"),
+        ("bar.set_postfix(**shown)", "bar.update(loss.item())", "bar.update", "class Bar has no method update"),
         ("- alpha * out", "- 2 * alpha * out", "        alpha = ", "alpha is used in every step"),
         ("            if best[i]", "            best[0] = 1\n            if best[i]", "if best[i]", "best changes in the loop"),
     ],

@@ -16,6 +16,7 @@ number on the device, in float64 as Python's, and is read where it is used outsi
 """
 
 import ast
+import builtins
 
 from ..rules.remedies import AT_ONCE, STACKED
 from .source import (
@@ -140,7 +141,7 @@ def _item_call(statement: ast.stmt) -> ast.Call:
             raise NotHere("the line does not add the value up, append it or give it a name; keep it on the device by hand")
     calls = [node for node in _arithmetic(value) if isinstance(node, ast.Call) and not node.keywords]
     reads = [call for call in calls if isinstance(call.func, ast.Attribute) and last_name(call) == "item" and not call.args]
-    reads = reads or [call for call in calls if name_of(call.func) in ("float", "int") and len(call.args) == 1]
+    reads = reads or [call for call in calls if name_of(call.func) in ("float", "int") and _may_be_tensor(call.args)]
     if len(reads) != 1:
         raise NotHere("wanted one .item(), float() or int() in sums and products alone")
     if isinstance(statement, ast.Assign):
@@ -149,6 +150,13 @@ def _item_call(statement: ast.stmt) -> ast.Call:
         if name_of(statement.targets[0]) in {name_of(node) for node in ast.walk(value)}:
             raise Refused("the value is computed from the one before")
     return reads[0]
+
+
+def _may_be_tensor(arguments: list[ast.expr]) -> bool:
+    """Return whether a call's one argument is neither written as a number nor made by a function of Python, such as len()."""
+    if len(arguments) != 1 or isinstance(arguments[0], ast.Constant):
+        return False
+    return not isinstance(arguments[0], ast.Call) or not hasattr(builtins, name_of(arguments[0].func) or " ")
 
 
 def _arithmetic(node: ast.expr) -> list[ast.expr]:
@@ -363,8 +371,7 @@ def _pairs(target: ast.expr, over: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
 
 def _over_rows(source: SourceText, line: int) -> list[Edit]:
     """Return edits of a loop that reads each row as a list: `for row, n in zip(ids, lengths): words = row[:n].tolist()`."""
-    (statement,) = source.statements_at(line)
-    loop = source.loop(statement)
+    loop = source.loop(source.statements_at(line)[0])
     if not isinstance(loop, ast.For):
         return []
     edits: list[Edit] = []
