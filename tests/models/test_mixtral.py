@@ -59,15 +59,27 @@ def test_a_loss_with_the_routers_stays(kind, by):
     assert outputs.aux_loss is None and outputs.logits is None
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
-def test_a_step_takes_the_routers_loss(kind):
+@pytest.mark.parametrize("kind, of", [("mixtral", "model"), ("gpt_oss", "model"), ("mixtral", "config"), ("mixtral", "jetmoe")])
+def test_a_step_takes_the_routers_loss(kind, of):
     model = tiny(kind, **KINDS[kind], router_aux_loss_coef=0.5)
     model.config.output_router_logits = True
     want = training_run(twin(model), batch())
+    if of != "model":
+        del model.router_aux_loss_coef
+    if of == "jetmoe":  # the other name of the coefficient
+        model.aux_loss_coef, model.config.router_aux_loss_coef = 0.5, 0.0
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step = TrainStep(model.train(), "causal_lm", partial(torch.optim.SGD, lr=1.0), precision="fp32", graph="off")
     loss = torch.tensor(step(batch()).read().loss)
     assert_close({"loss": loss} | {name: before[name] - p.detach() for name, p in model.named_parameters()}, want)
+
+
+def test_a_step_takes_bambas_z_loss():
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
+    model = tiny("bamba", **sizes, z_loss_coefficient=0.1)
+    want = training_run(twin(model), batch())
+    step = TrainStep(model.train(), "causal_lm", precision="fp32", graph="off")
+    assert step(batch()).read().loss == pytest.approx(want["loss"].item(), rel=1e-5)
 
 
 def test_clamped_queries_keep_their_attention():

@@ -298,15 +298,22 @@ def hidden_of(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
     """Return the output of the model's forward, (B, T, vocabulary). In packed rows, examples do not see each other."""
-    return logits_and_router_loss(model, inputs)[0]
+    return logits_and_added_loss(model, inputs)[0]
 
 
-def logits_and_router_loss(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Return `logits_of`, and what transformers adds to the mean loss for a mixture's routers, None for nothing."""
+def logits_and_added_loss(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Return `logits_of`, and what transformers adds to the mean loss: that of a mixture's routers, or Bamba's z-loss."""
     out = model(**_arguments(model, inputs))
-    term = getattr(out, "aux_loss", None)
-    added = term * model.router_aux_loss_coef if isinstance(term, Tensor) else None
-    return out.logits if hasattr(out, "logits") else out, added
+    logits, term = out.logits if hasattr(out, "logits") else out, getattr(out, "aux_loss", None)
+    if z := getattr(model, "z_loss_coefficient", 0):
+        return logits, z * logits.logsumexp(-1).to(torch.promote_types(logits.dtype, torch.float32)).square().mean()
+    if not isinstance(term, Tensor):
+        return logits, None
+    # Of images and text the config alone has it, and JetMoe names it otherwise.
+    owners = model, getattr(getattr(model, "config", None), "get_text_config", lambda: None)()
+    names = "router_aux_loss_coef", "aux_loss_coef"
+    weights = [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
+    return logits, term * weights[0] if weights else None
 
 
 def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
@@ -314,8 +321,10 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
     head = head_of(model)
     if head is None or _trunk(model) is None:
         return f"{type(model).__name__} does not offer a base model and a linear head (get_output_embeddings)"
-    if getattr(getattr(model, "config", None), "output_router_logits", False):
-        return f"{type(model).__name__} adds a router loss, which losses of tokens take from its forward, and others leave out"
+    if getattr(getattr(model, "config", None), "output_router_logits", False) or getattr(model, "z_loss_coefficient", 0):
+        return (
+            f"{type(model).__name__} adds a loss of its own, which losses of tokens take from its forward, and others leave out"
+        )
     row = first_row(inputs)
     if row.keys() <= {"input_ids", "position_ids", *FIELDS}:  # masks and images may belong to later tokens
         width = row["input_ids"].shape[1]

@@ -31,7 +31,7 @@ from ...models.language_model import (
     LanguageModel,
     first_row,
     hidden_of,
-    logits_and_router_loss,
+    logits_and_added_loss,
     logits_of,
     why_not_head,
     why_not_isolated,
@@ -150,14 +150,14 @@ class WordLoss(Objective):
                 hidden_of(model, inputs), head.weight, targets, head.bias,
                 ignore_index=IGNORE, reduction="sum", chunk=CHUNK, grad_scale=scale, weights=weights,
             )  # fmt: skip
-        logits, router_loss = logits_and_router_loss(model, inputs)
+        logits, added = logits_and_added_loss(model, inputs)
         self._check_positions(model, logits, targets)
         reduction = "sum" if weights is None else "none"
         loss = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
         if weights is not None:
             loss = (loss * weights.flatten()).sum()
-        if router_loss is not None:
-            loss = loss + router_loss * (targets != IGNORE).sum()
+        if added is not None:
+            loss = loss + added * (targets != IGNORE).sum()
         return loss if scale is None else loss * scale
 
     def _check_positions(self, model: Any, logits: Tensor, labels: Tensor) -> None:
