@@ -322,9 +322,7 @@ def why_not_head(model: Any, inputs: dict[str, Any]) -> str | None:
     if head is None or _trunk(model) is None:
         return f"{type(model).__name__} does not offer a base model and a linear head (get_output_embeddings)"
     if getattr(getattr(model, "config", None), "output_router_logits", False) or getattr(model, "z_loss_coefficient", 0):
-        return (
-            f"{type(model).__name__} adds another loss, which losses of tokens take from its forward, and others leave out"
-        )
+        return f"{type(model).__name__} adds another loss, which losses of tokens take from its forward, and others leave out"
     row = first_row(inputs)
     if row.keys() <= {"input_ids", "position_ids", *FIELDS}:  # masks and images may belong to later tokens
         width = row["input_ids"].shape[1]
