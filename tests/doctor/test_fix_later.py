@@ -53,7 +53,10 @@ def test_a_function_s_file_is_written_by_another_thread(tmp_path):
     assert "    write_later(torch.save, net.state_dict(), str(folder" in after, made.refused
     _, made = mended(tmp_path, text.replace("'w'", "'r'"), ("checkpoint", "# here"))
     assert "line 8 may read what is written: open()" in str(made)
-    after, _ = mended(tmp_path, text.replace("str(folder / f'{n}.pt')", "folder.path"), ("checkpoint", "# here"))
+    named = text.replace("str(folder / f'{n}.pt')", "folder.path").replace(
+        "def save", "def call(x):\n    self.call(x)\n\ndef save"
+    )
+    after, _ = mended(tmp_path, named, ("checkpoint", "# here"))
     assert "    write_later(torch.save, net.state_dict(), folder.path)" in after
 
 

@@ -512,6 +512,7 @@ def propose_later(source: SourceText, line: int) -> list[Edit]:
     if not _writes(statement) or not (loops or scope is not source.tree):
         raise NotHere("wanted torch.save(value, path) or save_image(value, path) in a loop or a function")
     first = loops[-1].lineno if loops else 0
+    reading = {*READING} - {n.name for n in ast.walk(source.tree) if isinstance(n, ast.FunctionDef)}  # whose bodies are here
     source.check_imports_torch()
     if any(word in source.data for word in STREAMS):
         raise Refused("the file uses streams or graphs, which work of another thread may disturb")
@@ -519,7 +520,7 @@ def propose_later(source: SourceText, line: int) -> list[Edit]:
         within = source.scope(other) is not source.tree or other.lineno >= first
         mode = constant(other.args[1]) if len(other.args) > 1 else None
         writes = last_name(other) == "open" and str(mode).startswith(("w", "a"))
-        if within and last_name(other) in READING and not writes:
+        if within and last_name(other) in reading and not writes:
             raise Refused(f"line {other.lineno} may read what is written: {last_name(other)}()")
     has_helper = f"def {WRITE_LATER}(".encode() in source.data
     used = {WRITE_LATER, "_writer", "_written", "atexit", "copy", "ThreadPoolExecutor"} & {
