@@ -1,4 +1,4 @@
-"""A captured function computes what the function does, and capturing leaves no trace."""
+"""A captured function computes what the function does, and capturing, or a refusal, leaves no trace."""
 
 import copy
 import doctest
