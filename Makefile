@@ -45,8 +45,8 @@ test-all: $(VENV)/.installed
 # Review the diff: every text that a test compares with and that changed is in it. What still fails afterwards is no text.
 messages: $(VENV)/.installed
 	rm -rf build/messages
-	UPDATE_MESSAGES=build/messages OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS) || true
-	UPDATE_MESSAGES=build/messages $(PY) -m tests.messages
+	UPDATE_MESSAGES=$(CURDIR)/build/messages OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m "not gpu" $(ARGS) || true
+	UPDATE_MESSAGES=$(CURDIR)/build/messages $(PY) -m tests.messages
 
 # Both under other instruction sets, thread counts, orders of files, and beside busy processes: seven runs.
 test-hard: $(VENV)/.installed

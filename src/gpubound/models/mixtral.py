@@ -15,20 +15,10 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from ..kernels.experts import ExpertRouting
 from ..layers.fused_weights import hooked
 from .decoding import DenseWeights, ExpertWeights, Linear
-from .hf_modules import HFAttention, HFCausalLM, attention, causal_lm, norm
-from .olmo2 import WideNormAttention
+from .hf_modules import HFCausalLM, causal_lm, norm
+from .olmo import clipped_attention
 from .reader import Reader, activation_name, linear_of, weight_of
-from .registry import Maker, Swap, role_of
-
-
-def sparse_attention(module: Any, stack: Any) -> Swap:
-    """Return the Swap of Llama's attention, or of OLMoE's, which norms whole rows of q and k. OLMo's may clamp them, too."""
-    norm = module._modules.get("q_norm")
-    wide = norm is not None and len(norm.weight) > module.head_dim
-    swap = attention(module, stack, WideNormAttention if wide else HFAttention)
-    if (clip := getattr(module.config, "clip_qkv", None)) is not None:
-        swap.refusal = f"it clamps q, k and v (clip_qkv={clip})"
-    return swap
+from .registry import Maker, role_of
 
 
 class SparseCausalLM(HFCausalLM):
@@ -42,7 +32,7 @@ class SparseCausalLM(HFCausalLM):
 
 
 sparse_causal_lm = partial(causal_lm, part=SparseCausalLM)
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": sparse_attention, "ForCausalLM": sparse_causal_lm}
+SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": clipped_attention, "ForCausalLM": sparse_causal_lm}
 
 # Roles and parameters of a sparse block's router, and of its experts.
 PARTS = (("TopKRouter", "TopkRouter"), {"weight"}), (("Experts",), {"gate_up_proj", "down_proj"})

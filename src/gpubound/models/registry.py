@@ -231,8 +231,7 @@ FAMILIES = {
         "gemma4": "Gemma4",
         "gemma4_unified": "Gemma4Unified",
     },
-    "olmo": {"olmo": "Olmo"},
-    "olmo2": {"olmo2": "Olmo2", "olmo3": "Olmo3", "exaone4": "Exaone4"},
+    "olmo": {"olmo": "Olmo", "olmo2": "Olmo2", "olmo3": "Olmo3", "exaone4": "Exaone4"},
     "granite": {"granite": "Granite", "granitemoehybrid": "GraniteMoeHybrid", "hyperclovax": "HyperCLOVAX"},
     "cohere": {
         "cohere": "Cohere",

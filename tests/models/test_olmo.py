@@ -9,6 +9,6 @@ def test_the_table_says_what_runs_and_why():
     model = tiny("olmo2")
     placement = place(model, strict=True)
     found = rows(placement)
-    assert found["model"].kernel == message("models/olmo2:the_table_says_what_runs")
-    assert found["model.layers.0.self_attn"].kernel == message("models/olmo2:the_table_says_what_runs.2")
+    assert found["model"].kernel == message("models/olmo:the_table_says_what_runs")
+    assert found["model.layers.0.self_attn"].kernel == message("models/olmo:the_table_says_what_runs.2")
     assert placement.unsupported is None
