@@ -50,15 +50,15 @@ class HiddenStates:
         self._lengths: Tensor | None = None
         self._prompt: dict[int, Tensor] = {}
 
-    def places(self, number: int, rows: int) -> list[Tensor]:
+    def buffers_at(self, number: int, rows: int) -> list[Tensor]:
         """Return where a step writes the stream of its `rows` tokens before layer `number`, each (rows, hidden)."""
-        found = []
+        buffers = []
         for at, layer in enumerate(self.layers):
             if layer == number:
                 self.step += self.plain is not None and at == 0
                 to = self.rows[:rows] if self.plain is None else self.plain[:, self.step - 1]
-                found.append(to[:, at * self.hidden : (at + 1) * self.hidden])
-        return found
+                buffers.append(to[:, at * self.hidden : (at + 1) * self.hidden])
+        return buffers
 
     def begin_prompt(self, lengths: Tensor) -> None:
         """Begin a prefill of prompts of these lengths (B,)."""

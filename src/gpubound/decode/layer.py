@@ -130,7 +130,7 @@ class Part:
     factor: Tensor | None = None  # (1,): the stream is multiplied by it after the part
     early_bytes = 0  # of a product in a LATE chain that lets its successor begin at once
     output: Tensor | None = None  # a sum of parts that it is added to, in the place of the stream
-    keep: Tensor | None = None  # a second place for the stream as it is after the part
+    keep: Tensor | None = None  # a second place for the stream after the part
 
     def __init__(self, weights: Any, number: int, form: Any, workspace: Workspace) -> None:
         self.weights, self.number, self.form, self.workspace = weights, number, form, workspace
@@ -207,8 +207,8 @@ class Part:
     def add_output(self, product: Any, h: Tensor, x: Tensor, mode: int) -> None:
         """Add the last product of h to its target. With a peer, send it: `finish` adds those of all devices."""
         if self.workspace.peer is None:
-            kept = () if self.keep is None else (self.keep,)
-            product.add_product(h, self.target(x), self.mode_of(product, mode), *kept)
+            copies = () if self.keep is None else (self.keep,)
+            product.add_product(h, self.target(x), self.mode_of(product, mode), *copies)
         else:
             product.send_product(h, self.workspace.peer.sum(), mode)
 
@@ -224,7 +224,7 @@ class Part:
 
     @property
     def can_keep(self) -> bool:
-        """Return whether the last product of few rows writes the stream as it is after the part."""
+        """Return whether the last product of few rows also writes the stream after the part to `keep`."""
         direct = self._sum is None and self.factor is None and self.workspace.peer is None
         return direct and getattr(self.last, "keeps", False)
 

@@ -261,12 +261,12 @@ class LayerGroup:
         """Run the layers on the stream x (B, hidden), in place. own_kernels: without cuBLAS."""
         together: list[Any] = []  # parts that read the same stream, with their inputs of the last product
         states = self.hidden_states
-        places = [] if states is None else states.places(self.numbers[0], len(x))
+        buffers = [] if states is None else states.buffers_at(self.numbers[0], len(x))
         with entered(self.device):
             for number, (attention, mlp, extra) in zip(self.numbers, self.layers):
-                for to in places:
+                for to in buffers:
                     keep_stream(x, to, EARLY if mode else 0)
-                places = states.places(number + 1, len(x)) if states is not None and number + 1 in self.numbers else []
+                buffers = states.buffers_at(number + 1, len(x)) if states is not None and number + 1 in self.numbers else []
                 together.append((attention, (attention.compute if own_kernels else attention.gemm_compute)(x, position, mode)))
                 if attention.weights.joined:
                     continue
@@ -280,7 +280,7 @@ class LayerGroup:
                         part.gemm_add(y, x, mode)
                 together.clear()
                 if not mlp.weights.parallel:
-                    mlp.keep = places.pop() if len(places) == 1 and own_kernels and extra is None and mlp.can_keep else None
+                    mlp.keep = buffers.pop() if len(buffers) == 1 and own_kernels and extra is None and mlp.can_keep else None
                     (mlp.step if own_kernels else mlp.gemm_step)(x, mode)
                 if extra is not None:
                     (extra.step if own_kernels else extra.gemm_step)(x, mode)

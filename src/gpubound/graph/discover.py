@@ -355,7 +355,7 @@ class Discovery:
         self.hazards: list[Hazard] = []
         self.created_before: dict[int, FirstValue] = {}  # by earlier calls
         self._created: dict[int, FirstValue] = {}
-        self._made: dict[int, StorageWeakRef] = {}  # the storages of those of the last call
+        self._storages: dict[int, StorageWeakRef] = {}  # of what the last call created
         self.origins = Origins()
         self.thread = _ThreadState()
         self.call: tuple = (None, ())  # the Python call that the current operation belongs to
@@ -364,7 +364,7 @@ class Discovery:
         """Watch one call. Tensors that earlier calls created and this call uses count as external: see `survivors`."""
         self.calls += 1
         self.created_before.update(self._created)
-        self.hazards, self._created, self._made = [], {}, {}
+        self.hazards, self._created, self._storages = [], {}, {}
         # A compiled function runs uncompiled while it is watched: a compiler refuses to work under these modes.
         uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
         try:
@@ -383,12 +383,12 @@ class Discovery:
         written = ((key, first) for key, first in self.survivors().items() if self.external[key].is_written)
         return {key: self.external[key].tensor for key, first in written if first.fill is None and not first.empty}
 
-    def kept(self) -> dict[int, Tensor]:
+    def live_tables(self) -> dict[int, Tensor]:
         """Return the bytes of small storages that the last call created as computed values, and that are still there."""
         tables = dict[int, Tensor]()
         for key, first in self._created.items():
-            if key in self._made and first.fill is None and not first.empty:
-                storage = torch.UntypedStorage._new_with_weak_ptr(self._made[key].cdata)
+            if key in self._storages and first.fill is None and not first.empty:
+                storage = torch.UntypedStorage._new_with_weak_ptr(self._storages[key].cdata)
                 if storage is not None and storage.nbytes() <= ON_DEVICE:
                     tables[key] = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return tables
@@ -396,8 +396,8 @@ class Discovery:
     def has_settled(self, unaltered: Set[int]) -> bool:
         """Return whether the second call kept no tensor that it created, and altered no table of the first: then a further one
         sees what the second saw."""
-        made_gone = all(made.expired() for made in self._made.values())
-        return made_gone and not self.hazards and self.created_and_written().keys() <= unaltered
+        all_freed = all(storage.expired() for storage in self._storages.values())
+        return all_freed and not self.hazards and self.created_and_written().keys() <= unaltered
 
     def moves(self, key: int) -> bool:
         """Return whether a call after the first created the tensor and the next call read it. The first may create tables."""
@@ -453,7 +453,7 @@ class Discovery:
         key = storage_key(tensor)
         if key and key not in arguments and key not in self.inputs and not self._is_external(key):
             self._created[key] = first_value(op, args, tensor, place, self.calls)
-            self._made[key] = StorageWeakRef(tensor.untyped_storage())
+            self._storages[key] = StorageWeakRef(tensor.untyped_storage())
 
     def _hazard(self, cause: Cause) -> None:
         self.hazards.append(Hazard(here(self.origins), cause))
@@ -466,7 +466,7 @@ class Discovery:
                 key, argument = storage_key(tensor), (id(kernel), position, len(tensors))
                 if key not in self.inputs and self.thread.in_operation and not self._is_external(key):
                     self._created.setdefault(key, FirstValue(place, self.calls, empty=True))
-                    self._made[key] = StorageWeakRef(tensor.untyped_storage())
+                    self._storages[key] = StorageWeakRef(tensor.untyped_storage())
                 self.see(tensor, place)
                 if not key or key in self._created or key in doubtful:
                     continue

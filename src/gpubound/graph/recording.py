@@ -192,7 +192,7 @@ class Recording:
                 if number == 2 and alone and self.discovery.has_settled(self.unaltered):
                     break
                 self.runner.release_cached()
-                tables = self.discovery.kept() if number == 1 else self.discovery.created_and_written() if number else {}
+                tables = self.discovery.live_tables() if number == 1 else self.discovery.created_and_written() if number else {}
                 before = {key: bytes_of(table).clone() for key, table in tables.items() if alone}
                 del tables
                 with attention_ahead(None if number else self.runner.stream):
@@ -311,14 +311,14 @@ class Recording:
 
     def _moving(self, tensor: Tensor, first: FirstValue) -> GraphError:
         line = first.place.line
-        made = f"made at {line.at}" if line is not None else "made in the backward pass"
+        created = f"made at {line.at}" if line is not None else "made in the backward pass"
         if self.discovery.moves(storage_key(tensor)):
             return GraphError(
-                f"{self.name_of(tensor)}: {made} by one call and read by the next, so its address changes; "
+                f"{self.name_of(tensor)}: {created} by one call and read by the next, so its address changes; "
                 "make it before the capture and write into it with copy_()."
             )
         return GraphError(
-            f"{self.name_of(tensor)}: {made} by the first call and updated by later ones, so its first value is lost; "
+            f"{self.name_of(tensor)}: {created} by the first call and updated by later ones, so its first value is lost; "
             f"call {self.name} once yourself before capture()."
         )
 

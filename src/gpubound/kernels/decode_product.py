@@ -336,12 +336,12 @@ def draw_qkv(generator: torch.Generator, hidden: int = 48, heads: int = 32) -> t
     return *(draw(generator, rows, hidden) for rows in parts), *(draw(generator, rows) for rows in parts)
 
 
-def below_cap(cap: float, *drawn: Tensor) -> tuple[Tensor, ...]:
+def below_cap(cap: float, *weights: Tensor) -> tuple[Tensor, ...]:
     """Scale an example's weights, with which outputs are up to 55, by its cap: of outputs far beyond it several would round to
     it, and which of these is the largest would be the rounding's choice."""
-    for t in drawn if cap else ():
+    for t in weights if cap else ():
         t.detach().mul_(cap / 32)
-    return drawn
+    return weights
 
 
 def _draw_qkv_outputs(generator, activation="", cap=0.0):

@@ -204,11 +204,11 @@ def place(
         result = Agreement(why=complete.trouble)
         try:
             shared = candidates.shared_memory(model) if fuse else {}
-            kept = max(CACHED, sum(p.nbytes for p in model.parameters()) // KEPT)
+            cache_limit = max(CACHED, sum(p.nbytes for p in model.parameters()) // KEPT)
             for c in leaves:
-                check = partial(verify, c.module, c.swap.cases, c.adopt, kept)
+                check = partial(verify, c.module, c.swap.cases, c.adopt, cache_limit)
                 notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), check)
-                facts.release_cached(target, kept)  # stacked weights have left theirs, in pieces too small for others
+                facts.release_cached(target, cache_limit)  # stacked weights have left theirs, in pieces too small for others
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, complete))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)

@@ -231,18 +231,18 @@ def coarsest(model: nn.Module) -> torch.dtype:
     return max(dtypes & set(UNIT), key=UNIT.__getitem__, default=torch.float32)
 
 
-def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None], kept: int = CACHED) -> Agreement:
+def verify(module: nn.Module, cases: Iterable[Case], swap: Callable[[], None], cache_limit: int = CACHED) -> Agreement:
     """Run `module` on every case, call `swap`, run it again, and compare the runs.
 
-    kept: bytes without a tensor that the allocator may keep between the runs
+    cache_limit: bytes without a tensor that the allocator may keep between the runs
     """
     cases, dtype = list(cases), coarsest(module)
     wider = torch.float32 if dtype.itemsize < 4 else torch.float64
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     truth = run(_widened(module, wider), cases, wider, spent=True)
-    facts.release_cached(device, kept)  # tensors of the other runs have other sizes
+    facts.release_cached(device, cache_limit)  # tensors of the other runs have other sizes
     original = Original.of(run(module, cases, dtype), truth)
-    facts.release_cached(device, kept)
+    facts.release_cached(device, cache_limit)
     swap()
     return compare_with_truth(run(module, cases, dtype), original, truth, dtype)
 
@@ -355,8 +355,8 @@ def _norms(tensors: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
             norms[i] = torch.stack([(one - other[0] if other else one).norm() for one, *other in parts]).norm()
     small = [i for i in range(len(tensors)) if i not in norms]
     columns = [[tensors[i][side] for i in small] for side in range(len(tensors[0]) if small else 0)]
-    few = columns[0] if len(columns) == 1 else torch._foreach_sub(*columns) if columns else []
-    norms |= zip(small, torch._foreach_norm(few) if few else ())
+    differences = columns[0] if len(columns) == 1 else torch._foreach_sub(*columns) if columns else []
+    norms |= zip(small, torch._foreach_norm(differences) if differences else ())
     return [norms[i].float() for i in range(len(tensors))]
 
 
@@ -401,7 +401,7 @@ class Exercise:
     def __init__(self, model: nn.Module, example: Any = None) -> None:
         self.model, self.trouble = model, "its input cannot be guessed; pass example=<a batch>"
         self.seeds = SEEDS if example is None else ()
-        self.agreement: Agreement | None = None  # of the model as it is
+        self.agreement: Agreement | None = None  # of the model before any swap
         run = run_of(model, example)
         if run is None:
             return

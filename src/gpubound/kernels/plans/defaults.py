@@ -337,8 +337,8 @@ def tiled_product(job: Job) -> ResidentPlan:
     outputs, width, tall = job.shape
     rows, warps = 32 if outputs >= 1536 and 1024 <= width <= 2048 else 16, 8 if width > 2048 else 4 if width > 640 else 2
     slices, size = cdiv(width, 32 * warps), 32 * max(2, job.bytes)
-    held, ahead = max(1, HELD_BYTES // (rows * size)), max(1, AHEAD_BYTES // (tall * size))
-    return ResidentPlan(rows, warps, min(slices, held), min(slices, ahead))
+    weight_slices, input_slices = max(1, HELD_BYTES // (rows * size)), max(1, AHEAD_BYTES // (tall * size))
+    return ResidentPlan(rows, warps, min(slices, weight_slices), min(slices, input_slices))
 
 
 def split_product(job: Job) -> SplitPlan:

@@ -316,12 +316,12 @@ def _products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexpr, K: 
 
 
 @triton.jit
-def _tile(ptr, row, col, rows, there, ROW: tl.constexpr, WHOLE: tl.constexpr):
-    """Load a tile of a matrix with ROW elements a row, at `col` in all of `row`, where the column is `there`."""
+def _tile(ptr, row, col, rows, mask, ROW: tl.constexpr, WHOLE: tl.constexpr):
+    """Load a tile of a matrix with ROW elements a row, at `col` in all of `row`, where the column is in `mask`."""
     at = ptr + row.to(tl.int64)[:, None] * ROW + col[None]
     if WHOLE:
         return tl.load(at)
-    return tl.load(at, mask=(row < rows)[:, None] & there[None], other=0)
+    return tl.load(at, mask=(row < rows)[:, None] & mask[None], other=0)
 
 
 @triton.jit

@@ -69,10 +69,10 @@ def _down(program, x_ptr, norm_ptr, eps, table, ids, h, columns, B, K: tl.conste
 
 
 @triton.jit
-def _wanted(table, ids, b, column, there, columns):
+def _wanted(table, ids, b, column, mask, columns):
     """Return which columns of h belong to adapters of row b."""
     own = tl.load(ids + b + column * 0)  # as many as there are columns: the interpreter makes int32 of a scalar truth
-    return there & ((tl.load(table + 3 * columns + column, mask=there, other=-1) == own) | (own == _EVERY))
+    return mask & ((tl.load(table + 3 * columns + column, mask=mask, other=-1) == own) | (own == _EVERY))
 
 
 @triton.jit
@@ -106,19 +106,19 @@ def _come(words, at, RANKS: tl.constexpr):
 
 
 @triton.jit
-def _up(table, first, last, columns, row, there, RANKS: tl.constexpr, TYPE: tl.constexpr):
+def _up(table, first, last, columns, row, mask, RANKS: tl.constexpr, TYPE: tl.constexpr):
     """The rows `row` of b, in columns from `first` on."""
     column = first + tl.arange(0, RANKS)
-    return _up_of(table, column, column < last, columns, row, there, TYPE)
+    return _up_of(table, column, column < last, columns, row, mask, TYPE)
 
 
 @triton.jit
-def _up_of(table, column, inside, columns, row, there, TYPE: tl.constexpr):
+def _up_of(table, column, inside, columns, row, mask, TYPE: tl.constexpr):
     """The rows `row` of b, in those columns that are `inside`."""
     start = tl.load(table + columns + column, mask=inside, other=0)
     apart = tl.load(table + 2 * columns + column, mask=inside, other=0)
     at = (start[None] + row.to(tl.int64)[:, None] * apart[None]).to(tl.pointer_type(TYPE))
-    return tl.load(at, mask=there[:, None] & inside[None], other=0.0).to(tl.float32)
+    return tl.load(at, mask=mask[:, None] & inside[None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _widened(up, words):
 
 
 @triton.jit
-def _added(words, up, h, table, b, first, last, columns, row, there, RANKS: tl.constexpr, MORE: tl.constexpr,
+def _added(words, up, h, table, b, first, last, columns, row, mask, RANKS: tl.constexpr, MORE: tl.constexpr,
            TYPE: tl.constexpr):  # fmt: skip
     """Return the adapters' part of row b in the outputs `row`. `words` and `up` are of the first RANKS columns."""
     at = h + b * columns + first + tl.arange(0, RANKS)
@@ -137,7 +137,7 @@ def _added(words, up, h, table, b, first, last, columns, row, there, RANKS: tl.c
         for start in range(first + RANKS, last, RANKS):
             at += RANKS
             words = _come(_asked(h, b, start, last, columns, RANKS), at, RANKS)
-            y += _widened(_up(table, start, last, columns, row, there, RANKS, TYPE), words)
+            y += _widened(_up(table, start, last, columns, row, mask, RANKS, TYPE), words)
     return y
 
 

@@ -38,11 +38,11 @@ def _stamp(state, number):
 
 
 @triton.jit
-def _send(addresses, at, bits, stamp, there):
+def _send(addresses, at, bits, stamp, mask):
     """`bits`, int32, at the places `at` of all boxes."""
     to = (addresses[:, None] + 8 * at.to(tl.int64)[None]).to(tl.pointer_type(tl.int64))
     words = (bits.to(tl.int64) & 0xFFFFFFFF) | stamp
-    tl.store(to, tl.broadcast_to(words[None], to.shape), mask=(addresses != 0)[:, None] & there[None])
+    tl.store(to, tl.broadcast_to(words[None], to.shape), mask=(addresses != 0)[:, None] & mask[None])
 
 
 @triton.jit
@@ -51,10 +51,10 @@ def _missing(words, stamp, wanted):
 
 
 @triton.jit
-def _take(box, state, at, stamp, there, room, SENDERS: tl.constexpr, S: tl.constexpr):
+def _take(box, state, at, stamp, mask, room, SENDERS: tl.constexpr, S: tl.constexpr):
     """The words at the places `at` of each sender, (S, places) int32, when all are there, or LATE. In `_warps_taking` warps."""
     s = tl.arange(0, S)
-    wanted = (s < SENDERS)[:, None] & there[None]
+    wanted = (s < SENDERS)[:, None] & mask[None]
     from_ = box + s.to(tl.int64)[:, None] * room + at[None]
     words = tl.load(from_, mask=wanted, other=0, volatile=True)
     missing = _missing(words, stamp, wanted)

@@ -313,11 +313,11 @@ def _fragments(tile, N: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def _asked(at, k, there, first: tl.constexpr, SLICE: tl.constexpr, K: tl.constexpr):
+def _asked(at, k, mask, first: tl.constexpr, SLICE: tl.constexpr, K: tl.constexpr):
     """Ask for the slice of columns from `first` on."""
     if first + SLICE > K:
-        there = there & (k < K - first)
-    return tl.load(at + first, mask=there, other=0.0)
+        mask = mask & (k < K - first)
+    return tl.load(at + first, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -334,8 +334,9 @@ def _row_slice(x_ptr, k, first: tl.constexpr, SLICE: tl.constexpr, K: tl.constex
 
 
 @triton.jit
-def _behind(x, others, B):
-    """x, once all of `others` are there: x | other & 0, where the compiler does not know that B (32 at most) >> 8 is 0.
+def _ordered_after(x, others, B):
+    """Return x, after all of `others` have been loaded: x | other & 0, where the compiler does not know that B >> 8 is 0 (B is
+    32 at most).
 
     It has the first products wait for their x before it asks for the other slices, to spare registers: a wait for the L2 each.
     """
@@ -351,10 +352,10 @@ def _behind(x, others, B):
 
 
 @triton.jit
-def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
+def _product(x_ptr, norm_ptr, eps, at, mask, B, TB: tl.constexpr, K: tl.constexpr, S: tl.constexpr, R: tl.constexpr,
              HELD: tl.constexpr, AHEAD: tl.constexpr, GAIN: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
              to_ptr=None, inside=None):  # fmt: skip
-    """(R, TB): the rows of weights that begin at `at`, as of `_eights`, which are `there`, with all rows of x, normed if there
+    """(R, TB): the rows of weights that begin at `at`, as of `_eights`, in `mask`, with all rows of x, normed if there
     is a GAIN.
 
     HELD slices of weights are asked for before x is there, and AHEAD of x are on their way. to_ptr: what the product is added
@@ -364,12 +365,12 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
     SLICES: tl.constexpr = (K + SLICE - 1) // SLICE
     k = tl.arange(0, S)[None, :, None, None] * CHUNK + tl.arange(0, CHUNK)[None, None, None, :]
     b, eight_k = tl.minimum(_eights(TB), B - 1)[:, None, :, None], k + 0 * _eights(8)[:, None, :, None]
-    at, there = at[:, None, :, None] + k, there[:, None, :, None]
+    at, mask = at[:, None, :, None] + k, mask[:, None, :, None]
     x_ptr, gain_ptr = x_ptr + b * K, norm_ptr + eight_k
     ws, xs, gains = (), (), ()
     for i in tl.static_range(HELD):
         if i < SLICES:
-            ws += (_asked(at, k, there, i * SLICE, SLICE, K),)
+            ws += (_asked(at, k, mask, i * SLICE, SLICE, K),)
             if GAIN is not None:
                 gains += (_asked(gain_ptr, eight_k, eight_k >= 0, i * SLICE, SLICE, K),)
     _wait(DEPENDENT)
@@ -380,7 +381,7 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
     if to_ptr is not None:  # in the first products: added at the end, it was asked for after them, and then waited for
         total = tl.where((tl.arange(0, S) == 0)[:, None, None], tl.load(to_ptr, mask=inside, other=0.0)[None], total)
     for i in tl.static_range(SLICES):
-        x = _behind(xs[0], xs, B) if i == 0 and not WIDE else xs[0]
+        x = _ordered_after(xs[0], xs, B) if i == 0 and not WIDE else xs[0]
         if GAIN is not None:
             x, gain = x.to(tl.float32), gains[0].to(tl.float32)
             if (i + 1) * SLICE > K:
@@ -395,7 +396,7 @@ def _product(x_ptr, norm_ptr, eps, at, there, B, TB: tl.constexpr, K: tl.constex
         ws = ws[1:]
         xs = xs[1:]
         if i + HELD < SLICES:
-            ws += (_asked(at, k, there, (i + HELD) * SLICE, SLICE, K),)
+            ws += (_asked(at, k, mask, (i + HELD) * SLICE, SLICE, K),)
             if GAIN is not None:
                 gains += (_asked(gain_ptr, eight_k, eight_k >= 0, (i + HELD) * SLICE, SLICE, K),)
         if i + AHEAD < SLICES:
@@ -420,11 +421,11 @@ def _tiled_norm_product_kernel(x_ptr, norm_ptr, q_ptr, k_ptr, v_ptr, q_bias, k_b
     row, b, each = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB), tl.program_id(0) * R + _eights(R)
     at = _stacked(each, q_ptr, k_ptr, v_ptr, q_rows, k_rows, K, (ALIGNED, ALIGNED))
     y = _product(x_ptr, norm_ptr, eps, at, each < rows, B, TB, K, S, R, HELD, AHEAD, GAIN, WIDE, DEPENDENT)
-    there = row < rows
+    mask = row < rows
     if BIAS:
         bias = _stacked(row, q_bias, k_bias, v_bias, q_rows, k_rows, 1, 1)
-        y += tl.load(bias, mask=there, other=0.0).to(tl.float32)[:, None]
-    tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=there[:, None] & (b < B)[None])
+        y += tl.load(bias, mask=mask, other=0.0).to(tl.float32)[:, None]
+    tl.store(out_ptr + b.to(tl.int64)[None] * rows + row[:, None], y, mask=mask[:, None] & (b < B)[None])
 
 
 @triton.jit
@@ -433,7 +434,7 @@ def _tiled_norm_gate_up_kernel(x_ptr, norm_ptr, gate_ptr, up_ptr, gate_bias, up_
                                HELD: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr,
                                GAIN: tl.constexpr, ACTIVATION: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
                                DEPENDENT: tl.constexpr):  # fmt: skip
-    """A program's rows are eight of gate and eight of up in turns, so that a thread has both sums of a row."""
+    """A program's rows are eight of gate and eight of up alternately, so that a thread has both sums of a row."""
     _begin(DEPENDENT)
     HALF: tl.constexpr = R // 2
     first, both, b = tl.program_id(0) * HALF, _eights(R), tl.arange(0, TB)
@@ -458,12 +459,12 @@ def _tiled_add_product_kernel(h_ptr, w_ptr, bias_ptr, x_ptr, copy_ptr, rows, B, 
                               DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     row, b, each = tl.program_id(0) * R + tl.arange(0, R), tl.arange(0, TB), tl.program_id(0) * R + _eights(R)
-    there, at = row < rows, w_ptr + each.to(tl.int64) * K
+    mask, at = row < rows, w_ptr + each.to(tl.int64) * K
     to = b.to(tl.int64)[None] * rows + row[:, None]
-    inside = there[:, None] & (b < B)[None]
+    inside = mask[:, None] & (b < B)[None]
     y = _product(h_ptr, h_ptr, 0.0, at, each < rows, B, TB, K, S, R, HELD, AHEAD, None, WIDE, DEPENDENT, x_ptr + to, inside)
     if BIAS:
-        y += tl.load(bias_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
+        y += tl.load(bias_ptr + row, mask=mask, other=0.0).to(tl.float32)[:, None]
     tl.store(x_ptr + to, y, mask=inside)
     if COPY:
         tl.store(copy_ptr + to, y.to(copy_ptr.dtype.element_ty), mask=inside)

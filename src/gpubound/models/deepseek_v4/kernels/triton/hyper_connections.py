@@ -92,10 +92,10 @@ def _hc_project_kernel(x_ptr, w_ptr, part_ptr, tokens, chunk, K: tl.constexpr, P
 
 
 @triton.jit
-def _gate(part_ptr, base_ptr, scale, factor, there, step, START: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr):
+def _gate(part_ptr, base_ptr, scale, factor, valid, step, START: tl.constexpr, S: tl.constexpr, SPLITS: tl.constexpr):
     """Return the sigmoids (1, S) of the S products from START on."""
     split, s = tl.arange(0, SPLITS)[:, None], tl.arange(0, S)[None]
-    z = tl.sum(tl.load(part_ptr + split * step + START + s, mask=there, other=0.0), 0)[None] * factor
+    z = tl.sum(tl.load(part_ptr + split * step + START + s, mask=valid, other=0.0), 0)[None] * factor
     z = z * scale + tl.load(base_ptr + START + s).to(tl.float32)
     return 1.0 / (1.0 + tl.exp(-z))
 
@@ -109,13 +109,13 @@ def _factor(part_ptr, splits, step, norm_eps, REACH: tl.constexpr, P: tl.constex
 
 
 @triton.jit
-def _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S: tl.constexpr, SPLITS: tl.constexpr,
+def _spread(part_ptr, scale_ptr, base_ptr, factor, valid, step, eps, S: tl.constexpr, SPLITS: tl.constexpr,
             ROUNDS: tl.constexpr):  # fmt: skip
     """Compute post (1, S) and comb (1, S, S) from a token's partial sums."""
-    post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, there, step, S, S, SPLITS)
+    post = 2.0 * _gate(part_ptr, base_ptr, tl.load(scale_ptr + 1).to(tl.float32), factor, valid, step, S, S, SPLITS)
     place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
     logits = part_ptr + tl.arange(0, SPLITS)[:, None, None] * step + 2 * S + place[None]
-    z = tl.sum(tl.load(logits, mask=there[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
+    z = tl.sum(tl.load(logits, mask=valid[:, :, None], other=0.0), 0) * factor * tl.load(scale_ptr + 2).to(tl.float32)
     z = (z + tl.load(base_ptr + 2 * S + place).to(tl.float32))[None]
     whole = place[None] >= 0
     return post, _balanced(_shares(z, whole), whole, eps, ROUNDS)
@@ -131,16 +131,16 @@ def _hc_finish_kernel(x_ptr, part_ptr, scale_ptr, base_ptr, u_ptr, post_ptr, com
     n = tl.program_id(0).to(tl.int64)
     step = tokens.to(tl.int64) * PP
     part_ptr += n * PP
-    factor, there = _factor(part_ptr, splits, step, norm_eps, S * D, P, SPLITS)
+    factor, valid = _factor(part_ptr, splits, step, norm_eps, S * D, P, SPLITS)
     stretch = tl.program_id(1) - (1 if ROUNDS > 0 else 0)
     if stretch >= 0:
-        pre = _gate(part_ptr, base_ptr, tl.load(scale_ptr).to(tl.float32), factor, there, step, 0, S, SPLITS) + eps
+        pre = _gate(part_ptr, base_ptr, tl.load(scale_ptr).to(tl.float32), factor, valid, step, 0, S, SPLITS) + eps
         s, col = tl.arange(0, S)[:, None], stretch * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + (n * S + s) * D + col[None], mask=(col < D)[None], other=0.0).to(tl.float32)
         u = tl.sum(tl.trans(pre) * x, 0)
         tl.store(u_ptr + n * D + col, u.to(u_ptr.dtype.element_ty), mask=col < D)
     elif ROUNDS > 0:
-        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, SPLITS, ROUNDS)
+        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, valid, step, eps, S, SPLITS, ROUNDS)
         tl.store(post_ptr + n * S + tl.arange(0, S)[None], post)
         place = tl.arange(0, S)[:, None] * S + tl.arange(0, S)[None]
         tl.store(comb_ptr + n * S * S + place[None], comb)
@@ -246,8 +246,8 @@ def _hc_write_kernel(x_ptr, y_ptr, more_ptr, part_ptr, scale_ptr, base_ptr, w_pt
     if ROUNDS > 0:
         part_ptr += n * PP
         step = tokens.to(tl.int64) * PP
-        factor, there = _factor(part_ptr, Z, step, norm_eps, S * D, P, ZP)
-        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, there, step, eps, S, ZP, ROUNDS)
+        factor, valid = _factor(part_ptr, Z, step, norm_eps, S * D, P, ZP)
+        post, comb = _spread(part_ptr, scale_ptr, base_ptr, factor, valid, step, eps, S, ZP, ROUNDS)
         comb = tl.reshape(comb, [S, S])
     at = (n * S + s[:, None]) * D + col[None]
     if SENDERS == 0:

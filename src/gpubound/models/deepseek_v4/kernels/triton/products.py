@@ -63,7 +63,7 @@ def _which_coded(first, q, q1, q2, q3, z, z1, z2, z3, e1, e2, e3):
 
 
 @triton.jit
-def _put(out_ptr, at, total, square, eps, there, addresses, stamp, base, K: tl.constexpr, GAIN: tl.constexpr,
+def _put(out_ptr, at, total, square, eps, mask, addresses, stamp, base, K: tl.constexpr, GAIN: tl.constexpr,
          BOXES: tl.constexpr):  # fmt: skip
     """Store the products of rows, divided by x's root mean square if x is normed. BOXES: number of inboxes that receive the
     products instead of out, at offset `base`; or 0."""
@@ -71,9 +71,9 @@ def _put(out_ptr, at, total, square, eps, there, addresses, stamp, base, K: tl.c
     if GAIN is not None:
         y /= tl.sqrt(tl.sum(square, 0) / K + eps)
     if BOXES > 0:
-        _send(addresses, base + at, y.to(tl.int32, bitcast=True), stamp, there)
+        _send(addresses, base + at, y.to(tl.int32, bitcast=True), stamp, mask)
     else:
-        tl.store(out_ptr + at, y, mask=there)
+        tl.store(out_ptr + at, y, mask=mask)
 
 
 @triton.jit
@@ -226,12 +226,12 @@ def _score(logit):
 @triton.jit
 def _ranked(logits_ptr, correction_ptr, i, experts):
     """Return int32 keys in the order of score + correction. A NaN counts as infinite."""
-    there = i < experts
-    score = _score(tl.load(logits_ptr + i, mask=there, other=0.0))
-    score += tl.load(correction_ptr + i, mask=there, other=0.0).to(tl.float32)
+    mask = i < experts
+    score = _score(tl.load(logits_ptr + i, mask=mask, other=0.0))
+    score += tl.load(correction_ptr + i, mask=mask, other=0.0).to(tl.float32)
     score = tl.where(score != score, float("inf"), tl.where(score == 0.0, 0.0, score))
     bits = score.to(tl.int32, bitcast=True)
-    return tl.where(there, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _TAKEN)
+    return tl.where(mask, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), _TAKEN)
 
 
 @triton.jit
@@ -253,11 +253,11 @@ def _best(logits_ptr, correction_ptr, slot, experts, S: tl.constexpr, E: tl.cons
 def _gated_part(gate_ptr, up_ptr, out_ptr, gate_row, up_row, limit, part, I: tl.constexpr, WIDE: tl.constexpr):
     ACROSS: tl.constexpr = (I + WIDE - 1) // WIDE
     b, col = (part // ACROSS).to(tl.int64), part % ACROSS * WIDE + tl.arange(0, WIDE)
-    there = col < I
-    gate = tl.load(gate_ptr + b * gate_row + col, mask=there, other=0.0)
-    gate, up = _limited(gate, tl.load(up_ptr + b * up_row + col, mask=there, other=0.0), limit)
+    mask = col < I
+    gate = tl.load(gate_ptr + b * gate_row + col, mask=mask, other=0.0)
+    gate, up = _limited(gate, tl.load(up_ptr + b * up_row + col, mask=mask, other=0.0), limit)
     value, _ = _activated(gate, "silu")
-    tl.store(out_ptr + b * I + col, value * up, mask=there)
+    tl.store(out_ptr + b * I + col, value * up, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "experts"])
