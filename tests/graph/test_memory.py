@@ -14,7 +14,7 @@ from gpubound.graph import capture, memory, recording
 from gpubound.graph.guards import ReentryGuard
 from gpubound.graph.memory import EQUAL, CopyBudget, StorageCopy, difference, elements_of
 from gpubound.graph.runner import LentMemory, released
-from gpubound.kernels.accumulate import made_record
+from gpubound.kernels.accumulate import ensure_record
 from tests.messages import message
 
 from .cases import drawn, said
@@ -61,7 +61,7 @@ class TestMemory:
             return compare(pairs)
 
         monkeypatch.setattr(memory, "_largest_difference", noting)
-        made_record(live).numbers = lambda raw, device: iter([raw.view(torch.int8).float() / 4])
+        ensure_record(live).numbers = lambda raw, device: iter([raw.view(torch.int8).float() / 4])
         kept = StorageCopy(live, "", CopyBudget(CPU))
         live[6] = 3
         assert kept.difference().absolute == 1 / 4 and sum(sizes) == 2 * 9 * 4 and max(sizes) <= memory.COMPARED

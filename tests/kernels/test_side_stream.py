@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpubound.kernels import accumulate as module
-from gpubound.kernels.accumulate import Side, aside, deliver, made_record, record_of, weight_gradient
+from gpubound.kernels.accumulate import Side, aside, deliver, ensure_record, record_of, weight_gradient
 
 
 class Stream:
@@ -48,7 +48,7 @@ def on_a_side_stream(*weights, device=None):
     """A side stream, which these weights' deliveries take while it is open."""
     side = Side(device or torch.device("cuda", 0))
     for weight in weights:
-        made_record(weight).side = side
+        ensure_record(weight).side = side
     return side
 
 
@@ -87,7 +87,7 @@ def test_an_error_still_joins(log):
 def test_without_a_side_stream_nothing_changes():
     weight, done = nn.Parameter(torch.ones(3)), []
     aside(weight, lambda: done.append(1))
-    made_record(weight).opening = None
+    ensure_record(weight).opening = None
     aside(weight, lambda: done.append(2))
     assert done == [1, 2] and record_of(weight).empty
 

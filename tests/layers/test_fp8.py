@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import kernels, layers, trace
-from gpubound.kernels.accumulate import made_record, open_sums
+from gpubound.kernels.accumulate import ensure_record, open_sums
 from gpubound.layers import fp8
 from gpubound.layers.fp8 import Fp8, new_states, renew
 from tests.messages import message
@@ -26,7 +26,7 @@ def in_8_bits(module, switch=None, main=True):
     weights = [m.weight for m in module.modules() if isinstance(m, nn.Linear)]
     states = new_states(len(weights), torch.device("cpu"))
     for weight, state in zip(weights, states):
-        made_record(weight).format = Fp8(state, switch or Switch())
+        ensure_record(weight).format = Fp8(state, switch or Switch())
         if main:
             weight.main_grad = torch.zeros(weight.shape)
     return states

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpubound import layers
-from gpubound.kernels.accumulate import made_record
+from gpubound.kernels.accumulate import ensure_record
 from gpubound.layers.fp8 import Fp8, new_states
 from gpubound.layers.fused_weights import run_linear
 from gpubound.layers.linear_product import Format, linear, multiply_by_records, recipe_of
@@ -95,7 +95,7 @@ def test_over_8_bits(bias):
     """The base in fp8, the adapter in 16 bits: what it adds is what it adds alone."""
     layer, x = layer_of(torch.bfloat16, bias), draw(TOKENS, INPUTS, dtype=torch.bfloat16).requires_grad_()
     (states,) = new_states(1, torch.device("cpu"))
-    made_record(layer.weight).format = Fp8(states, lambda: True)
+    ensure_record(layer.weight).format = Fp8(states, lambda: True)
     layer.weight.main_grad = torch.zeros(layer.weight.shape)
     g = draw(TOKENS, OUTPUTS, seed=9, dtype=torch.bfloat16)
     alone = linear(x, layer.weight, layer.bias)
@@ -121,7 +121,7 @@ def test_no_fused_form_of_an_mlp_passes_an_adapter_by(where, eight):
     weights = [m.weight for m in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
     for weight, states in zip(weights, new_states(3, torch.device("cpu"))):
         weight.main_grad = torch.zeros(weight.shape)
-        made_record(weight).format = Fp8(states, lambda: True) if eight else None
+        ensure_record(weight).format = Fp8(states, lambda: True) if eight else None
     with recomputing(mlp, 0):
         assert mlp(x).grad_fn.name() == ("_GatedBackward" if eight else "_GatedDownBackward")
         adapter = low_rank_of(getattr(mlp, where))
@@ -152,11 +152,11 @@ def test_plain_layers_multiply_by_their_records_while_they_have_a_format():
     own.forward = changed = lambda x: x
     model, x = nn.Sequential(layer, nn.ReLU(), own), draw(4, INPUTS)
     bare = layer(x)
-    made_record(layer.weight).format = made_record(own.weight).format = Halved()
+    ensure_record(layer.weight).format = ensure_record(own.weight).format = Halved()
     first, second = multiply_by_records(model), multiply_by_records(model)
     first()
     assert torch.allclose(layer(x), (bare - layer.bias) / 2 + layer.bias, atol=1e-6) and "forward" not in vars(other)
-    made_record(layer.weight).format = made_record(own.weight).format = None
+    ensure_record(layer.weight).format = ensure_record(own.weight).format = None
     second()
     assert "forward" not in vars(layer) and torch.equal(layer(x), bare) and own.forward is changed
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpubound.graph.memory import CopyBudget, StorageCopy
-from gpubound.kernels.accumulate import join_rows, made_record
+from gpubound.kernels.accumulate import ensure_record, join_rows
 from gpubound.train.accumulate import ALIGN, lay_out
 from gpubound.train.adamw import Weights, _joined_parts, _numbers, quantised_bytes
 from tests import messages
@@ -153,7 +153,7 @@ def test_a_comparison_joins_and_dequantises_in_little_memory(kind):
     storage = torch.zeros(quantised_bytes(count) if kind == "moments" else 2 * count, dtype=torch.uint8)
     flat = torch.zeros(count if kind == "masters" else 0, dtype=torch.bfloat16)
     record = partial(_joined_parts, flat) if kind == "masters" else partial(_numbers, size=count, dtype=torch.uint8)
-    made_record(storage).numbers = record
+    ensure_record(storage).numbers = record
     copy = StorageCopy(storage, "", CopyBudget(cpu))
     copy.saved = storage.clone()
     storage[::5] = 1

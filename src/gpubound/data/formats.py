@@ -163,8 +163,8 @@ def completion(row: Mapping[str, Any], where: str) -> Document:
         )
     prompt, answer = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(answer, str):
-        found = Completion(as_text(prompt, f"{where}['prompt']"), as_text(answer, f"{where}['completion']"))
-        return found if answer.strip() else ""
+        example = Completion(as_text(prompt, f"{where}['prompt']"), as_text(answer, f"{where}['completion']"))
+        return example if answer.strip() else ""
     asked, answered = as_turns(prompt, "user", f"{where}['prompt']"), as_turns(answer, "assistant", f"{where}['completion']")
     return Conversation(asked + answered, as_tools(row, where), given=len(asked))
 
@@ -256,8 +256,8 @@ class RowParser:
         if self.text_key is not None:
             wanted = [self.text_key] if self.text_key in names else []
         else:
-            found = [known for known in self.formats if set(known.keys) <= set(names)]
-            wanted = [key for known in found for key in (*known.keys, *known.optional)]
+            matching = [known for known in self.formats if set(known.keys) <= set(names)]
+            wanted = [key for known in matching for key in (*known.keys, *known.optional)]
         if not wanted:
             raise DataError(f"{where}: has the columns {', '.join(names)}, {self._wanted()}")
         return [name for name in names if name in wanted]
@@ -281,20 +281,20 @@ class RowParser:
         return format.parse(item, where)
 
     def _detect(self, row: Mapping[str, Any], where: str) -> RowFormat:
-        found = [known for known in self.formats if all(row.get(key) is not None for key in known.keys)]
-        if len(found) > 1 and found[0].name == "text":  # a chat written out: learning it would learn the prompts, too
-            found = found[1:]
+        matching = [known for known in self.formats if all(row.get(key) is not None for key in known.keys)]
+        if len(matching) > 1 and matching[0].name == "text":  # a chat written out: learning it would learn the prompts, too
+            matching = matching[1:]
             if not self._noticed:
                 notice(
-                    f"{where}: its 'text' is not read, but its {', '.join(found[0].keys)}; format or text_key names another."
+                    f"{where}: its 'text' is not read, but its {', '.join(matching[0].keys)}; format or text_key names another."
                 )
             self._noticed = True
-        if len(found) > 1:
-            both = " and ".join(f"{known.name} ({', '.join(known.keys)})" for known in found)
+        if len(matching) > 1:
+            both = " and ".join(f"{known.name} ({', '.join(known.keys)})" for known in matching)
             raise DataError(f"{where}: has the keys of the formats {both}; name the one to learn with format (--format).")
-        if not found:
+        if not matching:
             raise DataError(f"{where}: {self._missing(row, [key for known in self.formats for key in known.keys])}")
-        return found[0]
+        return matching[0]
 
     def _missing(self, row: Mapping[str, Any], keys: Iterable[str]) -> str:
         if null := [key for key in keys if key in row and row[key] is None]:

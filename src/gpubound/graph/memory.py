@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..device import usable_bytes
-from ..kernels.accumulate import made_record, record_of
+from ..kernels.accumulate import ensure_record, record_of
 from .reachable import storage_key
 
 CHUNK = 1 << 25  # bytes copied, or compared bit for bit, at a time
@@ -90,7 +90,7 @@ class StorageCopy:
         record = record_of(tensor)
         self.dequantize = None if record is None else record.numbers
         if self.dequantize is not None:
-            made_record(self.tensor).numbers = self.dequantize
+            ensure_record(self.tensor).numbers = self.dequantize
         self.live = bytes_of(tensor)
         self.saved: Tensor | None = None  # None: all zeros
         self.fingerprint: int | None = None  # of a copy on another device than the storage

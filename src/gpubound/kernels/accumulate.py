@@ -82,7 +82,7 @@ def record_of(tensor: Tensor) -> Record | None:
     return None
 
 
-def made_record(tensor: Tensor) -> Record:
+def ensure_record(tensor: Tensor) -> Record:
     """Return the tensor's record, a new one if it has none."""
     record = record_of(tensor)
     if record is None:
@@ -100,7 +100,7 @@ def drop_record(tensor: Tensor) -> None:
 
 def share_record(sharded: Tensor, gathered: Tensor) -> None:
     """Attach one record to a sharded parameter and its gathered tensor."""
-    made_record(sharded).gathered = gathered
+    ensure_record(sharded).gathered = gathered
     setattr(gathered, ATTRIBUTE, record_of(sharded))
 
 
@@ -282,7 +282,7 @@ def open_sums(weights: Sequence[Tensor]) -> None:
     recording = _recording(weights[0])
     for weight in weights:
         record = getattr(weight, ATTRIBUTE, None)
-        (record if type(record) is Record else made_record(weight)).opening = recording
+        (record if type(record) is Record else ensure_record(weight)).opening = recording
 
 
 def close_sums(weights: Sequence[Tensor]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..trace import fallback
-from .accumulate import aside, join, made_record, main_gradient, opens
+from .accumulate import aside, ensure_record, join, main_gradient, opens
 from .dispatch import implementation, matches, require, require_device
 from .plans.defaults import LARGE, WAVE
 from .registry import definition, draw, frozen, ints
@@ -435,7 +435,7 @@ def _arrivals(a: Tensor) -> Tensor:
 
     They are kept with the parameter, except those allocated during a capture, whose memory belongs to the graph.
     """
-    record = made_record(a)
+    record = ensure_record(a)
     counters = record.arrivals
     if counters is None or counters.device != a.device:
         counters = torch.zeros(SHARED_SUMS, dtype=torch.int32, device=a.device)

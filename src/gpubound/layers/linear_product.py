@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import device as facts
-from ..kernels.accumulate import ATTRIBUTE, bias_gradients, join_rows, made_record, record_of, weight_gradients
+from ..kernels.accumulate import ATTRIBUTE, bias_gradients, ensure_record, join_rows, record_of, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, transformed
 from ..kernels.lora import Drop, OwnRanks, lora_product
 from .invariant import CONTEXT
@@ -364,7 +364,7 @@ def attach_recipe(y: Tensor, least: float, op: Callable[..., Tensor], *tensors: 
     """
     if not torch.compiler.is_compiling() and y.requires_grad and y.nbytes >= least and not transformed():
         inputs = tuple(None if t is None else t.detach() for t in tensors)
-        made_record(y).recipe = RecomputeRecipe(op, inputs, _versions(y, inputs))
+        ensure_record(y).recipe = RecomputeRecipe(op, inputs, _versions(y, inputs))
     return y
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.accumulate import drop_record, made_record
+from ..kernels.accumulate import drop_record, ensure_record
 from ..kernels.packed_weights import Packed, pack
 from ..kernels.quantize import (
     BLOCK,
@@ -145,7 +145,7 @@ def some_rows(weight: Tensor, rows: slice) -> Tensor:
     """Return a view of some rows; of a quantised weight one with a format, so that it is read as such."""
     view = weight.detach()[rows]
     if format_of(weight).coded:
-        made_record(view).format = RowsOf(weight, rows)
+        ensure_record(view).format = RowsOf(weight, rows)
     return view
 
 
@@ -317,7 +317,7 @@ class Base(nn.Module):
 
     def attach(self) -> None:
         """Set the format in the weight's record. Gathered codes that were sharded as fp32 get the codes' dtype again."""
-        record = made_record(self._weight)
+        record = ensure_record(self._weight)
         record.format = self.kind(self)
         if record.gathered is not None and record.gathered.dtype != self.kind.codes:
             record.gathered.data = record.gathered.data.view(self.kind.codes)
@@ -326,7 +326,7 @@ class Base(nn.Module):
         """Move the format to the layer's Parameter, if that was replaced."""
         old, new = self._weight, self.layer.weight
         if old is not new:
-            made_record(old).format = None
+            ensure_record(old).format = None
             drop_record(old)
             self.__dict__.update(_weight=new)
             self.attach()
@@ -336,7 +336,7 @@ class Base(nn.Module):
         """Dequantise the weight, and remove this module."""
         weight = self._weight
         weight.data = dequantised([weight], dtype or self.like.dtype)
-        made_record(weight).format = None
+        ensure_record(weight).format = None
         drop_record(weight)
         del self.layer._modules[CHILD]
 

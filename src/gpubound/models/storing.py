@@ -196,11 +196,11 @@ def special_ids(model: LanguageModel, tokenizer: Tokenizer) -> dict[str, Any]:
     ends = ends_of(model.generation)
     ends = [*([] if tokenizer.eos is None else [tokenizer.eos]), *ends_of_turn(tokenizer), *ends]
     ends = [end for end in dict.fromkeys(ends) if end < model.config.vocabulary]
-    found = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    fields = {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     for name in ("bos", "pad"):
         token = tokenizer.special.get(f"{name}_token")
-        found[f"{name}_token_id"] = None if token is None else tokenizer.inner.token_to_id(token)
-    return found
+        fields[f"{name}_token_id"] = None if token is None else tokenizer.inner.token_to_id(token)
+    return fields
 
 
 def _check_tensors(path: Path, state: dict[str, Tensor], stored: dict[str, Stored], tied: bool) -> None:

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed import Ranks
 from ..distributed.all_reduce import Reduction, SymmetricSums
-from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, drop_record, made_record, main_gradient, open_sums
+from ..kernels.accumulate import Side, Taker, close_sums, deliver_all, drop_record, ensure_record, main_gradient, open_sums
 from ..layers.fused_weights import overlapping
 from ..trace import notice
 from ..watch.pretend import PARAMETERS
@@ -247,7 +247,7 @@ class Accumulators:
         for slot in self.layout.slots:
             slot.parameter.grad = None
             slot.parameter.main_grad = self.view(slot)  # type: ignore[attr-defined]
-            made_record(slot.parameter).side = side
+            ensure_record(slot.parameter).side = side
             self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(_TakeGradient(self)))
 
     def allocate(self) -> Tensor:
@@ -265,7 +265,7 @@ class Accumulators:
         self._pending, self._bytes = [], 0  # of a backward that raised
         if self.opened:
             for parameter in self._parameters:
-                made_record(parameter).opening = None
+                ensure_record(parameter).opening = None
         self.opened = False
 
     def begin(self) -> None:
@@ -304,7 +304,7 @@ class Accumulators:
         for slot in self.layout.slots:
             if hasattr(slot.parameter, "main_grad"):
                 del slot.parameter.main_grad
-                record = made_record(slot.parameter)
+                record = ensure_record(slot.parameter)
                 record.opening = record.side = None
                 drop_record(slot.parameter)
         self._hooks = []

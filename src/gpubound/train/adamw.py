@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from ..device import fast_bf16
 from ..distributed import Ranks
 from ..kernels import adamw, plan_update
-from ..kernels.accumulate import made_record
+from ..kernels.accumulate import ensure_record
 from ..kernels.adamw import BLOCK, adamw8, decode, encode, join_fp32, number, plan_shape, split_fp32
 from ..kernels.dispatch import start_self_tests
 from ..layers.embedding_and_head import head_of
@@ -97,7 +97,7 @@ class Weights:
             flat = torch.zeros(group.stop - group.start, dtype=group.dtype, device=layout.device)
             master = self.memory.zeros(len(flat), masters) if masters and group.dtype != torch.float32 else None
             if masters == torch.int16 and master is not None:
-                made_record(master).numbers = partial(_joined_parts, flat)
+                ensure_record(master).numbers = partial(_joined_parts, flat)
             for slot in layout.slots_of(group):
                 view, parameter = slot.view(flat, group.start), slot.parameter
                 original = parameter.detach().to(layout.device)  # of offloaded state it is in host memory now
@@ -328,7 +328,7 @@ class QuantisedMoment:
         """Take the memory `raw`, zeros of quantised_bytes(size)."""
         self.codes, self.scales = _codes_and_scales(raw, size, dtype)
         # The certificate of a captured step compares the dequantised numbers, not the bytes.
-        made_record(self.codes).numbers = partial(_numbers, size=size, dtype=dtype)
+        ensure_record(self.codes).numbers = partial(_numbers, size=size, dtype=dtype)
 
 
 def quantised_bytes(size: int) -> int:

@@ -33,7 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..device import products
 from ..distributed import ALONE
 from ..distributed.failures import FOR_GPU
-from ..kernels.accumulate import close_sums, deliver_all, made_record
+from ..kernels.accumulate import close_sums, deliver_all, ensure_record
 from ..kernels.adamw import BLOCK
 from ..kernels.dispatch import compile_ahead, start_self_tests
 from ..layers.invariant import BatchInvariant
@@ -136,7 +136,7 @@ class BackwardUpdate(Accumulators):
         for other in self.units:
             if unit.area is None or other.area != unit.area or not self._left[id(other)]:
                 continue
-            if early := next((s.name for s in other.slots if made_record(s.parameter).opening is None), None):
+            if early := next((s.name for s in other.slots if ensure_record(s.parameter).opening is None), None):
                 raise ValueError(
                     f"TrainStep: {WHERE}: backward gave {early} a gradient before that of {unit.slots[-1].name} was complete, "
                     f"and both are to have the same memory; leave {WHERE} out for this model."

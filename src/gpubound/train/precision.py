@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import label
-from ..kernels.accumulate import drop_record, made_record
+from ..kernels.accumulate import drop_record, ensure_record
 from ..kernels.quantize import CAPABILITY, MULTIPLE
 from ..layers.fp8 import SMALLEST, Fp8, new_states, renew
 from ..layers.linear_product import is_sharded, multiply_by_records
@@ -92,7 +92,7 @@ class Fp8Weights:
         self.calibrated = self._calibrating = False
         self._formats = [Fp8(states, lambda: self._calibrating) for states in self.states]
         for slot, format in zip(self.slots, self._formats):
-            made_record(slot.parameter).format = format
+            ensure_record(slot.parameter).format = format
         self._undo = multiply_by_records(model)
 
     def forget(self) -> None:
@@ -129,7 +129,7 @@ class Fp8Weights:
 
     def release(self) -> None:
         for slot in self.slots:
-            made_record(slot.parameter).format = None
+            ensure_record(slot.parameter).format = None
             drop_record(slot.parameter)
         self._undo()
 

@@ -107,17 +107,17 @@ def _is_right(values: Mapping[str, Any], left_out: str, known: Collection[str]) 
 
 
 def _translated(values: Mapping[str, Any], known: Collection[str]) -> Translation:
-    found = Translation(tool_of(values))
-    flat = FLATTEN[found.tool](deepcopy(dict(values)), found)
-    ours, found.read, dropped, refused = read_all(flat, known)
-    found.missing += refused
-    found.left_out += [f"{', '.join(names)}: {reason}" for reason, names in dropped.items()]
+    result = Translation(tool_of(values))
+    flat = FLATTEN[result.tool](deepcopy(dict(values)), result)
+    ours, result.read, dropped, refused = read_all(flat, known)
+    result.missing += refused
+    result.left_out += [f"{', '.join(names)}: {reason}" for reason, names in dropped.items()]
     for key, value in ours.items():
         if key not in known:
-            found.missing.append(f"{key}: {shown(value)}")
+            result.missing.append(f"{key}: {shown(value)}")
         elif not (isinstance(value, Mapping) and not value):
-            found.values[key] = list(value) if isinstance(value, tuple) else value
-    return found
+            result.values[key] = list(value) if isinstance(value, tuple) else value
+    return result
 
 
 def _with_defaults(flat: Values, defaults: Values) -> Values:
@@ -140,12 +140,12 @@ def _preference(flat: Values, beta: Any, loss: Any) -> None:
             flat[name] *= 2
 
 
-def _trl(values: Values, found: Translation) -> Values:
+def _trl(values: Values, result: Translation) -> Values:
     flat = {normal(name): value for name, value in values.items()}
     is_dpo = bool(flat.keys() & {"beta", "loss_type", "max_prompt_length", "ref_model"})
     uses_lora = not is_off(flat.pop("use_peft", "lora_r" in flat))
     for name in [name for name in flat if name.startswith("lora_")] if not uses_lora else ():
-        found.left_out.append(f"{name}: use_peft is off")
+        result.left_out.append(f"{name}: use_peft is off")
         del flat[name]
     if uses_lora:
         flat = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05} | flat
@@ -157,18 +157,18 @@ def _trl(values: Values, found: Translation) -> Values:
         if evaluates and (test is not None or not _is_path(name)):
             flat["eval_data"] = _hub(name, configuration, test or "test")
     if evaluates and not {SAME.get(key, key) for key in flat} & {"eval_data", "validation", "val_set_size"}:
-        found.missing.append("eval_strategy: there is no data to evaluate on; give eval_data, or validation: 0.05")
+        result.missing.append("eval_strategy: there is no data to evaluate on; give eval_data, or validation: 0.05")
         for key in ("eval_strategy", "evaluation_strategy", "eval_steps"):
             flat.pop(key, None)
     if flat.get("bnb_4bit_quant_type") == "nf4":
-        found.left_out.append(f"bnb_4bit_quant_type: {flat.pop('bnb_4bit_quant_type')} is the format of 4 bits")
+        result.left_out.append(f"bnb_4bit_quant_type: {flat.pop('bnb_4bit_quant_type')} is the format of 4 bits")
     flat = _with_defaults(flat, DPO if is_dpo else TRL)
     if is_dpo:
         loss = flat.pop("loss_type", None)
         _preference(flat, flat.pop("beta", None), loss[0] if isinstance(loss, list) and len(loss) == 1 else loss)
         for name in ("max_prompt_length", "max_completion_length"):
             if flat.pop(name, None) is not None:
-                found.missing.append(f"{name}: an example has one limit, seq")
+                result.missing.append(f"{name}: an example has one limit, seq")
     return flat
 
 
@@ -223,29 +223,29 @@ def _llamafactory(values: Values, translated: Translation) -> Values:
     return flat
 
 
-def _axolotl(values: Values, found: Translation) -> Values:
+def _axolotl(values: Values, result: Translation) -> Values:
     flat = {normal(name): value for name, value in values.items()}
-    _datasets(flat, "datasets", "data", found)
-    _datasets(flat, "test_datasets", "eval_data", found)
+    _datasets(flat, "datasets", "data", result)
+    _datasets(flat, "test_datasets", "eval_data", result)
     if "optimizer" in flat:
         flat["optim"] = flat.pop("optimizer")
     template = flat.pop("chat_template", None)
     if template in TEMPLATES:
         flat["chat_template"] = TEMPLATES[template]
     elif template not in (None, "tokenizer_default"):
-        found.missing.append(f"chat_template: {shown(template)}; give a file, or leave the tokenizer's")
+        result.missing.append(f"chat_template: {shown(template)}; give a file, or leave the tokenizer's")
     if flat.pop("wandb_project", None):
         flat["report_to"] = "wandb"
     adapter = flat.get("adapter")
     if is_off(adapter):
         for name in [name for name in flat if name.startswith("lora_")]:
-            found.left_out.append(f"{name}: adapter is off")
+            result.left_out.append(f"{name}: adapter is off")
             del flat[name]
     for name in ("wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model", "model_type", "tokenizer_type", "strict"):
         if flat.pop(name, None) is not None:
-            found.left_out.append(f"{name}: the model's folder says it, or nothing needs it")
+            result.left_out.append(f"{name}: the model's folder says it, or nothing needs it")
     if (tokens := flat.get("special_tokens")) and set(tokens) == {"pad_token"}:
-        found.left_out.append("special_tokens: rows are padded without a special token")
+        result.left_out.append("special_tokens: rows are padded without a special token")
         del flat["special_tokens"]
     preference, beta = flat.pop("rl", None), flat.pop("rl_beta", flat.pop("dpo_beta", None))
     if str(flat.get("bf16")).lower() == "auto":
@@ -255,16 +255,16 @@ def _axolotl(values: Values, found: Translation) -> Values:
     if preference in ("dpo", "ipo", "kto"):
         _preference(flat, beta, {"dpo": None}.get(preference, preference))
     elif not is_off(preference):
-        found.missing.append(f"rl: {shown(preference)}")
+        result.missing.append(f"rl: {shown(preference)}")
     return flat
 
 
-def _datasets(flat: Values, name: str, key: str, found: Translation) -> None:
+def _datasets(flat: Values, name: str, key: str, result: Translation) -> None:
     """Read axolotl's list of datasets: their paths, and the format of their rows."""
     entries, paths, formats = flat.pop(name, None), list[str](), set[str]()
     for entry in entries if isinstance(entries, list) else [entries] if entries else ():
         if not isinstance(entry, str | Mapping):
-            found.missing.append(f"{name}: {shown(entry)}, which is no path, and no mapping with one")
+            result.missing.append(f"{name}: {shown(entry)}, which is no path, and no mapping with one")
             continue
         entry = {"path": entry} if isinstance(entry, str) else dict(entry)
         path, files, kind = entry.pop("path", None), entry.pop("data_files", None), entry.pop("type", None)
@@ -275,22 +275,22 @@ def _datasets(flat: Values, name: str, key: str, found: Translation) -> None:
         if isinstance(kind, str) and (format := COLUMNS.get(columns) or TYPES.get(kind.partition(":")[0].split(".load")[0])):
             formats.add(format)
         elif kind is not None:
-            found.missing.append(f"{name}: type: {shown(kind)}; rows need the keys of a format that docs/training.md lists")
+            result.missing.append(f"{name}: type: {shown(kind)}; rows need the keys of a format that docs/training.md lists")
         for option, value in entry.items():
             here = AS_HERE.get(option)
             if value == here or (isinstance(here, dict) and isinstance(value, dict) and value.items() <= here.items()):
-                found.left_out.append(f"{name}: {option}: it is so here")
+                result.left_out.append(f"{name}: {option}: it is so here")
             elif not is_off(value):
-                found.missing.append(f"{name}: {option}: {shown(value)}")
+                result.missing.append(f"{name}: {option}: {shown(value)}")
     if paths:
         flat[key] = paths
     if len(formats) == 1 and key == "data":
         flat["format"] = formats.pop()
     elif len(formats) > 1:
-        found.missing.append(f"{name}: types of several formats; each file's is detected")
+        result.missing.append(f"{name}: types of several formats; each file's is detected")
 
 
-def _torchtune(values: Values, found: Translation) -> Values:
+def _torchtune(values: Values, result: Translation) -> Values:
     flat: Values = _filled(values, values)
     model, tokenizer, optimizer, schedule, data, files, logger = (
         flat.pop(name, None) or {}
@@ -310,9 +310,9 @@ def _torchtune(values: Values, found: Translation) -> Values:
     shape = re.search(r"cosine|linear|constant", str(schedule.get("_component_", "")))
     flat["lr_scheduler_type"] = shape[0] if shape and shape[0] in SCHEDULES else "constant"
     flat["warmup_steps"] = schedule.get("num_warmup_steps", 0)
-    _torchtune_data(data, flat, found)
+    _torchtune_data(data, flat, result)
     if not is_off(per_epoch := flat.pop("max_steps_per_epoch", None)):
-        found.missing.append(f"max_steps_per_epoch: {per_epoch}; give steps")
+        result.missing.append(f"max_steps_per_epoch: {per_epoch}; give steps")
     flat["max_grad_norm"] = flat.pop("clip_grad_norm", None) or 0
     name = str(logger.get("_component_", "")).lower()
     flat["report_to"] = next((known for known in ("wandb", "tensorboard") if known in name), None)
@@ -329,7 +329,7 @@ def _targets(model: Values) -> Any:
     return layers + (["gate_proj", "up_proj", "down_proj"] if model.get("apply_lora_to_mlp") else []) or None
 
 
-def _torchtune_data(data: Values, flat: Values, found: Translation) -> None:
+def _torchtune_data(data: Values, flat: Values, result: Translation) -> None:
     component = str(data.pop("_component_", "")).rpartition(".")[2]
     source, format = TORCHTUNE_DATA.get(component, (None, None))
     source, files, split = data.pop("source", None) or source, data.pop("data_files", None), data.pop("split", None)
@@ -341,9 +341,9 @@ def _torchtune_data(data: Values, flat: Values, found: Translation) -> None:
     if files is not None or source is not None:
         flat["data"] = files if source in (None, "json", "text", "parquet") else _hub(source, None, split)
     else:
-        found.missing.append(f"dataset: {component or 'none'}; give data")
+        result.missing.append(f"dataset: {component or 'none'}; give data")
     flat["format"] = format
-    found.missing += [f"dataset: {name}: {shown(value)}" for name, value in data.items() if not is_off(value)]
+    result.missing += [f"dataset: {name}: {shown(value)}" for name, value in data.items() if not is_off(value)]
 
 
 def _filled(value: Any, values: Values) -> Any:
@@ -353,7 +353,7 @@ def _filled(value: Any, values: Values) -> Any:
     if isinstance(value, list):
         return [_filled(own, values) for own in value]
     if isinstance(value, str):
-        return re.sub(r"\$\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), value)
+        return re.sub(r"\$\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), value)
     return value
 
 

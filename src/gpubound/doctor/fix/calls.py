@@ -356,8 +356,8 @@ def _check_collected(source: SourceText, statement: ast.stmt, call: ast.Call, lo
     root = values.value if isinstance(values, ast.Subscript) and constant(values.slice) is not None else values
     if not isinstance(root, ast.Name):
         raise Refused(f"{source.text(values)} is no name of a list or of a dictionary of lists")
-    made = [last_name(each) if isinstance(each, ast.Call) else type(each).__name__ for each in source.assigned(call, root.id)]
-    if call.func.attr == "update" and not (made and {*made} <= {"Counter", "set", "dict", "Dict"}):
+    types = [last_name(each) if isinstance(each, ast.Call) else type(each).__name__ for each in source.assigned(call, root.id)]
+    if call.func.attr == "update" and not (types and {*types} <= {"Counter", "set", "dict", "Dict"}):
         raise NotHere(f"{root.id} may be more than a Counter, a set or a dictionary")
     for outer in source.above(loop):
         if isinstance(outer, (ast.Try, ast.TryStar)) and source.scope(outer) is scope:

@@ -144,8 +144,8 @@ def _copies(source: SourceText, line: int) -> list[ast.Call]:
 def _cuda_type(source: SourceText, node: ast.AST | None = None, *more: ast.AST) -> str:
     """Return "FloatTensor" for a name that is torch.cuda.FloatTensor, perhaps on a condition; empty for anything else."""
     values = source.assigned(source.tree, node.id) if isinstance(node, ast.Name) and not more else []
-    kinds = {match for value in values for match in re.findall(r"torch\.cuda\.(\w+Tensor)\b", source.text(value))}
-    return kinds.pop() if len(kinds) == 1 else ""
+    types = {match for value in values for match in re.findall(r"torch\.cuda\.(\w+Tensor)\b", source.text(value))}
+    return types.pop() if len(types) == 1 else ""
 
 
 def propose_copies(source: SourceText, line: int) -> list[Edit]:
@@ -352,10 +352,10 @@ def _staged(source: SourceText, call: ast.Call, torch: str) -> list[Edit]:
     if (kind := _cuda_type(source, call.func)) and len(call.args) == 1 and isinstance(call.args[0], (ast.Call, ast.List)):
         if name_of(getattr(call.args[0], "func", call.args[0])) in ("len", "int"):
             return []  # a size
-        made = (
+        copied = (
             f"{PINNED_BATCHES}({torch}.{kind}({source.text(call.args[0])})).type({source.text(call.func)}, non_blocking=True)"
         )
-        return [Edit(start, end, made)]
+        return [Edit(start, end, copied)]
     if not isinstance(call.func, ast.Attribute) or last_name(call) not in ("to", "cuda"):
         return []
     check_moves_tensors(source, call)
@@ -386,12 +386,12 @@ def propose_index(source: SourceText, line: int, lines: Sequence[int]) -> list[E
     ]
     names = {each.id for _, each in uses}
     if len(names) > 1:
-        made = {name: [value for value in source.assigned(uses[0][0], name) if _on_host(value, torch)] for name in names}
-        names = {name for name in names if made[name]} or names
+        on_host = {name: [value for value in source.assigned(uses[0][0], name) if _on_host(value, torch)] for name in names}
+        names = {name for name in names if on_host[name]} or names
         uses = [(node, each) for node, each in uses if each.id in names]
     if len(names) != 1:
         raise (Refused if names else NotHere)("the line indexes by no name, or by several")
-    if edits := _made_there(source, min(names), uses, torch):
+    if edits := _device_factory(source, min(names), uses, torch):
         return edits
     (name,), first = names, min(statements, key=lambda statement: statement.lineno)
     block = source.block(first)
@@ -434,15 +434,15 @@ def _on_host(value: ast.expr, torch: str) -> bool:
     return isinstance(value, ast.Call) and name_of(value.func) in factories and all(k.arg != "device" for k in value.keywords)
 
 
-def _made_there(source: SourceText, name: str, uses: Sequence[tuple[ast.Subscript, ast.Name]], torch: str) -> list[Edit]:
+def _device_factory(source: SourceText, name: str, uses: Sequence[tuple[ast.Subscript, ast.Name]], torch: str) -> list[Edit]:
     """Return edits that make an index on the device; none if anything but these lines uses it."""
     values, scope = source.assigned(uses[0][0], name), source.scope(uses[0][0])
     every = {id(n) for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)}
     if len(values) != 1 or not _on_host(values[0], torch) or every != {id(each) for _, each in uses}:
         return []
     assert isinstance(values[0], ast.Call)
-    given = {each.arg for each in ast.walk(getattr(scope, "args", scope)) if isinstance(each, ast.arg)} - stored(scope)
-    known = [name_of(node.value) for node, _ in uses if name_of(node.value).split(".")[0] in given]
+    parameters = {each.arg for each in ast.walk(getattr(scope, "args", scope)) if isinstance(each, ast.arg)} - stored(scope)
+    known = [name_of(node.value) for node, _ in uses if name_of(node.value).split(".")[0] in parameters]
     return with_keywords(source, values[0], device=f"{known[0]}.device") if known else []
 
 

@@ -61,7 +61,7 @@ def propose(source: SourceText, line: int) -> list[Edit]:
         augmented = isinstance(statement, ast.AugAssign)
         number = _summed(source, statement, read, name) if augmented else _number(source, read)
         edits = _converted(source, statement, loop, name, number)
-    return [*_kept(source, read, number), *edits]
+    return [*_deferred(source, read, number), *edits]
 
 
 def _read_of(read: ast.Call) -> ast.expr:
@@ -69,7 +69,7 @@ def _read_of(read: ast.Call) -> ast.expr:
     return read.func.value if isinstance(read.func, ast.Attribute) else read.args[0]
 
 
-def _kept(source: SourceText, read: ast.Call, number: str) -> list[Edit]:
+def _deferred(source: SourceText, read: ast.Call, number: str) -> list[Edit]:
     """Return edits that keep on the device what is read. A copy of a fresh integer or truth value would be the next finding."""
     inner = root = _read_of(read)
     while isinstance(root, ast.Subscript):
@@ -77,15 +77,15 @@ def _kept(source: SourceText, read: ast.Call, number: str) -> list[Edit]:
     if root is not inner and number == "float" and name_of(root) and not source.assigned(read, name_of(root)):
         raise Refused(f"{name_of(root)} may hold whole numbers")
     fresh = isinstance(inner, ast.Call) and last_name(inner) in FRESH
-    kept = KEPT if number == "float" else "detach()" if fresh else COUNTED
+    method = KEPT if number == "float" else "detach()" if fresh else COUNTED
     if isinstance(read.func, ast.Attribute):
         item = source.end(read.func) - len("item")  # also after brackets and line breaks
-        return [Edit(item, source.end(read), kept)]
+        return [Edit(item, source.end(read), method)]
     if name_of(read.func) == "int" and _number(source, inner) == "float":
         raise Refused("int() may cut a fraction off")
     bare = isinstance(inner, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
     start, end = (source.start(inner), source.end(inner)) if bare else (source.end(read.func), source.end(read))
-    return [Edit(source.start(read), start, ""), Edit(end, source.end(read), f".{kept}")]
+    return [Edit(source.start(read), start, ""), Edit(end, source.end(read), f".{method}")]
 
 
 def _number(source: SourceText, read: ast.expr, met: frozenset[str] = frozenset()) -> str:

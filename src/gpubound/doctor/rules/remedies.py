@@ -358,10 +358,10 @@ def create_on_device(site: Site) -> str:
     for call in calls:
         name = _called(call)
         if name in TENSORS and call.args:
-            given = [n for n in ast.walk(call.args[0]) if isinstance(n, ast.Name)]
-            return STAGED if given else HOST_DATA.remedy
-    made = (n for n in ast.walk(parsed(site.file)) if _makes_on_host(n, _copied(calls)))
-    return next((ON_DEVICE.format(_called(n.value)) for n in made), "")  # type: ignore[attr-defined]
+            names = [n for n in ast.walk(call.args[0]) if isinstance(n, ast.Name)]
+            return STAGED if names else HOST_DATA.remedy
+    on_host = (n for n in ast.walk(parsed(site.file)) if _makes_on_host(n, _copied(calls)))
+    return next((ON_DEVICE.format(_called(n.value)) for n in on_host), "")  # type: ignore[attr-defined]
 
 
 def _copied(calls: list[ast.Call]) -> set[str]:
@@ -382,8 +382,8 @@ def _of_loader(site: Site) -> bool:
     statement, _ = _statement(site)
     calls = _calls(statement or ast.Module([], []))
     copied, tree = _copied(calls), parsed(site.file)
-    made = any("(" in text for text in copied) or any(_makes_on_host(n, copied) for n in ast.walk(tree))
-    return bool(copied) and not made and any(_called(call) == "DataLoader" for call in _calls(tree))
+    on_host = any("(" in text for text in copied) or any(_makes_on_host(n, copied) for n in ast.walk(tree))
+    return bool(copied) and not on_host and any(_called(call) == "DataLoader" for call in _calls(tree))
 
 
 def index_of(row: LedgerRow) -> str:
@@ -392,8 +392,8 @@ def index_of(row: LedgerRow) -> str:
     if row.kind not in ("h2d", "repeat") or row.place.via is not None or site is None or COPIED.search(site.code):
         return ""
     statement, _ = _statement(site)
-    taken = [n for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
-    roots = [root for each in taken for root in index_roots(each)]
+    reads = [n for n in ast.walk(statement or ast.Pass()) if isinstance(n, ast.Subscript) and isinstance(n.ctx, ast.Load)]
+    roots = [root for each in reads for root in index_roots(each)]
     names = {root.id for root in roots if isinstance(root, ast.Name)}
     if len(names) > 1:  # the others may be on the device
         tree = parsed(site.file)

@@ -115,12 +115,12 @@ def _weigh(x, tile, total):
 @triton.jit
 def _visible(query, key, window, WINDOW: tl.constexpr, CAUSAL: tl.constexpr):
     distance = query - key
-    seen = distance == distance
+    visible = distance == distance
     if CAUSAL:
-        seen = distance >= 0
+        visible = distance >= 0
     if WINDOW:
-        seen &= (distance < window) & (distance > -window)
-    return seen
+        visible &= (distance < window) & (distance > -window)
+    return visible
 
 
 @triton.jit
@@ -332,8 +332,8 @@ def _keys_stretch(dk, dv, k, v, key, b, head, begin, end, q_ptr, dy_ptr, gate_pt
             phi = low * f * factor + shift
         ds = u * low * slope
         if EDGE:
-            seen = _visible(query, key, window, WINDOW, CAUSAL)
-            phi, ds = tl.where(seen, phi, 0.0), tl.where(seen, ds, 0.0)
+            visible = _visible(query, key, window, WINDOW, CAUSAL)
+            phi, ds = tl.where(visible, phi, 0.0), tl.where(visible, ds, 0.0)
         dv = _weigh(phi, dy, dv)
         dk = _weigh(ds, q, dk)
     return dk, dv
