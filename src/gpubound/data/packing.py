@@ -166,16 +166,16 @@ def pack_buckets(
     each, rest, parts = micro_batch * batches_a_step // group, np.zeros(0, np.int64), list[tuple[int, np.ndarray]]()
     fits = np.searchsorted(lengths, longest)
     for number, length in enumerate(lengths):
-        members = np.concatenate([rest, np.flatnonzero(fits == number)])
-        whole = len(members) if length == lengths[-1] else len(members) // each * each
-        rest = members[whole:]
-        parts.append((length, members[:whole]))
+        bucket = np.concatenate([rest, np.flatnonzero(fits == number)])
+        whole = len(bucket) if length == lengths[-1] else len(bucket) // each * each
+        rest = bucket[whole:]
+        parts.append((length, bucket[:whole]))
     while len(parts) > 1 and len(parts[-1][1]) < each:  # such a part would have no batch
         parts[-2:] = [(parts[-1][0], np.concatenate([parts[-2][1], parts[-1][1]]))]
     packings = []
-    for length, members in parts:
-        if len(members):
-            rows = (np.sort(members)[:, None] * group + np.arange(group)).reshape(-1)
+    for length, bucket in parts:
+        if len(bucket):
+            rows = (np.sort(bucket)[:, None] * group + np.arange(group)).reshape(-1)
             packings.append(_rows_of_one(Pieces(*(column[rows] for column in pieces)), learnt[rows], length, group, {}))
     total: dict[str, Any] = {
         name: sum(getattr(part, name) for part in packings) for name in ("rows", "examples", "tokens", "labels")

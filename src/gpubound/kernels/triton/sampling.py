@@ -436,23 +436,23 @@ def _sample_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
                 for start in range(0, V, BLOCK):
                     i = start + tl.arange(0, BLOCK)
                     best, arg = _lead(_logits(logits_ptr, past_ptr, penalty, i, V), i, best, arg)
-                top, drawn = _leader(best, arg)
+                top, sampled = _leader(best, arg)
                 good = _finite(top)
                 if good:
                     count, depth, floor = _keep(values_ptr, quads_ptr, logits_ptr, past_ptr, penalty, top, inverse, V, best,
                                                 top_k, top_p, min_p, BLOCK)  # fmt: skip
-                    drawn = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
+                    sampled = _race_aside(values_ptr, quads_ptr, count, depth, floor, seed, position, row, BLOCK)
                     if logprob_ptr is not None:
-                        logprob = _logprob(logits_ptr, drawn, V, BLOCK)
+                        logprob = _logprob(logits_ptr, sampled, V, BLOCK)
             else:
-                drawn, good, highest, mass = _from_chunks(logits_ptr, past_ptr, penalty, chunk_ptr + 4 * b * chunks, chunks,
+                sampled, good, highest, mass = _from_chunks(logits_ptr, past_ptr, penalty, chunk_ptr + 4 * b * chunks, chunks,
                                                           temperature, inverse, seed, position, row, V, CHUNKS,
                                                           CHUNK)  # fmt: skip
                 if (logprob_ptr is not None) & good:
-                    logprob = tl.load(logits_ptr + drawn).to(tl.float32) - highest - tl.log(mass)
-            _advance(b, drawn, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
+                    logprob = tl.load(logits_ptr + sampled).to(tl.float32) - highest - tl.log(mass)
+            _advance(b, sampled, good, token_ptr, position_ptr, alive_ptr, limit_ptr, bad_ptr, stops_ptr, emitted_ptr, past_ptr,
                      V, stops, STOPS)  # fmt: skip
-            token = tl.where(good, drawn, token)
+            token = tl.where(good, sampled, token)
         else:
             tl.store(emitted_ptr + b, -1)
         if logprob_ptr is not None:

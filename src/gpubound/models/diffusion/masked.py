@@ -255,12 +255,12 @@ class Buffers:
         logits_BNV = self._logits(at_BN, full).float() + self.sampler.barred
         now_BN = self.ids.gather(1, at_BN)
         masked = now_BN == self.sampler.mask_token
-        drawn, confidence = self._draw(logits_BNV.flatten(0, 1), masked.flatten(), number)
-        drawn, known = drawn.view(now_BN.shape).long(), masked & (drawn >= 0).view(now_BN.shape)
+        sampled, confidence = self._draw(logits_BNV.flatten(0, 1), masked.flatten(), number)
+        sampled, known = sampled.view(now_BN.shape).long(), masked & (sampled >= 0).view(now_BN.shape)
         order = torch.where(known, confidence.view(now_BN.shape), -torch.inf).argsort(dim=1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(1, order, self.lane.expand_as(order))
         chosen = (rank < self.reveals[number]) | (confidence.view(now_BN.shape) >= self.sure)
-        written = torch.where(known & chosen, drawn, now_BN)
+        written = torch.where(known & chosen, sampled, now_BN)
         self.ids.scatter_(1, at_BN, written)
         self.masks.copy_((written == self.sampler.mask_token).sum())
         self.number.add_(1)

@@ -137,10 +137,10 @@ def _compress_kernel(position_ptr, cos_ptr, sin_ptr, tokens, kv0, gate0, old_kv0
 def compress(parts, position, cos, sin):
     (rows, tokens), m, first = parts[0].kv.shape[:2], len(parts[0].bias), parts[0]
     slots = [part.kv.shape[2] // part.store.shape[2] * m for part in parts]
-    given: list[Any] = []
+    arguments: list[Any] = []
     for kv, gate, pending, store, bias, norm in parts:
-        given += [kv, gate, *pending, store, bias, norm.weight, norm.eps, pending.kv.shape[1], store.shape[1]]
-    given += [None] * 7 + [0.0, 0, 0] if len(parts) < MOST else []
+        arguments += [kv, gate, *pending, store, bias, norm.weight, norm.eps, pending.kv.shape[1], store.shape[1]]
+    arguments += [None] * 7 + [0.0, 0, 0] if len(parts) < MOST else []
     apart = any(part.pending.kv.shape[1] < count + tokens - 1 for part, count in zip(parts, slots))
     steps = [(True, False), (False, True)] if apart else [(True, True)]
 
@@ -153,7 +153,7 @@ def compress(parts, position, cos, sin):
         sizes += [0, 0, 0, 0, 0.0, 0] if len(parts) < MOST else []
         for pools, keeps in steps:
             _compress_kernel[(rows, cdiv(tokens, m), len(parts))](
-                position, cos, sin, tokens, *given, *sizes, m, cos.shape[1], pools, keeps, **options(plan.warps)
+                position, cos, sin, tokens, *arguments, *sizes, m, cos.shape[1], pools, keeps, **options(plan.warps)
             )
 
     launch(job_of("compress", "", (max(part.store.shape[2] for part in parts),), first.store), run)
@@ -509,17 +509,17 @@ def _turn_heads_kernel(position_ptr, cos_ptr, sin_ptr, positions, tokens, x0, ou
 
 @in_place
 def turn_heads(parts, position, cos, sin, back=False):
-    tokens, given, sizes = len(position), list[Any](), list[int]()
+    tokens, arguments, sizes = len(position), list[Any](), list[int]()
     for x, out, weight, eps, slot in parts:
-        given += [x, out, weight, slot, 0.0 if eps is None else eps, len(out)]
+        arguments += [x, out, weight, slot, 0.0 if eps is None else eps, len(out)]
         sizes += [*x.shape[1:], power_of_two(x.shape[2]), eps is not None]
     for _ in range(MOST_HEADS - len(parts)):
-        given += [None, None, None, None, 0.0, 0]
+        arguments += [None, None, None, None, 0.0, 0]
         sizes += [0, 0, 0, False]
 
     def run(plan: TilePlan) -> None:
         _turn_heads_kernel[(sum(tokens * part.x.shape[1] for part in parts),)](
-            position, cos, sin, len(cos), tokens, *given, *sizes, cos.shape[1], back, **options(plan.warps)
+            position, cos, sin, len(cos), tokens, *arguments, *sizes, cos.shape[1], back, **options(plan.warps)
         )
 
     launch(job_of("turn_heads", "", (max(part.x.shape[2] for part in parts),), parts[0].x), run)

@@ -238,7 +238,7 @@ def _poly_forward_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, coefficient_ptr, y_ptr, 
 
 
 @triton.jit
-def _queries_stretch(acc, power, whole, q, dy, query, begin, end, k_ptr, v_ptr, k_row, v_row, tokens, window, over,
+def _queries_stretch(acc, power, total, q, dy, query, begin, end, k_ptr, v_ptr, k_row, v_row, tokens, window, over,
                      EDGE: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, DP: tl.constexpr, DEGREE: tl.constexpr,
                      CLIP: tl.constexpr, FAST: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
                      WIDE: tl.constexpr):  # fmt: skip
@@ -252,9 +252,9 @@ def _queries_stretch(acc, power, whole, q, dy, query, begin, end, k_ptr, v_ptr, 
             u = tl.where(_visible(query, key, window, WINDOW, CAUSAL), u, 0.0)
         bent = u * low  # times f it is u f^p
         power += tl.sum(bent * f, 1)
-        whole += tl.sum(u, 1)
+        total += tl.sum(u, 1)
         acc = _weigh(bent * slope, k, acc)
-    return acc, power, whole
+    return acc, power, total
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -279,10 +279,10 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, coefficient_ptr, dy_ptr,
         gain *= gates
     bounds = _walk(own, OWN, N, tokens, window, False, WINDOW, CAUSAL)
     acc = _nothing(OWN, DP, q.dtype)
-    power, whole = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
+    power, total = tl.zeros([OWN], tl.float32), tl.zeros([OWN], tl.float32)
     for part in tl.static_range(3):
         if (STRETCHES >> part) % 2 == 1:
-            acc, power, whole = _queries_stretch(acc, power, whole, q, dy, query, bounds[part], bounds[part + 1], k_ptr, v_ptr,
+            acc, power, total = _queries_stretch(acc, power, total, q, dy, query, bounds[part], bounds[part + 1], k_ptr, v_ptr,
                                                  k_row, v_row, tokens, window, over, part % 2 == 0, N, DIM, DP, DEGREE, CLIP,
                                                  FAST, WINDOW, CAUSAL, WIDE)  # fmt: skip
     power *= top
@@ -290,27 +290,27 @@ def _poly_queries_kernel(q_ptr, k_ptr, v_ptr, gate_ptr, coefficient_ptr, dy_ptr,
     if GATED:
         token = own + tl.arange(0, OWN)
         at = (tl.cast(b, tl.int64) * tokens + token) * HEADS + head
-        dgate = scale * (a * power + c * whole)
+        dgate = scale * (a * power + c * total)
         tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=token < tokens)
-        power, whole = power * gates, whole * gates
+        power, total = power * gates, total * gates
     tl.store(sums_ptr + tl.program_id(0), tl.sum(power, 0))
-    tl.store(sums_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(whole, 0))
+    tl.store(sums_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["programs"])
 def _poly_coefficients_kernel(sums_ptr, coefficient_ptr, gradient_ptr, programs, BLOCK: tl.constexpr):
     """Compute the gradients of a, b and scale from every program's Σ dφ s̃^p and Σ dφ, added in a fixed order."""
     i = tl.arange(0, BLOCK)
-    power, whole = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    power, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, programs, BLOCK):
         mask = start + i < programs
         power += tl.load(sums_ptr + start + i, mask=mask, other=0.0)
-        whole += tl.load(sums_ptr + programs + start + i, mask=mask, other=0.0)
+        total += tl.load(sums_ptr + programs + start + i, mask=mask, other=0.0)
     a, c, scale = _coefficients(coefficient_ptr)
-    powers, wholes = tl.sum(power, 0), tl.sum(whole, 0)
+    powers, totals = tl.sum(power, 0), tl.sum(total, 0)
     tl.store(gradient_ptr, scale * powers)
-    tl.store(gradient_ptr + 1, scale * wholes)
-    tl.store(gradient_ptr + 2, a * powers + c * wholes)
+    tl.store(gradient_ptr + 1, scale * totals)
+    tl.store(gradient_ptr + 2, a * powers + c * totals)
 
 
 @triton.jit
@@ -439,11 +439,11 @@ class _PolyAttention(torch.autograd.Function):
         form, dy = ctx.form, dy.contiguous()
         dq, dk, dv = (torch.empty(t.shape, device=q.device, dtype=q.dtype) for t in (q, k, v))
         dgates = None if gates is None else torch.empty_like(gates)
-        given, numbers = [q, k, v, gates, coefficients, dy], form.numbers(q)
+        inputs, numbers = [q, k, v, gates, coefficients, dy], form.numbers(q)
         sums = _launch(
-            _poly_queries_kernel, "queries", q, [*given, dq, dgates], True, q, numbers, form.constants(gates, q, k, False)
+            _poly_queries_kernel, "queries", q, [*inputs, dq, dgates], True, q, numbers, form.constants(gates, q, k, False)
         )
-        _launch(_poly_keys_kernel, "keys", k, [*given, dk, dv], False, q, numbers, form.constants(gates, q, k, True))
+        _launch(_poly_keys_kernel, "keys", k, [*inputs, dk, dv], False, q, numbers, form.constants(gates, q, k, True))
         dcoefficients = None
         if ctx.needs_input_grad[3]:
             gradient = torch.empty(3, device=q.device, dtype=torch.float32)

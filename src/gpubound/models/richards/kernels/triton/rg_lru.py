@@ -165,10 +165,10 @@ def _backward_kernel(dout_ptr, dlast_ptr, packed_ptr, decay_ptr, state_ptr, out_
             tl.store(dstate_ptr + own, g, mask=mask)
 
 
-def _launch(way: str, ends, kernel, packed: Tensor, inputs: list, outputs: list, given: list, **constants: bool) -> Tensor:
+def _launch(way: str, ends, kernel, packed: Tensor, inputs: list, outputs: list, operands: list, **constants: bool) -> Tensor:
     """Launch both kernels. Return partial sums (programs along the text, C), which `kernel` may write.
 
-    inputs   what `ends` reads, and `kernel` after `given`. given, outputs: what `kernel` reads and writes besides
+    inputs   what `ends` reads, and `kernel` after `operands`. operands, outputs: what `kernel` reads and writes besides
     """
     batch, tokens, channels = packed.shape[0], packed.shape[1], packed.shape[2] // 3
     partial: list[Tensor] = []
@@ -185,7 +185,7 @@ def _launch(way: str, ends, kernel, packed: Tensor, inputs: list, outputs: list,
         if way == "backward":
             partial[:] = [torch.empty_like(kept[0])]
         sums = partial if way == "backward" else []
-        kernel[(across, chunks, batch)](*given, *kept, outputs[0], *sums, *outputs[1:], *sizes, **constants, **options)
+        kernel[(across, chunks, batch)](*operands, *kept, outputs[0], *sums, *outputs[1:], *sizes, **constants, **options)
 
     launch(job_of("rg_lru", way, (power_of_two(tokens), channels), packed), run)
     return partial[0]
@@ -199,9 +199,9 @@ class _RGLRU(torch.autograd.Function):
         batch, tokens, wide = packed.shape
         out = torch.empty(batch, tokens, wide // 3, device=packed.device, dtype=packed.dtype)
         last = torch.empty(batch, wide // 3, device=packed.device, dtype=torch.float32)
-        given = [packed, decay, packed if start is None else start]
+        operands = [packed, decay, packed if start is None else start]
         _launch(
-            "forward", _forward_ends_kernel, _forward_kernel, packed, [packed, decay], [out, last], given,
+            "forward", _forward_ends_kernel, _forward_kernel, packed, [packed, decay], [out, last], operands,
             STATE=start is not None,
         )  # fmt: skip
         ctx.save_for_backward(packed, decay, out, *([] if start is None else [start]))
@@ -215,10 +215,10 @@ class _RGLRU(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         gradient = torch.empty_like(packed)
         dstate = None if start is None else torch.empty_like(start)
-        given = [dout, dout if dlast is None else dlast.contiguous(), packed, decay, packed if start is None else start, out]
+        operands = [dout, dout if dlast is None else dlast.contiguous(), packed, decay, packed if start is None else start, out]
         partial = _launch(
             "backward", _backward_ends_kernel, _backward_kernel, packed, [dout, packed, decay],
-            [gradient, gradient if dstate is None else dstate], given, STATE=start is not None, LAST=dlast is not None,
+            [gradient, gradient if dstate is None else dstate], operands, STATE=start is not None, LAST=dlast is not None,
         )  # fmt: skip
         return gradient, partial.sum(0).to(decay.dtype), dstate
 

@@ -226,8 +226,8 @@ class _RichardsGLU(torch.autograd.Function):
         packed, *frees = ctx.saved_tensors
         need = ctx.needs_input_grad[1:3]
         gradient, _, parts = _glu_backward(dh, packed, frees, ctx.curves, False, any(need))
-        given = deliver_curves(parts, ctx.frees, ctx.curves, need) if any(need) else (None, None)
-        return gradient, *given, None, None
+        gradients = deliver_curves(parts, ctx.frees, ctx.curves, need) if any(need) else (None, None)
+        return gradient, *gradients, None, None
 
 
 def richards(x, free, curve):
