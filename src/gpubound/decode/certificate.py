@@ -357,7 +357,7 @@ def _compare_logits(
         )
     cached = None if body.cache.kind is None else _distance(truth, unrounded)
     limit = max(MARGIN * model_error, FLOOR[dtype]) + AGAIN[dtype] * (cached or 0.0)
-    if our_error > limit:
+    if our_error > limit and (exact is not body.live or body.live.coded):  # packed levels
         with inputs_rounded():
             limit += MARGIN * _distance(reference_logits(exact, ids, choices, body.cache.rounded), truth)
     if not our_error <= limit:
