@@ -254,8 +254,14 @@ def begin_wrong(number):
 
 
 def test_an_error_of_a_copy_is_ours():
+    """Other processes of the caller, such as those of a loader, go on."""
+    other = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+    other.start()
     with pytest.raises(ValueError, match="copy 0 has no model"):
         list(replicas.answers([5], 1, begin_wrong))
+    assert other.is_alive()
+    other.kill()
+    other.join()
 
 
 def begin_pausing(number, folder):

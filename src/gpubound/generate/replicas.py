@@ -89,6 +89,7 @@ def answers(
     numbers = context.SimpleQueue()
     for number in range(count):
         numbers.put(number)
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(count, context, _begin, (numbers, start, args))
     try:
         group_of = {pool.submit(_answer_group, group): group for group in groups}
@@ -97,7 +98,8 @@ def answers(
                 yield group_of[future], future.result()
     finally:
         for worker in multiprocessing.active_children():
-            worker.kill()
+            if worker not in others:
+                worker.kill()
         pool.shutdown(cancel_futures=True)
 
 
