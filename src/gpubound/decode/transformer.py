@@ -456,13 +456,9 @@ class FusedRunner(ViewRunner):
         self.form.begin(live.model, self.device, on_host=self.host is not None)
         self.tiled_rows = tiled_gemm_rows(live, self.config)
         split = split_gemm_rows(live, self.config) if len(self.spans) == 1 and self.hidden_states is None else range(0)
-        self.gemv_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
-        if split:
-            self.tiled_rows = min(self.tiled_rows, split.start - 1) if split.start > 2 else 0
-            self.gemv_rows = min(self.gemv_rows, split.start - 1)
-        self.head_rows = self.gemv_rows
-        if self.tiled_rows:
-            self.gemv_rows = self.head_rows = 1
+        self.tiled_rows = min(self.tiled_rows, split.start - 1) if split else self.tiled_rows
+        plain_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
+        self.gemv_rows = 1 if self.tiled_rows else plain_rows
         self.split = range(max(split.start, self.gemv_rows + 1), split.stop)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -537,7 +533,7 @@ class FusedRunner(ViewRunner):
     def leave(self, x: Tensor) -> Tensor:
         """Return the logits (B, V) of the stream x after the last layer."""
         rows, mode = len(x), self.mode(len(x))
-        if rows > self.head_rows:
+        if rows > self.gemv_rows:
             split = rows in self.split
             h = normed_rows(x, self.live.norm, self.normed[:rows], mode * split, self.workspace.take_pending())
             return self.logits_of(h, mode * split)
@@ -570,8 +566,8 @@ class FusedRunner(ViewRunner):
         return capped_(logits, cap) if cap else logits
 
     def row_counts(self) -> set[int]:
-        most = self.gemv_rows, self.tiled_rows, self.split.stop - 1, self.max_batch
-        return {1, *(min(self.max_batch, n) for n in most if n > self.head_rows)}
+        most = self.tiled_rows, self.split.stop - 1, self.max_batch
+        return {1, *(min(self.max_batch, n) for n in most if n > self.gemv_rows)}
 
     def mode(self, rows: int) -> int:
         """Return the launch mode of a step's kernels: programmatic dependent launch where the GPU has it."""
@@ -585,10 +581,10 @@ class FusedRunner(ViewRunner):
         return self.can_chain and self.mode(rows) > 0
 
     def finds_best(self, rows: int) -> bool:
-        return self.host is not None or rows <= self.head_rows
+        return self.host is not None or rows <= self.gemv_rows
 
     def same_kernels(self, rows: int) -> bool:
-        return rows <= self.head_rows and self.host is None
+        return rows <= self.gemv_rows and self.host is None
 
     @property
     def adapters(self) -> list[str] | None:
