@@ -332,6 +332,15 @@ def test_a_captured_graph_replays_without_syncs():
     assert y.tolist() == [2.0] * 8
 
 
+def test_a_ledger_may_be_the_first_to_use_cuda():
+    """torch's allocators do not exist before CUDA is initialized, and asking for their history ended the process."""
+    code = "import torch; from gpubound.watch import watch\n"
+    code += "with watch() as ledger: torch.ones(3, device='cuda').sum().item()\n"
+    code += "print(ledger.totals['syncs'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and int(done.stdout) >= 1, done.stderr[-4000:]
+
+
 def test_the_pretend_device_s_tests_with_the_gpu_hidden():
     """Both cannot live in one process, so on a GPU machine the CPU half of this folder runs in another."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -226,11 +226,14 @@ def test_allocations_with_their_lines(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda index: dict(now))
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: {"num_host_alloc": now["num_device_alloc"]})
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: False, raising=False)
+    called = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: called.append("init"))
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: bool(called.append("asked")), raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *a, **k: None)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [trace]})
     with watch(without=("kernels", "dispatch", "calls", "gputrace")) as ledger:
         now.update(num_device_alloc=6, num_device_free=2)
+    assert called == ["init", "asked"], "torch has no allocators to ask before CUDA is initialized"
     rows = [
         (row.kind, row.what, row.count, row.bytes, row.place.site and row.place.site.line)
         for row in ledger.rows

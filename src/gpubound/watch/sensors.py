@@ -143,6 +143,7 @@ class Allocator(Sensor):
         return None if torch.cuda.is_available() else "no CUDA GPU"
 
     def start(self, ending: ExitStack) -> None:
+        torch.cuda.init()  # before it torch has no allocators, and asking them ends the process
         self._recording = not torch._C._cuda_isHistoryEnabled()  # else the user records, and that history is read
         if self._recording:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=ENTRIES)
