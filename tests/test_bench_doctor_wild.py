@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -80,26 +81,33 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0) -> list[list[str]]:
+STEPS = [8.0] * 60  # of a plain run, from the second one on
+TIMED = {"period": 1, "plain_ms": 8.0, "phases": {"warm-up": {"steps": 10}, "plain": {"steps": 20}, "timed": {"steps": 20}}}
+
+
+def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0, steps: list | None = None) -> list[list[str]]:
     """Let programs of the runner answer so. Return their arguments."""
     ran: list[list[str]] = []
 
-    def run(seconds, command, cwd, tick):
+    def run(seconds, command, cwd):
         assert Path(cwd, "main.py").read_text() == "text"
-        name, *words = command[5:]
+        folder, _, name, *words = command[4:]
+        folder = cwd / folder
+        folder.mkdir(exist_ok=True)
         ran.append([name, *words])
         if name == "doctor":
-            (cwd / "notes.json").write_text(json.dumps({"first": 7.0, "start": 6.0, "waited": 2.0, "ended": 18.0}))
-            (cwd / "patches.json").write_text(json.dumps(answer | {"proof": None}))
-            (cwd / "verdict").mkdir()
+            (folder / "notes.json").write_text(json.dumps({"first": 7.0, "start": 6.0, "waited": 2.0, "ended": 18.0}))
+            (folder / "patches.json").write_text(json.dumps(answer | {"proof": None}))
             for file in ("doctor.json", "doctor.html"):
-                (cwd / "verdict" / file).write_text(json.dumps(verdict))
-            return code, json.dumps(verdict), "why"
+                (folder / file).write_text(json.dumps(verdict))
+            return code, "", "why"
+        if name == "plain":
+            (folder / "steps.json").write_text(json.dumps(STEPS if steps is None else steps))
+            return int(steps == []), "", "no"
         assert json.loads((cwd / words[0]).read_text()) == verdict
         for ms in answer["proof"]["before_ms"]:
             with open(cwd / alone.RUNS, "a") as file:
-                file.write("".join(json.dumps({"side": s, "step_ms": ms, "seconds": 3.0}) + "\n" for s in ("after", "before")))
-            tick()
+                file.write("".join(json.dumps({"side": s, "step_ms": ms}) + "\n" for s in ("after", "before")))
         if answer["proof"] is LATE:
             raise subprocess.TimeoutExpired(command, seconds)
         return code, json.dumps(answer), "why"
@@ -115,12 +123,9 @@ ANSWER = {"patched": [LOADER], "refused": [], "expected_ms": 2.0, "proof": PROOF
 
 
 def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch, capsys):
-    """The score of a verdict is kept before a proof begins, and each unmodified run when it ends."""
-    verdict = judged(*looped()).as_dict() | {
-        "step_ms": 8.0,
-        "findings": [finding("data", 6), finding("h2d", 7)],
-        "harmless": [],
-    }
+    """Runs of the doctor and of the script alone are in turns, and what they measured is kept before a proof begins."""
+    verdict = judged(*looped()).as_dict() | TIMED
+    verdict |= {"step_ms": 8.0, "findings": [finding("data", 6), finding("h2d", 7)], "harmless": []}
     ran = answering(monkeypatch, verdict, ANSWER)
     about, asked = {"gpu": "NVIDIA H200", "date": "2026-11-29T12", "commit": "1"}, []
     provenance = lambda device, command: asked.append(command) or about | {"command": command}  # noqa: E731
@@ -134,48 +139,59 @@ def test_the_runner_measures_a_copy_and_keeps_what_it_found(folder, monkeypatch,
     monkeypatch.setattr(runner, "write", written)
     runner.main(runner.Options(folder, results=folder / "kept", keep=folder / "reports"))
     out = capsys.readouterr().out
-    assert [each[0] for each in ran] == ["doctor", "fix"] and "absent" in out and "77f55b9" in out
-    assert "--tiny" not in ran[0] and ran[0][-2:] == ["main.py", "--x"]
+    assert sorted(each[0] for each in ran) == ["doctor"] * 3 + ["fix"] + ["plain"] * 3 and "absent" in out and "77f55b9" in out
+    assert all("--tiny" not in each and each[-2:] == ["main.py", "--x"] for each in ran if each[0] != "fix")
     about, (kept,) = outcome.read(folder / "kept" / "wild-nvidia-h200.json")
-    assert [(each.found, each.patched, len(each.plain_ms), each.holds) for each in stages] == [
-        (["6", "7"], ["loader: data main.py:6"], plain, holds)
-        for plain, holds in ((0, None), (1, None), (2, None), (3, None), (3, True))
+    assert [(each.found, each.patched, each.plain_ms, each.holds) for each in stages] == [
+        (["6", "7"], ["loader: data main.py:6"], [8.0] * 3, holds) for holds in (None, True)
     ]
-    assert (kept.start_s, kept.seconds, kept.plain_s) == (6.0, 9.0, 3.0) and kept.proof_s is not None
-    assert (
-        len(asked) == 1 and about["gpu"] == "NVIDIA H200" and kept.found == ["6", "7"] and kept.missed == ["9"] and kept.largest
-    )
-    assert (
-        kept.beside_plain == 1.0
-        and kept.plain_ms == [8.0, 8.0, 9.0]
-        and kept.saving == 0.75 == kept.expected_saving
-        and kept.foreseen
-        and kept.faster
-    )
-    assert {file.name for file in (folder / "reports").iterdir()} == {"a-doctor.json", "a-doctor.html", "a-fix.json"}
-    assert "2 of 3" in out and "75 %, 75 %" in out and "1 of 2 " in out
+    assert (kept.start_s, kept.seconds) == (6.0, 9.0) and kept.proof_s is not None
+    assert len(asked) == 1 and about["gpu"] == "NVIDIA H200" and kept.missed == ["9"] and kept.largest
+    assert kept.steps_ms == [8.0] * 3 and kept.beside_plain == 1.0 and kept.as_plain
+    assert kept.expected == [0.75] * 3 and kept.saved == (0.75, 0.75) and kept.foreseen and kept.faster
+    assert {file.name for file in (folder / "reports").iterdir()} == {
+        "a-doctor-1.json", "a-doctor-2.json", "a-doctor-3.json", "a-doctor.html", "a-fix.json", "a-steps.json",
+    }  # fmt: skip
+    assert "2 of 3" in out and "1.000: yes" in out and "75.0 (75.0 to 75.0) / 75.0 (75.0 to 77.8) % = 1.00: yes" in out
 
 
-def test_a_proof_that_is_ended_leaves_the_verdict_and_the_plain_steps(folder, monkeypatch, capsys):
-    verdict = judged(*looped()).as_dict() | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
+def test_a_proof_that_is_ended_leaves_the_verdict_and_the_runs_until_then(folder, monkeypatch, capsys):
+    verdict = judged(*looped()).as_dict() | TIMED | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
     answering(monkeypatch, verdict, ANSWER | {"proof": LATE})
     runner.main(runner.Options(folder))
     out = capsys.readouterr().out
-    assert "1 of 3 " in out and "unproven: ended" in out and "8.00 / 8.00 ms" in out
+    assert "1 of 3 " in out and "unproven: ended; before [8.0], after [8.0] ms" in out and "8.00 (8.00 to 8.00) ms" in out
+
+
+def test_a_plain_run_that_fails_costs_its_own_times_alone(folder, monkeypatch, capsys):
+    verdict = judged(*looped()).as_dict() | TIMED | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
+    answering(monkeypatch, verdict, ANSWER, steps=[])
+    runner.main(runner.Options(folder))
+    out = capsys.readouterr().out
+    assert "1 of 3 " in out and "step 8.00 ms" in out and "losses the same" in out
+
+
+def test_only_the_steps_that_the_doctor_timed_are_compared():
+    """A script that speeds up, and a loop of 16 steps, of which the doctor's windows hold whole rounds."""
+    phases = {"warm-up": {"steps": 10}, "plain": {"steps": 20}, "surveyed": {"steps": 32}, "timed": {"steps": 18, "drained": 2}}
+    verdict = judged(*looped()).as_dict() | {"phases": phases, "period": 16, "plain_ms": 1.0}
+    times = [float(step) for step in range(2, 100)]
+    wanted = [*range(15, 31), *range(65, 81)]
+    assert measure.mean_of(times, verdict) == sum(wanted) / len(wanted)
+    assert measure.mean_of(times[:70], verdict) is None, "it ended before"
+    assert measure.mean_of(times, verdict | {"plain_ms": None}) == sum(range(65, 81)) / 16
+    assert measure.mean_of(times, verdict | {"phases": {}}) is None
 
 
 def test_what_a_program_has_started_is_ended_with_it(tmp_path, monkeypatch):
     def late(program, timeout):
-        ticks.append(timeout)
         while not (file := tmp_path / "child").exists() or not file.read_text().strip():
             time.sleep(0.01)
         raise subprocess.TimeoutExpired("sh", timeout)
 
-    ticks: list = []
     with pytest.raises(subprocess.TimeoutExpired), monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "communicate", late)
-        measure.ran_within(0.0, ["sh", "-c", "sleep 300 & echo $! > child; wait"], tmp_path, lambda: ticks.append("tick"))
-    assert ticks[-1] == "tick"
+        measure.ran_within(0.0, ["sh", "-c", "sleep 300 & echo $! > child; wait"], tmp_path)
     child = Path(f"/proc/{int((tmp_path / 'child').read_text())}/stat")
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] not in "ZX":
         time.sleep(0.01)
@@ -183,36 +199,40 @@ def test_what_a_program_has_started_is_ended_with_it(tmp_path, monkeypatch):
 
 
 def test_a_saving_that_scatters_is_neither_as_expected_nor_not():
-    def foreseen(expected_ms: float, after_ms: list[float]) -> bool | None:
-        return Outcome("a", step_ms=10.0, expected_ms=expected_ms, before_ms=[10.0] * 3, after_ms=after_ms).foreseen
+    def foreseen(expected: list[float], after_ms: list[float]) -> bool | None:
+        return Outcome("a", expected=expected, before_ms=[10.0] * 3, after_ms=after_ms).foreseen
 
-    assert foreseen(9.0, [9.1, 9.0, 8.95]) and foreseen(5.0, [5.2, 5.5, 5.0]) and foreseen(5.0, [6.0, 6.1, 6.2]) is False
-    assert foreseen(9.7, [8.0, 8.8, 9.9]) is None and foreseen(9.7, [8.0, 8.8, 9.6]) is False
+    assert foreseen([0.1], [9.1, 9.0, 8.95]) and foreseen([0.5], [5.2, 5.5, 5.0])
+    assert foreseen([0.5], [6.0, 6.1, 6.2]) is False and foreseen([0.2, 0.5, 0.9], [5.2, 5.5, 5.0]), "medians are compared"
+    assert foreseen([0.03], [8.0, 8.8, 9.9]) is None and foreseen([0.03], [8.0, 8.8, 9.6]) is False
 
 
-def test_scripts_are_begun_together_and_proven_after_all_verdicts(folder, monkeypatch):
+def test_scripts_are_begun_together_and_proven_after_their_verdicts(folder, monkeypatch):
     began, meeting = [], threading.Barrier(2)
 
-    def named(how, script, tell):
-        began.append(script.name)
+    def named(how, script, number, tell):
+        began.append((script.name, number))
         if not meeting.broken:
             meeting.wait(timeout=60)
+        tell(Outcome(script.name))
         return Outcome(script.name)
 
     monkeypatch.setattr(Measurement, "named", named)
-    monkeypatch.setattr(Measurement, "proven", lambda how, script, outcome, tell: (began.append("proof"), tell(outcome)))
-    monkeypatch.setattr(runner, "scripts", lambda: {name: replace(SCRIPT, name=name, at="a") for name in "ab"})
-    runner.main(runner.Options(folder))
-    assert sorted(began) == ["a", "b", "proof", "proof"] and began[2:] == ["proof"] * 2
+    monkeypatch.setattr(Measurement, "proven", lambda how, script, number, *_: began.append(("proof", number)))
+    monkeypatch.setattr(runner, "scripts", lambda: {name: replace(SCRIPT, name=name, at="a") for name in "abcd"})
+    runner.main(runner.Options(folder, processes=2))
+    numbers = [measure.NUMBERS * script for script in range(4)]
+    for names, (one, two), some in (("ab", numbers[:2], began[:4]), ("cd", numbers[2:], began[4:])):
+        assert sorted(some[:2]) == [(names[0], one), (names[1], two)] and sorted(some[2:]) == [("proof", one), ("proof", two)]
     meeting.abort()
     runner.main(runner.Options(folder, only=("b", "a"), processes=1))
-    assert began[4:6] == ["b", "a"]
-    with pytest.raises(SystemExit, match="only: got 'c', wanted some of a, b"):
-        runner.main(runner.Options(folder, only=("a", "c")))
+    assert [name for name, _ in began[8:]] == ["b", "proof", "a", "proof"], "a run that is cut short has all of the first"
+    with pytest.raises(SystemExit, match="only: got 'e', wanted some of a, b"):
+        runner.main(runner.Options(folder, only=("a", "e")))
 
 
 def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
-    verdict = judged(*looped()).as_dict() | {"step_ms": None, "findings": [finding("h2d", 7)], "harmless": []}
+    verdict = judged(*looped()).as_dict() | {"step_ms": None, "findings": [finding("h2d", 7)], "harmless": [], "phases": {}}
     untimed = {"speedup": None, "before_ms": [], "after_ms": [], "holds": True, "faster": False}
     ran = answering(monkeypatch, verdict, ANSWER | {"expected_ms": None, "proof": untimed})
     runner.main(runner.Options(folder, dry_run=True))
@@ -229,23 +249,29 @@ def test_a_dry_run_is_small_and_times_nothing(folder, monkeypatch, capsys):
 
 
 def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
-    proof = {"expected_ms": 4.0, "before_ms": [8.0], "after_ms": [3.0], "holds": True, "faster": True}
+    proof = {"expected": [0.5], "before_ms": [8.0], "after_ms": [3.0], "holds": True, "faster": True}
     good = Outcome(
-        "vae", ["95"], [], [], "data main.py:95", True, 8.0, [7.9, 8.1, 8.0], patched=["loader"], findings=1, **proof
+        "vae", ["95"], [], [], "data main.py:95", True, [8.0], [7.9, 8.1, 8.0], patched=["loader"], findings=1, **proof
     )
     good = replace(good, seconds=9.0)
     late = Outcome(
-        "dcgan", ["1"], ["2"], ["main.py:3 sync"], "sync main.py:3", False, 8.0, [5.0], seconds=50.0, findings=2, holds=False
+        "dcgan", ["1"], ["2"], ["main.py:3 sync"], "sync main.py:3", False, [8.0], [5.0], seconds=50.0, findings=2, holds=False
     )
     lines = table([good, late, Outcome("ppo", failed="exit code 2: no module")])
-    assert len({len(line) for line in lines}) == 1 and "50 %, 62 %" in lines[2] and "not the largest" in lines[3]
+    assert len({len(line) for line in lines}) == 1 and "not the largest" in lines[3]
+    assert "50.0 (50.0 to 50.0) / 62.5 (62.5 to 62.5) % = 0.80: no" in lines[2]
+    assert "8.00 (8.00 to 8.00) / 8.00 (7.90 to 8.10) ms = 1.000: yes" in lines[2] and "= 1.600: no" in lines[3]
     assert "losses differ" in lines[3] and "no module" in lines[4]
     outcome.write(
         tmp_path / "wild-gpu.json", {"gpu": "GPU", "torch": "2", "date": "2026-11-29", "commit": "1", "command": "c"}, [good]
     )
-    assert "## The doctor on public scripts, GPU" in outcome.section(tmp_path) and "50 %, 62 %" in outcome.section(tmp_path)
-    scattering = [replace(good, step_ms=ms, plain_ms=[5.0, 8.0, 10.0]).as_plain for ms in (8.1, 9.5, 4.5, 10.5)]
-    assert scattering == [True, None, False, False], "among plain runs that differ by more, nothing is told"
+    assert "## The doctor on public scripts, GPU" in outcome.section(tmp_path) and "= 0.80: no" in outcome.section(tmp_path)
+    apart = [replace(good, steps_ms=[1.0, ms, 99.0], plain_ms=[5.0, 8.0, 10.0]) for ms in (8.1, 9.5, 4.5, 10.5)]
+    assert [each.as_plain for each in apart] == [True, None, False, False], (
+        "among plain runs that differ by more, nothing is told"
+    )
+    assert "between plain runs, 62 % apart" in outcome.step_of(apart[1])
+    assert "step between those of plain runs, which are further apart: vae (62 %)" in sums([apart[1]])
     text = "\n".join(sums([good, late]))
     assert "2 of 3" in text and "1 of 3" in text and text.count("1 of 2 scripts") == 4 and "0 of 1 scripts" in text
 
@@ -264,7 +290,7 @@ def test_what_another_tool_names_is_kept_beside(folder, monkeypatch, capsys):
 def test_outcomes_of_several_runs_are_merged(tmp_path, monkeypatch):
     monkeypatch.setattr(outcome, "FOLDER", tmp_path / "results")
     about = {"gpu": "GPU", "torch": "2", "date": "2026-11-29T12", "commit": "1", "command": "c"}
-    vae, mnist = Outcome("vae", ["95"], step_ms=8.0), Outcome("mnist", failed="no verdict")
+    vae, mnist = Outcome("vae", ["95"], steps_ms=[8.0]), Outcome("mnist", failed="no verdict")
     outcome.write(tmp_path / "wild-gpu.json", about, [mnist, vae])
     outcome.main([str(tmp_path / "wild-gpu.json")])
     later = about | {"date": "2026-11-30T12", "commit": "2"}
@@ -288,63 +314,107 @@ turn = alone.Turn(*json.loads({!r}))
 def test_one_is_measured_while_no_other_starts(tmp_path):
     files = [str(tmp_path / "lock"), str(tmp_path / "notes")]
 
-    def may(then: str) -> bool:
+    def may(then: str, number: int = 9) -> bool:
         """Whether another process may start now, and then may do so, without waiting."""
-        program = UNWAITED.format(json.dumps([files[0], str(tmp_path / "others")]), then)
+        program = UNWAITED.format(json.dumps([files[0], str(tmp_path / "others"), number]), then)
         ran = subprocess.run([forked.python(), "-c", program], capture_output=True, text=True)
         assert ran.returncode == 0 or "BlockingIOError" in ran.stderr
         return ran.returncode == 0
 
     timed = "turn.at = 1; turn.stepped()"
-    first = alone.Turn(*files, at=2)
+    first = alone.Turn(*files, 1, at=2)
     first.stepped()
     assert may("") and not may(timed), "several may start, and none is measured while another does"
     first.stepped()
     assert not may("")
     first.measured()  # it reports while others start
     assert may("") and not may(timed)
-    noted = json.loads((tmp_path / "notes").read_text())
+    noted = json.loads((tmp_path / "notes" / "notes.json").read_text())
     assert noted["first"] == first.first > 0 and noted["waited"] == first.waited >= 0 and noted["start"] == first.start >= 0
+    first._lock(fcntl.LOCK_UN, alone.ROOM)
+    assert may(timed, number=2)
+    first._lock(fcntl.LOCK_EX, alone.ORDER + 1)  # as before it is measured
+    assert may(timed, number=3) and not may(timed, number=2), "runs of one script are measured in their order"
     os.close(first.file)  # as when the process has ended
-    assert may(timed) and first.file >= alone.LAST
+    assert may(timed, number=2) and first.file >= alone.LAST
+
+
+SCRIPT_TEXT = (
+    "import torch\nw = torch.zeros(2, requires_grad=True)\n"
+    "opt, other = torch.optim.SGD([w], lr=0.1), torch.optim.SGD([w], lr=0.1)\n"
+    "for step in range(40):\n    w.sum().backward()\n    opt.step()\n    other.step()\n"
+)
 
 
 def test_a_run_takes_its_turn_before_its_timed_steps_if_it_has_any(tmp_path, monkeypatch):
     script = tmp_path / "main.py"
-    script.write_text(
-        "import torch\nw = torch.zeros(2, requires_grad=True)\nopt = torch.optim.SGD([w], lr=0.1)\n"
-        "for step in range(40):\n    w.sum().backward()\n    opt.step()\n"
-    )
+    script.write_text(SCRIPT_TEXT)
+    (tmp_path / "number").write_text("7")
     monkeypatch.setattr(prove, "RUN", prove.RUN)
     monkeypatch.chdir(tmp_path)
     did, turns, turn = [], [], alone.Turn
     monkeypatch.setattr(alone, "Turn", lambda *args: turns.append(turn(*args)) or turns[-1])
-    monkeypatch.setattr(alone.fcntl, "lockf", lambda file, how, length, part: did.append((how, len(turns) and turns[-1].steps)))
+    monkeypatch.setattr(
+        alone.fcntl, "lockf", lambda file, how, length, part: did.append((how, part, len(turns) and turns[-1].steps))
+    )
+    own = alone.ORDER + 7
+    started = [(fcntl.LOCK_EX, alone.QUEUE), (fcntl.LOCK_SH, alone.ROOM), (fcntl.LOCK_UN, alone.QUEUE), (fcntl.LOCK_EX, own)]
+    timed = [
+        (fcntl.LOCK_UN, alone.ROOM),
+        (fcntl.LOCK_SH, alone.QUEUE),
+        (fcntl.LOCK_SH, own - 1),
+        (fcntl.LOCK_UN, own - 1),
+        (fcntl.LOCK_EX, alone.TURN),
+        (fcntl.LOCK_EX, alone.ROOM),
+    ]
     for deterministic in (False, True):
         did.clear()
         turns.clear()
         job = prove.SeededJob(str(script), [], {}, str(tmp_path / "result"), deterministic=deterministic, warmup=30, steps=0)
         job.save(tmp_path / "job.json")
-        assert alone.main([str(tmp_path / "lock"), "", "run", str(tmp_path / "job.json")]) == 0
-        timed = [fcntl.LOCK_UN, fcntl.LOCK_EX, fcntl.LOCK_EX]
-        assert did == [(how, 0) for how in (fcntl.LOCK_EX, fcntl.LOCK_SH, fcntl.LOCK_UN)] + (
-            [] if deterministic else [(how, 30 - alone.BEFORE) for how in timed]
-        )
+        assert alone.main([str(tmp_path / "lock"), "", "", "run", str(tmp_path / "job.json")]) == 0
+        assert did == [(*each, 0) for each in started] + [(*each, 30 - alone.BEFORE) for each in timed if not deterministic]
     assert len(json.loads((tmp_path / "result").read_text())["losses"]) == 40
     assert json.loads((tmp_path / "notes.json").read_text())["waited"] >= 0
-    assert alone.main([str(tmp_path / "lock"), "notes", "fix", str(tmp_path / "absent.json")]) == 2
+    assert alone.main([str(tmp_path / "lock"), "fix", "1", "fix", str(tmp_path / "absent.json")]) == 2
     assert prove.RUN[1] == str(tmp_path / "lock"), "its runs take turns, not the process that starts them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [20, None])
+def test_a_plain_run_is_python_s_and_makes_the_steps_of_the_doctor_s(tmp_path, known):
+    """The script has the name, arguments and folder that python gives it, and nothing of this library."""
+    (tmp_path / "beside.py").write_text("")
+    own = "__name__ == '__main__' and sys.argv == ['main.py', '--x'] and 'gpubound' not in sys.modules"
+    (tmp_path / "main.py").write_text(f"import sys, beside\nassert {own}\n{SCRIPT_TEXT}")
+    if known is not None:
+        (tmp_path / "doctor-1").mkdir()
+        (tmp_path / "doctor-1" / "timed.json").write_text(str(known))
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.doctor_wild.alone",
+        "lock",
+        "plain",
+        "2",
+        "plain",
+        "doctor-1",
+        "main.py",
+        "--x",
+    ]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    wanted = 40 if known is None else min(int(alone.MORE * known), 40)
+    assert len(json.loads((tmp_path / "plain" / "steps.json").read_text())) == wanted - 1, "of the first optimizer alone"
 
 
 def test_runs_that_take_turns_are_noted_and_start_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "notes.json").write_text(json.dumps({"first": time.time() - 5.0, "start": 2.0, "waited": 1.0}))
-    run = partial(alone.noted, lambda *_: prove.SeededRun(7.0, ()))
+    run = partial(alone.noted, 3, lambda *_: prove.SeededRun(7.0, ()))
     job = prove.SeededJob("main.py", [], {}, "")
     for each in (job, replace(job, deterministic=True), replace(job, dry=True)):
         assert run(each, "before", tmp_path, 0).step_ms == 7.0
     (noted,) = map(json.loads, (tmp_path / alone.RUNS).read_text().splitlines())
-    assert noted["side"] == "before" and noted["step_ms"] == 7.0 and noted["seconds"] >= 4.0
+    assert noted == {"side": "before", "step_ms": 7.0} and (tmp_path / "number").read_text() == "3"
     assert [alone.together(dict, dry=dry)["at_once"] for dry in (False, True)] == [alone.AT_ONCE, 1]
 
 

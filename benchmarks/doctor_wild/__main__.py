@@ -16,7 +16,7 @@ import tyro
 from benchmarks import results
 
 from .measure import Measurement
-from .outcome import Outcome, sums, table, write
+from .outcome import Outcome, saving_of, step_of, sums, table, write
 from .peers import PEERS
 from .score import Script, scripts
 
@@ -31,11 +31,12 @@ class Options:
     eye: str = "doctor"
     """What names stalls: doctor, sync_debug_mode or profiler (both need a GPU), torch-preflight or torchfix (if installed)."""
     only: tuple[str, ...] = ()
-    """Names of scripts, the longest first; all of them by default."""
+    """Names of scripts, the most doubtful first; all of them by default."""
     rounds: int = 3
-    """How often a proof runs a script, unmodified and patched. 0: patches are made and not run."""
-    processes: int = 7
-    """How many scripts start at the same time. One at a time runs its steps, alone on the machine, and needs its memory."""
+    """How often the doctor and a script alone run, in turns, and a proof runs it, unmodified and patched. 0: the doctor runs
+    once, and patches are made and not run."""
+    processes: int = 4
+    """How many scripts are measured at the same time, with a process a run. One at a time runs its timed steps."""
     seconds: float = 300.0
     """After which a verdict is ended, or a proof."""
     budget: float = inf
@@ -93,14 +94,13 @@ def line_of(outcome: Outcome) -> str:
         return f"{name} {outcome.failed}"
     if outcome.holds is not None or outcome.unproven:
         ended = f"unproven: {outcome.unproven}" if outcome.unproven else f"losses {'the same' if outcome.holds else 'differ'}"
-        return f"{name} {ended}; before {outcome.before_ms}, after {outcome.after_ms} ms"
-    if outcome.plain_ms:
-        return f"{name} plain {', '.join(f'{ms:.2f}' for ms in outcome.plain_ms)} ms, step {outcome.step_ms or 0.0:.2f}"
+        return f"{name} {ended}; before {outcome.before_ms}, after {outcome.after_ms} ms; saving {saving_of(outcome)}"
     every = len(outcome.found) + len(outcome.missed)
     missed = f"; missed {', '.join(outcome.missed)}" if outcome.missed else ""
     untrue = f"; wrong {', '.join(outcome.wrong)}" if outcome.wrong else ""
     patches = f"; {len(outcome.patched)} of {outcome.findings} patched" if outcome.findings else ""
-    return f"{name} {len(outcome.found)} of {every} stalls{missed}{untrue}{patches}"
+    steps = f"; step {step_of(outcome)}" if outcome.steps_ms else ""
+    return f"{name} {len(outcome.found)} of {every} stalls{missed}{untrue}{patches}{steps}"
 
 
 def keep(options: Options, about: dict[str, Any], outcomes: list[Outcome]) -> None:

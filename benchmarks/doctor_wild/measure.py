@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from gpubound.doctor.finding import Verdict
+from gpubound.doctor.fix.prove import timed_windows
 from gpubound.doctor.report.words import unnamed
 
 from .alone import RUNS
@@ -32,7 +33,7 @@ ALONE = (sys.executable, "-m", "benchmarks.doctor_wild.alone")
 
 
 Tell = Callable[[Outcome], None]
-TICK_S = 2.0  # after which the runs of a proof are looked at again
+NUMBERS = 100  # of processes of a script
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Measurement:
 
     folder     where the scripts lie; copies are made in it
     lock       the file that gives the machine to one process at a time
-    keep       a folder for doctor.json and doctor.html of each script, and for the stderr of a run that fails
-    rounds     of a proof; 0: the patches are made, and not run
+    keep       a folder for doctor.json and doctor.html of each script, its steps, and the stderr of a run that fails
+    rounds     runs of the doctor, of the script alone, and of each side of a proof. 0: one of the doctor, and no other
     seconds    after which a program is ended, with its wait for its turn: a verdict, or all runs of a proof
     until      a time of time.monotonic(), after which nothing begins, and what runs is ended
     """
@@ -57,15 +58,18 @@ class Measurement:
     eye: str = "doctor"
 
     def all(self, scripts: Sequence[Script], processes: int, tell: Tell) -> None:
-        """Measure scripts, `processes` at the same time: all verdicts, then all proofs, since runs of a proof that start would
-        hold up what is measured. `tell` receives the outcome of a script whenever more of it is known."""
+        """Measure scripts, `processes` at the same time: their verdicts, then their proofs, since runs of a proof that start
+        would hold up what is measured. `tell` receives the outcome of a script whenever more of it is known."""
         with ThreadPoolExecutor(processes) as pool:
-            named = list(pool.map(lambda script: self.named(script, tell), scripts))
-            list(pool.map(lambda pair: self.proven(*pair, tell), zip(scripts, named)))
+            for first in range(0, len(scripts), processes):
+                some = scripts[first : first + processes]
+                numbers = range(first * NUMBERS, (first + processes) * NUMBERS, NUMBERS)
+                named = list(pool.map(lambda script, number: self.named(script, number, tell), some, numbers))
+                list(pool.map(lambda *each: self.proven(*each, tell), some, numbers, named))
 
-    def named(self, script: Script, tell: Tell) -> Outcome:
-        """Return what the doctor, or another tool, names."""
-        with self._copied(script) as run:
+    def named(self, script: Script, number: int, tell: Tell) -> Outcome:
+        """Return what the doctor, or another tool, names. Its processes have numbers from `number` on."""
+        with self._copied(script, number) as run:
             try:
                 outcome = run.doctor() if self.eye == "doctor" else run.peer()
             except subprocess.TimeoutExpired:
@@ -77,36 +81,33 @@ class Measurement:
         tell(outcome)
         return outcome
 
-    def proven(self, script: Script, outcome: Outcome, tell: Tell) -> None:
+    def proven(self, script: Script, number: int, outcome: Outcome, tell: Tell) -> None:
         """Run the script unmodified and patched, if there are patches."""
         if self.rounds and outcome.patched and self.eye == "doctor" and time.monotonic() < self.until:
-            with self._copied(script) as run:
-                run.prove(outcome, tell)
+            with self._copied(script, number + NUMBERS // 2) as run:
+                tell(run.prove(outcome))
 
     @contextmanager
-    def _copied(self, script: Script) -> Iterator[_Run]:
+    def _copied(self, script: Script, number: int) -> Iterator[_Run]:
         """A copy of the script's folder, since scripts write next to themselves. "../data" is the same from it."""
         with tempfile.TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as there:
             shutil.copytree(self.folder / script.place, there, dirs_exist_ok=True)
-            yield _Run(self, script, Path(there))
+            yield _Run(self, script, Path(there), number)
 
 
-def ran_within(seconds: float, command: Sequence[str], folder: Path, tick: Callable[[], Any] = bool) -> tuple[int, str, str]:
-    """Return a program's exit code, stdout and stderr, calling `tick` every TICK_S.
+def ran_within(seconds: float, command: Sequence[str], folder: Path) -> tuple[int, str, str]:
+    """Return a program's exit code, stdout and stderr.
 
     After `seconds` it is ended with what it has started, such as a run of a proof, which would keep its turn.
     """
-    pipe, end = subprocess.PIPE, time.monotonic() + seconds
+    pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as program:
-        while True:
-            try:
-                output, errors = program.communicate(timeout=min(TICK_S, max(end - time.monotonic(), 0.01)))
-                return program.returncode, output, errors
-            except subprocess.TimeoutExpired:
-                tick()
-                if time.monotonic() >= end:
-                    os.killpg(program.pid, signal.SIGKILL)
-                    raise
+        try:
+            output, errors = program.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            raise
+        return program.returncode, output, errors
 
 
 class _Failed(Exception):
@@ -118,14 +119,15 @@ class _Run:
     how: Measurement
     script: Script
     there: Path
+    number: int
 
-    def call(self, command: Sequence[str], allowed: int = 1, tick: Callable[[], Any] = bool) -> str:
+    def call(self, command: Sequence[str], allowed: int = 1) -> str:
         """Return what a command prints. Its exit code may be `allowed` at most."""
         left = min(self.how.seconds, self.how.until - time.monotonic())
         if left <= 0:
             raise _Failed("not begun")
-        code, output, errors = ran_within(left, command, self.there, tick)
-        if code > allowed or not output.strip():
+        code, output, errors = ran_within(left, command, self.there)
+        if code > allowed:
             self.keep("stderr.txt", errors)
             raise _Failed(f"exit code {code}: {(errors.strip().splitlines() or [''])[-1][:200]}")
         return output
@@ -134,9 +136,6 @@ class _Run:
         if self.how.keep is not None:
             self.how.keep.mkdir(parents=True, exist_ok=True)
             (self.how.keep / f"{self.script.name}-{name}").write_text(text, encoding="utf-8")
-
-    def read(self, name: str) -> str:
-        return (self.there / name).read_text(encoding="utf-8")
 
     @property
     def verdict(self) -> Path:
@@ -147,8 +146,8 @@ class _Run:
     def words(self) -> list[str]:
         return shlex.split(f"{self.script.command} {self.script.small if self.how.dry else ''}")
 
-    def alone(self, name: str, *arguments: str, allowed: int = 1, tick: Callable[[], Any] = bool) -> str:
-        return self.call([*ALONE, str(self.how.lock), "notes.json", name, *arguments], allowed, tick)
+    def alone(self, folder: str, number: int, name: str, *arguments: str, allowed: int = 1) -> str:
+        return self.call([*ALONE, str(self.how.lock), folder, str(self.number + number), name, *arguments], allowed)
 
     def peer(self) -> Outcome:
         output = self.call([sys.executable, "-m", "benchmarks.doctor_wild.peers", self.how.eye, *self.words])
@@ -156,60 +155,84 @@ class _Run:
         return Outcome(self.script.name, *map(list, (map(str, found.found), map(str, found.missed), found.wrong)))
 
     def doctor(self) -> Outcome:
-        """Return the score of the verdict, with the patches that need no asking."""
+        """Return the score of the first verdict, with the patches that need no asking, and the steps of all runs.
+
+        Runs of the doctor and of the script alone start together and are measured in turns, and of both the same steps count.
+        """
         dry = ["--dry-run"] if self.how.dry else []
-        content = json.loads(self.alone("doctor", "--json", "--out", "verdict", *dry, *self.words))
-        for name in ("doctor.json", "doctor.html"):
-            self.keep(name, self.read(f"verdict/{name}"))
-        shutil.copy(self.there / "verdict" / "doctor.json", self.verdict)
-        notes, answer = json.loads(self.read("notes.json")), json.loads(self.read("patches.json"))
-        return replace(
-            outcome_of(self.script, content),
-            start_s=round(notes["start"], 1),
-            seconds=round(notes["ended"] - notes["first"] - notes["waited"], 1),
-            patched=[f"{each['patch']}: {_of(each)}" for each in answer["patched"]],
-            refused=[f"{_of(each)}: {each['reason']}" for each in answer["refused"]],
-            expected_ms=answer["expected_ms"],
+        alone = not self.how.dry and self.how.rounds > 0
+        turns = range(1, self.how.rounds + 1 if alone else 2)
+        with ThreadPoolExecutor(2 * len(turns)) as pool:
+            doctors, plain = [], []
+            for turn in turns:
+                doctors.append(pool.submit(self.alone, f"doctor-{turn}", 2 * turn - 1, "doctor", *dry, *self.words))
+                if alone:
+                    plain.append(pool.submit(self.alone, f"plain-{turn}", 2 * turn, "plain", "doctor-1", *self.words))
+        doctors[0].result()  # raises what failed; later runs may fail, and are left out
+        shutil.copy(self.there / "doctor-1" / "doctor.json", self.verdict)
+        self.keep("doctor.html", (self.there / "doctor-1" / "doctor.html").read_text(encoding="utf-8"))
+        first, times = self.read("doctor-1", "patches.json"), []
+        outcome = replace(
+            outcome_of(self.script, self.read("doctor-1", "doctor.json")),
+            patched=[f"{each['patch']}: {_of(each)}" for each in first["patched"]],
+            refused=[f"{_of(each)}: {each['reason']}" for each in first["refused"]],
         )
+        for turn in (turn for turn, doctor in zip(turns, doctors) if doctor.exception() is None):
+            content, patches = (self.read(f"doctor-{turn}", name) for name in ("doctor.json", "patches.json"))
+            notes = self.read(f"doctor-{turn}", "notes.json")
+            self.keep(f"doctor-{turn}.json", json.dumps(content))
+            if turn == 1:
+                outcome = replace(outcome, start_s=round(notes["start"], 1))
+            seconds = round(notes["ended"] - notes["first"] - notes["waited"], 1)
+            outcome = replace(outcome, seconds=max(seconds, outcome.seconds or 0.0))
+            if content["step_ms"] is None:
+                continue
+            outcome.steps_ms.append(round(content["step_ms"], 4))
+            if patches["expected_ms"] is not None and patches["patched"] == first["patched"]:
+                outcome.expected.append(round(1 - patches["expected_ms"] / content["step_ms"], 4))
+            if plain and plain[turn - 1].exception() is None:
+                times.append(self.read(f"plain-{turn}", "steps.json"))
+                if (ms := mean_of(times[-1], content)) is not None:
+                    outcome.plain_ms.append(round(ms, 4))
+        self.keep("steps.json", json.dumps(times))
+        return outcome
 
-    def prove(self, outcome: Outcome, tell: Tell) -> None:
-        """Tell the outcome with the times of the unmodified runs, as soon as there are any, and with the proof. A proof that is
-        ended leaves the verdict."""
+    def read(self, folder: str, name: str) -> Any:
+        return json.loads((self.there / folder / name).read_text(encoding="utf-8"))
+
+    def prove(self, outcome: Outcome) -> Outcome:
+        """Return the outcome with the proof. A proof that is ended has the times of the runs until then."""
         shutil.copy(self.verdict, self.there / "doctor.json")
-        began, told = time.monotonic(), outcome
-
-        def timed() -> Outcome:
-            nonlocal told
-            file = self.there / RUNS
-            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-            plain = [run for run in map(json.loads, lines) if run["side"] == "before"]
-            if len(plain) > len(told.plain_ms):
-                told = replace(
-                    told,
-                    plain_ms=[round(run["step_ms"], 4) for run in plain],
-                    plain_s=round(median(run["seconds"] for run in plain), 1),
-                )
-                tell(told)
-            return told
-
-        rounds = str(self.how.rounds)
+        began, rounds = time.monotonic(), str(self.how.rounds)
         try:
-            answer = json.loads(self.alone("fix", "doctor.json", "--json", "--try", "--rounds", rounds, allowed=3, tick=timed))
+            answer = json.loads(self.alone("fix", 0, "fix", "doctor.json", "--json", "--try", "--rounds", rounds, allowed=3))
         except (subprocess.TimeoutExpired, _Failed, ValueError) as why:
-            tell(replace(timed(), unproven="ended" if isinstance(why, subprocess.TimeoutExpired) else str(why)))
-            return
+            file = self.there / RUNS
+            runs = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+            before, after = ([round(run["step_ms"], 4) for run in runs if run["side"] == side] for side in ("before", "after"))
+            ended = "ended" if isinstance(why, subprocess.TimeoutExpired) else str(why)
+            return replace(outcome, before_ms=before, after_ms=after, unproven=ended)
         self.keep("fix.json", json.dumps(answer, indent=1))
         proof = answer["proof"]
-        tell(
-            replace(
-                timed(),
-                before_ms=[round(ms, 4) for ms in proof["before_ms"]],
-                after_ms=[round(ms, 4) for ms in proof["after_ms"]],
-                holds=proof["holds"],
-                faster=proof["faster"] if proof["speedup"] else None,
-                proof_s=round(time.monotonic() - began, 1),
-            )
+        return replace(
+            outcome,
+            before_ms=[round(ms, 4) for ms in proof["before_ms"]],
+            after_ms=[round(ms, 4) for ms in proof["after_ms"]],
+            holds=proof["holds"],
+            faster=proof["faster"] if proof["speedup"] else None,
+            proof_s=round(time.monotonic() - began, 1),
         )
+
+
+def mean_of(times: Sequence[float], content: dict[str, Any]) -> float | None:
+    """Return what the steps that a verdict is of took in another run; None if it did not make them, or nothing was timed.
+
+    `times` are of the second step and those after it.
+    """
+    steps = [step for window in timed_windows(Verdict.from_dict(content)) for step in window]
+    if not steps or max(steps) - 2 >= len(times) or min(steps) < 2:
+        return None
+    return mean(times[step - 2] for step in steps)
 
 
 def _of(finding: dict[str, Any]) -> str:
@@ -232,7 +255,6 @@ def outcome_of(script: Script, content: dict[str, Any]) -> Outcome:
         wrong=list(result.wrong),
         first="" if first is None else f"{first['kind']} {Path(first['file'] or '').name}:{first['line']}",
         largest=is_largest(script, first) if first is not None and verdict.step_ms is not None else None,
-        step_ms=verdict.step_ms,
         unnamed_ms=unnamed(verdict),
         findings=len(content["findings"]),
     )

@@ -32,24 +32,24 @@ class Outcome:
     """Kind and line of the first finding."""
     largest: bool | None = None
     """Whether it is the script's largest loss."""
-    step_ms: float | None = None
+    steps_ms: list[float] = field(default_factory=list)
+    """The doctor's step, in each of its runs."""
     plain_ms: list[float] = field(default_factory=list)
-    """Steps of runs without the doctor, each a mean over the steps that the doctor timed."""
+    """The same steps of a run of python alone, after each of them."""
     unnamed_ms: float | None = None
     """Of a step, in which the GPU waits for the host and which no finding has."""
     start_s: float | None = None
     """To the first step under the doctor, without waits for the machine, as all of these seconds are."""
     seconds: float | None = None
-    """To the verdict, from the script's first step on."""
-    plain_s: float | None = None
-    """Of an unmodified run, from its first step on."""
+    """To the verdict, from the script's first step on, in the longest run."""
     proof_s: float | None = None
     """Of all runs of the proof, with their starts and waits."""
     findings: int = 0
     patched: list[str] = field(default_factory=list)
     """The findings that have a patch, and its name."""
     refused: list[str] = field(default_factory=list)
-    expected_ms: float | None = None
+    expected: list[float] = field(default_factory=list)
+    """The part of a step that the patches save, by the prices of each of the doctor's runs that made the same patches."""
     before_ms: list[float] = field(default_factory=list)
     after_ms: list[float] = field(default_factory=list)
     holds: bool | None = None
@@ -63,36 +63,43 @@ class Outcome:
 
     @property
     def beside_plain(self) -> float | None:
-        """The doctor's step as a multiple of the plain one."""
-        return self.step_ms / median(self.plain_ms) if self.step_ms and self.plain_ms else None
+        """The doctor's step as a multiple of the plain one, by the medians of their runs."""
+        return median(self.steps_ms) / median(self.plain_ms) if self.steps_ms and self.plain_ms else None
 
     @property
     def as_plain(self) -> bool | None:
         """Whether the doctor's step is the plain one; None if it is between those of plain runs, which differ by more."""
-        if self.beside_plain is None or self.step_ms is None:
+        if self.beside_plain is None:
             return None
         same = abs(self.beside_plain - 1) <= SAME_STEP
-        return same or (None if min(self.plain_ms) < self.step_ms < max(self.plain_ms) else False)
+        return same or (None if min(self.plain_ms) <= median(self.steps_ms) <= max(self.plain_ms) else False)
 
     @property
-    def expected_saving(self) -> float | None:
-        """The part of a step that the patches save, by the prices."""
-        return 1 - self.expected_ms / self.step_ms if self.expected_ms is not None and self.step_ms else None
+    def savings(self) -> list[float]:
+        """The part of a step that the patches save, as measured in each round."""
+        return [1 - after / before for before, after in zip(self.before_ms, self.after_ms)]
 
     @property
-    def saving(self) -> float | None:
-        """The part of a step that the patches save, as measured."""
-        return 1 - median(self.after_ms) / median(self.before_ms) if self.after_ms and self.before_ms else None
+    def saved(self) -> tuple[float, float] | None:
+        """The part of a step that the patches save: as expected, and as measured, by the medians of their runs."""
+        if not self.expected or not self.savings:
+            return None
+        return median(self.expected), 1 - median(self.after_ms) / median(self.before_ms)
 
     @property
     def foreseen(self) -> bool | None:
-        """Whether the measured saving is as expected; None if rounds have both smaller and larger ones, and do not tell."""
-        if self.expected_saving is None or self.saving is None:
+        """Whether the measured saving is as expected; None if the expected one is between those of rounds, which are apart."""
+        if self.saved is None:
             return None
-        if self.saving and abs(self.expected_saving / self.saving - 1) <= SAME_SAVING:
+        expected, saving = self.saved
+        if saving and abs(expected / saving - 1) <= SAME_SAVING:
             return True
-        rounds = [1 - after / before for before, after in zip(self.before_ms, self.after_ms)]
-        return None if min(rounds) < self.expected_saving < max(rounds) else False
+        return None if min(self.savings) <= expected <= max(self.savings) else False
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return how far values are apart, as a fraction of their median."""
+    return (max(values) - min(values)) / median(values)
 
 
 HEAD = (
@@ -100,33 +107,58 @@ HEAD = (
     "stalls found",
     "wrong",
     "first finding",
-    "step / plain",
-    "saving: expected, measured",
+    "step / plain (spread)",
+    "saving: expected / measured (spread)",
     "patched",
     "proven",
-    "seconds: start, verdict, plain, proof",
+    "seconds: start, verdict, proof",
 )
 
 
 def row(each: Outcome) -> list[str]:
     if each.failed:
         return [each.name, each.failed, *[""] * (len(HEAD) - 2)]
-    beside, expected, saving = each.beside_plain, each.expected_saving, each.saving
     return [
         each.name,
         f"{len(each.found)} of {len(each.found) + len(each.missed)}",
         f"{len(each.wrong)} of {each.findings}",
         f"{each.first}{'' if each.largest is not False else ' (not the largest)'}",
-        "" if beside is None else f"{each.step_ms:.2f} / {median(each.plain_ms):.2f} ms",
-        f"{_percent(expected)}, {_percent(saving)}" if saving is not None else _percent(expected),
+        step_of(each),
+        saving_of(each),
         f"{len(each.patched)} of {each.findings}",
         "" if each.holds is None else ("losses differ" if not each.holds else "yes" if each.faster else "losses the same"),
-        ", ".join("-" if s is None else f"{s:.0f}" for s in (each.start_s, each.seconds, each.plain_s, each.proof_s)),
+        ", ".join("-" if s is None else f"{s:.0f}" for s in (each.start_s, each.seconds, each.proof_s)),
     ]  # fmt: skip
 
 
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.0f} %"
+def step_of(each: Outcome) -> str:
+    """Return the doctor's step beside the plain one, with the range of the runs of both, and their ratio."""
+    if each.beside_plain is None:
+        return f"{median(each.steps_ms):.2f} ms" if each.steps_ms else ""
+    judged = _judged(each.as_plain, f"between plain runs, {100 * spread(each.plain_ms):.0f} % apart")
+    return f"{_of_runs(each.steps_ms)} / {_of_runs(each.plain_ms)} ms = {each.beside_plain:.3f}: {judged}"
+
+
+def saving_of(each: Outcome) -> str:
+    """Return the expected saving beside the measured one, with the range of the runs of both, and their ratio."""
+    expected = _of_runs([100 * saving for saving in each.expected], 1) if each.expected else ""
+    if each.saved is None:
+        return f"{expected} %" if expected else ""
+    measured = f"{100 * each.saved[1]:.1f} ({_range([100 * saving for saving in each.savings], 1)})"
+    ratio = f" = {each.saved[0] / each.saved[1]:.2f}" if each.saved[1] > 0 else ""
+    return f"{expected} / {measured} %{ratio}: {_judged(each.foreseen, 'between rounds')}"
+
+
+def _judged(same: bool | None, scattered: str) -> str:
+    return scattered if same is None else "yes" if same else "no"
+
+
+def _of_runs(values: Sequence[float], digits: int = 2) -> str:
+    return f"{median(values):.{digits}f} ({_range(values, digits)})"
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
@@ -162,11 +194,17 @@ def sums(outcomes: Iterable[Outcome]) -> list[str]:
         if measured:
             lines.append(f"{gate}: {sum(measured)} of {len(measured)} scripts")
     for what, scattered in {
-        "plain steps": [each.name for each in ran if each.beside_plain is not None and each.as_plain is None],
-        "savings": [each.name for each in ran if each.saving is not None and each.foreseen is None],
+        "step between those of plain runs, which are further apart": [
+            f"{each.name} ({100 * spread(each.plain_ms):.0f} %)"
+            for each in ran
+            if each.beside_plain is not None and each.as_plain is None
+        ],
+        "expected saving between those of rounds": [
+            each.name for each in ran if each.saved is not None and each.foreseen is None
+        ],
     }.items():
         if scattered:
-            lines.append(f"{what} that scatter too much to tell: {', '.join(scattered)}")
+            lines.append(f"{what}: {', '.join(scattered)}")
     return lines
 
 
@@ -206,9 +244,10 @@ def _section(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
 
 INTRODUCTION = """\
 Scripts that were not written for the doctor, run unmodified ([where they are from](doctor.md#exit-codes-and-accuracy)).
-Step: the doctor's beside that of runs without it. Saving: what the patches that need no asking save of a step, by the
-prices of their findings, and as measured in alternating runs. Proven: the losses are the same and the step is shorter.
-Seconds: to the first step, from there to the verdict, of an unmodified run after its first step, and of all runs."""
+Step: the doctor's beside the same steps of python alone, each the median of runs in turns (least to most), and whether they are
+within 5 %. Saving: what the patches that need no asking save of a step, by the prices of their findings, beside what they save
+in alternating runs, and whether that is within 15 %. Proven: the losses are the same and the step is shorter. Seconds: to the
+first step, from there to the verdict, and of the proof."""
 
 
 def main(argv: list[str]) -> int:

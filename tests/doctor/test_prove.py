@@ -85,6 +85,20 @@ def test_a_run_records_the_script_s_losses(script):
     assert (sys.argv, sys.path, sys.modules["__main__"]) == (argv, path, main)
 
 
+def test_a_run_that_trains_watches_no_module_after_its_first_backward(tmp_path):
+    """Hooks of all modules took a tenth of dqn's step."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\nfrom torch.nn.modules import module\nmodel = torch.nn.Linear(3, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters())\nseen = []\n"
+        "for step in range(3):\n    seen.append(len(module._global_forward_hooks) + len(module._global_forward_pre_hooks))\n"
+        "    model(torch.ones(2, 3)).sum().backward()\n    optimizer.step()\nassert seen[0] > seen[1] == seen[2], seen\n"
+    )
+    recorder = Recorder(0, enough=lambda: None)
+    run(SeededJob(str(path), [], {}, ""), recorder)
+    assert len(recorder.losses) == 3
+
+
 EVALUATION = """\
 import torch
 

@@ -92,6 +92,7 @@ class Recorder:
         self.ends: list[Any] = []
         self.losses: list[torch.Tensor] = []
         self.train_steps = TrainSteps(lambda _, result: self.lost(result.loss))
+        self._hooks = ExitStack()  # of all modules, until it trains: 4 µs a call, 0.3 of dqn's 3 ms
 
     def stepped(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -106,6 +107,7 @@ class Recorder:
     def backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.trains:
             self.trains, self.losses[:] = True, []
+            self._hooks.close()
         for loss in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors):
             if not self.train_steps.inside:
                 self.lost(loss)
@@ -128,13 +130,13 @@ class Recorder:
     def listening(self, marker: str = "") -> Iterator[None]:
         """Listen to losses, then to steps: a loss is recorded before its step's end, which may end the run."""
         losses = hooked(torch.autograd, "backward", self.backward)
-        hooks = register_module_forward_pre_hook(self.entered), register_module_forward_hook(self.left, always_call=True)
-        try:
-            with self.train_steps.listening(), losses, Steps(self.stepped, marker):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for hook in (
+            register_module_forward_pre_hook(self.entered),
+            register_module_forward_hook(self.left, always_call=True),
+        ):
+            self._hooks.callback(hook.remove)
+        with self._hooks, self.train_steps.listening(), losses, Steps(self.stepped, marker):
+            yield
 
     def as_dict(self) -> dict[str, Any]:
         """Return milliseconds between the ends of steps, and the losses as exact numbers (for `float.fromhex`)."""
@@ -381,19 +383,26 @@ def prove(
     return replace(proof, losses=len(same["before"].losses), difference=apart, noise=0.0, scattered=proof.noise)
 
 
-def timed_steps(verdict: Verdict) -> dict[str, int]:
-    """Return the warm-up and the steps of a run that times the steps that the doctor timed; nothing if it timed none.
+def timed_windows(verdict: Verdict) -> list[range]:
+    """Return the numbers of the steps, from 1, that the doctor timed, a window for each phase that timed some.
 
     The first epoch chooses algorithms for its smaller last batch, too, and an agent that acts less at random calls its model
     more often: only the same steps can be compared with a verdict.
     """
-    names, first = list(verdict.phases), "timed" if verdict.plain_ms is None else "plain"
-    if first not in names or "timed" not in names:
-        return {}
-    counts = {name: int(verdict.phases[name]["steps"]) for name in names[: names.index("timed") + 1]}
-    timed = (counts[first] - int(verdict.phases[first].get("drained", 0))) // verdict.period * verdict.period
-    before = sum(list(counts.values())[: names.index(first) + 1]) - timed  # to the end of the others, with those between
-    return {"warmup": before - 1, "steps": sum(counts.values())} if timed and before else {}
+    windows, end = [], 0
+    for name, phase in verdict.phases.items():
+        end += int(phase["steps"])
+        if name == "timed" or (name == "plain" and verdict.plain_ms is not None):
+            timed = (int(phase["steps"]) - int(phase.get("drained", 0))) // verdict.period * verdict.period
+            windows += [range(end - timed + 1, end + 1)] if timed else []
+    return windows
+
+
+def timed_steps(verdict: Verdict) -> dict[str, int]:
+    """Return the warm-up and the steps of a run that times the steps that the doctor timed, with those between; nothing if it
+    timed none. The first time is the second step's."""
+    windows = timed_windows(verdict)
+    return {"warmup": windows[0].start - 2, "steps": windows[-1].stop - 1} if windows and windows[0].start > 1 else {}
 
 
 def run_once(job: SeededJob, side: str, folder: Path, ranks: int = 0) -> SeededRun:
