@@ -60,7 +60,7 @@ class Decode:
     """Batch sizes, by comma. By default 1,2,4,8,16,32; on the CPU 1,20."""
     peers: str = "eager,graph"
     """Peers, by comma: eager (generate), graph (a forward captured by hand), compile (a static cache; 25 s to start), gpt-fast
-    (its design, over the model's own weights; it is compiled first)."""
+    (its design, over the model's own weights; it is compiled first), continuous (transformers' continuous batching)."""
     parts: str = ",".join(PARTS)
     """What to measure, by comma: start, speed, far (behind 4,096 tokens), prefill, packed, cache, adapters, host, stages,
     draft; or cpu alone."""

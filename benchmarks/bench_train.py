@@ -67,6 +67,7 @@ CASES = {
         {
             "liger": (1.15, 1.22),
             "liger-cutedsl": (1.15, None),
+            "liger-cutile": (1.15, None),
             "compile-max": (1.15, None),
             "liger-autocast": (1.45, None),
             "hf": (None, None),
@@ -117,6 +118,8 @@ class Train:
     """Of a case's peers only these, by comma."""
     rounds: int = 12
     """How often ours and a peer take turns; about half a second each."""
+    limit: float = 600.0
+    """Seconds that a peer has until its first step has ended; torch.compile's max-autotune takes minutes."""
     again: bool = False
     """Also time the first step of a second process, which finds the kernels that the first one compiled."""
     profile: str = ""
@@ -144,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
     limit = measure.ceilings(device, quick=options.dry)
     for name in names:
         with tempfile.TemporaryDirectory() as kernels:
-            measure_case(bench, name, known[name], 3 if options.dry else options.rounds, limit, peers, kernels)
+            rounds = 3 if options.dry else options.rounds
+            measure_case(bench, name, known[name], rounds, limit, peers, kernels, options.limit)
             if options.again:
                 with Worker(known[name].job(known[name].ours, device.type), kernels=kernels) as again:
                     first_step(bench, f"{name} first step, a second process", again)
@@ -180,9 +184,10 @@ def peers_here(bench: Bench, name: str, case: Case, peers: list[str]) -> Iterato
 
 
 def measure_case(
-    bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings, peers: list[str], kernels: str
-) -> None:
-    """`kernels` is an empty folder: the first step compiles all of its own."""
+    bench: Bench, name: str, case: Case, rounds: int, limit: measure.Ceilings, peers: list[str], kernels: str,
+    peer_limit: float | None = None,
+) -> None:  # fmt: skip
+    """`kernels` is an empty folder: the first step compiles all of its own. `peer_limit`: seconds of a peer's first step."""
     import torch
 
     device = bench.device.type
@@ -198,7 +203,8 @@ def measure_case(
         if case.least is not None:
             beside_goal(bench, name, case, mine, rounds, rate)
         for peer, (gate, moonshot) in peers_here(bench, name, case, peers):
-            with_peer(bench, name, case, mine, peer, gate, moonshot, rounds, ("bf16 rate", rate) if tokens else None)
+            ceiling = ("bf16 rate", rate) if tokens else None
+            with_peer(bench, name, case, mine, peer, gate, moonshot, rounds, ceiling, peer_limit)
         if alone := case.accumulate > 1 and not room_for_two(bench, mine):
             seconds = take_turns({"ours": mine}, rounds)
         elif case.accumulate > 1:
@@ -229,16 +235,18 @@ def beside_goal(bench: Bench, name: str, case: Case, mine: Worker, rounds: int, 
 
 def with_peer(
     bench: Bench, name: str, case: Case, mine: Worker, peer: str,
-    gate: float | None, moonshot: float | None, rounds: int, ceiling: tuple[str, float] | None,
+    gate: float | None, moonshot: float | None, rounds: int, ceiling: tuple[str, float] | None, limit: float | None = None,
 ) -> None:  # fmt: skip
-    """Speed, and peak memory, beside one peer that starts from the same loss."""
-    if (theirs := started(bench, name, Worker, case.job(peer, bench.device.type))) is None:
+    """Speed, and peak memory, beside one peer that starts from the same loss; and its first step, if it is compiled in it."""
+    if (theirs := started(bench, name, Worker, case.job(peer, bench.device.type), limit=limit)) is None:
         return
     with theirs:
         a, b = mine.facts["loss"], theirs.facts["loss"]
         if case.accumulate == 1 and not abs(a - b) <= SAME_LOSS * abs(b):
             bench.wrong.append(f"{name}: the first loss of ours is {a:.4f}, of {peer} {b:.4f}; not timed")
             return
+        if peer.startswith("compile"):
+            bench.figure(f"{name} first step", "s", mine.facts["first_step_s"], {peer: theirs.facts["first_step_s"]}, {})
         found = measure.compare_samples(take_turns({"ours": mine, peer: theirs}, rounds), clock="perf_counter, drained")
         unit, amount = ("tok/s", case.tokens) if ceiling else ("ms", 1)
         gates, moonshots = {peer: gate} if gate else None, {peer: moonshot} if moonshot else None

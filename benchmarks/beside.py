@@ -10,10 +10,13 @@ from .results import Line
 RIVALS = {
     "torch, eager": ("eager", "hf", "hf-autocast", "trainer", "usual", "frames-usual", "peft", "peft-autocast", "ddp", "fsdp",
                      "fsdp-peft"),
-    "torch.compile": ("compile", "hf-compile", "peft-compile", "peft-compile-autocast", "ddp-compile", "fsdp-compile"),
-    "Liger": ("liger", "liger-autocast", "peft-liger", "peft-liger-autocast", "ddp-liger", "fsdp-liger", "fsdp-peft-liger"),
+    "torch.compile": ("compile", "compile-max", "hf-compile", "peft-compile", "peft-compile-autocast", "ddp-compile",
+                      "fsdp-compile"),
+    "Liger": ("liger", "liger-autocast", "liger-cutedsl", "liger-cutile", "peft-liger", "peft-liger-autocast", "ddp-liger",
+              "fsdp-liger", "fsdp-peft-liger"),
     "a CUDA graph by hand": ("graph",),
     "gpt-fast's design": ("gpt-fast",),
+    "continuous batching": ("continuous",),
 }  # fmt: skip
 BENCHES = {
     "train": "training",

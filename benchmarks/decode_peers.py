@@ -3,6 +3,7 @@
 A contender takes ids (B, T) and gives the NEW greedy tokens (B, NEW) on the host.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -192,11 +193,52 @@ class CapturedForward:
         self.column.add_(1)
 
 
+class Continuous:
+    """transformers' continuous batching as it comes, with the paged cache of 256 tokens a block that SDPA reads.
+
+    Its thread runs until the contender goes: `generate_batch` starts and stops one each time, which takes most of a second. It
+    reads a copy of the model with the same weights, whose attention it changes.
+    """
+
+    def __init__(self, model: Any, rows: int):
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
+        same_weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        own = copy.deepcopy(model, same_weights)
+        how = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        paged = ContinuousBatchingConfig(
+            num_blocks=2 * rows * LENGTH // 256,  # twice what the rows fill: none waits for a block
+            max_batch_tokens=max(256, rows * PROMPT),  # all prompts at once; by default as many as the GPU's memory holds
+            max_requests_per_batch=rows,
+        )
+        self.manager = own.init_continuous_batching(how, paged)
+        self.manager.warmup()
+        self.manager.start()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        names = self.manager.add_requests(ids.tolist(), max_new_tokens=NEW)
+        found: dict[str, list[int]] = {}
+        while len(found) < len(names):
+            answer = self.manager.get_result(timeout=1.0)
+            if answer is None and not self.manager.is_running():
+                raise RuntimeError("the thread of continuous batching has ended")
+            if answer is not None and answer.error is not None:
+                raise RuntimeError(answer.error)
+            if answer is not None and answer.is_finished():
+                found[answer.request_id] = answer.generated_tokens
+        return torch.tensor([found[name] for name in names])
+
+    def __del__(self) -> None:
+        if manager := getattr(self, "manager", None):
+            manager.destroy()
+
+
 CONTENDERS: dict[str, Callable[[Any, int], Contender]] = {
     "eager": lambda model, rows: eager(model),
     "graph": CapturedForward,
     "compile": lambda model, rows: compiled(model),
     "gpt-fast": lambda model, rows: GptFast(model, rows, LENGTH, NEW),
+    "continuous": Continuous,
 }
 
 

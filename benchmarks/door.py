@@ -40,7 +40,7 @@ class Drawer:
 
 @dataclass
 class Door:
-    """One op on one set of inputs. `ours`, `eager` and `liger` take the inputs in order and return the same outputs.
+    """One op on one set of inputs. `ours`, `eager`, `liger` and `others` take the inputs in order and return the same outputs.
 
     Liger writes results over its inputs and over upstream gradients in several ops, so every run starts from fresh copies, made
     off the clock.
@@ -50,6 +50,8 @@ class Door:
     ours: Callable[..., Any]
     eager: Callable[..., Any]
     liger: Callable[..., Any] | None = None
+    others: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    """Of libraries beside Liger, by the peer's name."""
     saved_bytes: int = 0
     """What the backward cannot do without from the forward, besides the upstream gradients."""
     gradient_bytes: int | None = None

@@ -1,6 +1,7 @@
-"""Each kernel door as a benchmark case: its inputs, ours, the same op in torch eager and from Liger, the bytes it must move."""
+"""Each kernel door as a benchmark case: its inputs, ours, the op in torch eager and from other libraries, what it must move."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpubound import kernels
+from gpubound.layers.attention import attend
+from gpubound.layers.block import gated_down
 from gpubound.measure import Prepared
 from gpubound.models.richards import kernels as richards_kernels
 from gpubound.models.richards.kernels.richards import GATE, LEAST, VALUE
 
+from . import cute_ops, liger_ops
 from .door import Door, Drawer
 from .shapes import Shape
 
@@ -21,14 +25,8 @@ ROPE_THETA = 500000.0
 
 
 def _liger(name: str) -> Callable[..., Any]:
-    """Liger's function of that name, imported at its first call."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        from liger_kernel.transformers import functional
-
-        return getattr(functional, name)(*arguments, **options)
-
-    return call
+    """Return Liger's function of that name, imported at its first call, in the implementation that is chosen then."""
+    return lambda *arguments, **options: liger_ops.function(name)(*arguments, **options)
 
 
 def rms_norm(shape: Shape, draw: Drawer) -> Door:
@@ -38,6 +36,7 @@ def rms_norm(shape: Shape, draw: Drawer) -> Door:
         ours=lambda x, w: kernels.rms_norm(x, w, EPS),
         eager=lambda x, w: F.rms_norm(x, w.shape, w, EPS),
         liger=lambda x, w: _liger("liger_rms_norm")(x, w, EPS),
+        others={"quack": lambda x, w: cute_ops.rms_norm(x, w, EPS)},
         saved_bytes=x.nbytes + weight.nbytes,
     )
 
@@ -54,6 +53,7 @@ def add_rms_norm(shape: Shape, draw: Drawer) -> Door:
         ours=lambda x, r, w: kernels.add_rms_norm(x, r, w, EPS),
         eager=eager,
         liger=lambda x, r, w: _liger("liger_fused_add_rms_norm")(x, r, w, EPS),
+        others={"quack": lambda x, r, w: cute_ops.add_rms_norm(x, r, w, EPS)},
         saved_bytes=x.nbytes + weight.nbytes,  # their sum, which the forward returns
         gradient_bytes=x.nbytes + weight.nbytes,  # x and the residual have one gradient
     )
@@ -66,6 +66,7 @@ def layer_norm(shape: Shape, draw: Drawer) -> Door:
         ours=lambda x, w, b: kernels.layer_norm(x, w, b, EPS),
         eager=lambda x, w, b: F.layer_norm(x, w.shape, w, b, EPS),
         liger=lambda x, w, b: _liger("liger_layer_norm")(x, w, b, EPS),
+        others={"quack": lambda x, w, b: cute_ops.layer_norm(x, w, b, EPS)},
         saved_bytes=x.nbytes + weight.nbytes,
     )
 
@@ -212,6 +213,7 @@ def cross_entropy(shape: Shape, draw: Drawer) -> Door:
         ours=kernels.cross_entropy,
         eager=F.cross_entropy,
         liger=_liger("liger_cross_entropy"),
+        others={"quack": cute_ops.cross_entropy},
         whole=True,  # Liger writes the gradient in the forward
     )
 
@@ -223,6 +225,7 @@ def linear_cross_entropy(shape: Shape, draw: Drawer) -> Door:
         ours=kernels.linear_cross_entropy,
         eager=lambda x, w, labels: F.cross_entropy((x @ w.t()).float(), labels),
         liger=_liger("liger_fused_linear_cross_entropy"),
+        others={"quack": cute_ops.linear_cross_entropy},
         whole=True,
     )
 
@@ -248,6 +251,44 @@ def into_main_grad(door: Door) -> Prepared:
         return loss, dx, main
 
     return Prepared(prepare, run)
+
+
+def gated_mlp(shape: Shape, draw: Drawer) -> Door:
+    """The products of an MLP and the SwiGLU between them, as its layer calls them in training."""
+    x = draw(draw.tokens, shape.hidden)
+    gate_up = draw(2 * shape.intermediate, shape.hidden, scale=shape.hidden**-0.5)
+    down = draw(shape.hidden, shape.intermediate, scale=shape.intermediate**-0.5)
+
+    def eager(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    return Door(
+        [x, gate_up, down],
+        ours=lambda x, gate_up, down: gated_down(F.linear(x, gate_up), down),
+        eager=eager,
+        others={"quack": cute_ops.gated_mlp, "quack-untuned": partial(cute_ops.gated_mlp, tuned=False)},
+    )
+
+
+def attention(shape: Shape, draw: Drawer) -> Door:
+    """Causal attention of grouped heads, as the layers call it in training."""
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    q, k, v = (draw(draw.batch, draw.seq, of_one, shape.head_dim) for of_one in heads)
+    hidden = torch.ones(draw.seq, draw.seq, dtype=torch.bool, device=draw.device).triu(1)
+    scale = shape.head_dim**-0.5
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, scale)
+
+    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As written out before SDPA: all scores in memory."""
+        k, v = (t.repeat_interleave(shape.heads // shape.kv_heads, dim=2).transpose(1, 2) for t in (k, v))
+        scores = (q.transpose(1, 2) @ k.transpose(2, 3)).mul(scale).masked_fill(hidden, float("-inf"))
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return (weights @ v).transpose(1, 2)
+
+    return Door([q, k, v], ours=ours, eager=eager, others={"flash-attn-4": partial(cute_ops.attention, scale=scale)})
 
 
 DOORS: dict[str, Callable[[Shape, Drawer], Door]] = {

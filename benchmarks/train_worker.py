@@ -216,6 +216,7 @@ CONTENDERS: dict[str, Callable[[Job], Contender]] = {
     "liger": liger,
     "liger-autocast": lambda job: liger(job, autocast=True),
     "liger-cutedsl": lambda job: liger(job, implementation="cutedsl"),
+    "liger-cutile": lambda job: liger(job, implementation="cutile"),
     "compile": lambda job: hugging_face(job, compiled="default"),
     "compile-max": lambda job: hugging_face(job, compiled="max-autotune"),  # with CUDA graphs
     "frames-ours": frames_ours,

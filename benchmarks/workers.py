@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -30,7 +31,8 @@ W = TypeVar("W")
 class Worker:
     """A contender's process. Use it in a `with`: it ends there, and gives its memory back.
 
-    `kernels`: where they are kept. `variables`: of its environment, beside our own. `wait`: until it is ready, for its facts.
+    `kernels`: where they are kept. `variables`: of its environment, beside our own. `wait`: until it is ready, for its facts;
+    where that takes longer than `limit` seconds, it is killed.
 
     On a CPU the definitions run, never the kernels in Triton's interpreter, in which a step takes minutes.
     """
@@ -44,8 +46,9 @@ class Worker:
         kernels: str | None = None,
         variables: Mapping[str, str] = MappingProxyType({}),
         wait: bool = True,
+        limit: float | None = None,
     ):
-        self.who = job.who
+        self.who, self.limit, self.late = job.who, limit, False
         if kernels is not None and job.device == "cuda":  # whose first step is timed
             compile_sources()
         command = [sys.executable, "-m", module, json.dumps(asdict(job))]
@@ -56,7 +59,19 @@ class Worker:
             self.hear_facts()
 
     def hear_facts(self) -> None:
-        self.facts = self._hear() if self.facts is None else self.facts
+        if self.facts is not None:
+            return
+        timer = threading.Timer(self.limit or 0, self._stop_late)
+        if self.limit is not None:
+            timer.start()
+        try:
+            self.facts = self._hear()
+        finally:
+            timer.cancel()
+
+    def _stop_late(self) -> None:
+        self.late = True
+        self.process.kill()
 
     def ask(self, **wish: Any) -> Any:
         assert self.process.stdin is not None
@@ -70,6 +85,8 @@ class Worker:
                 return json.loads(line.removeprefix(MARK))
             print(line, end="", file=sys.stderr)
         self._end()
+        if self.late:
+            raise MeasureError(f"{self.who}: no step has ended within {self.limit:.0f} s; give a longer --limit.")
         raise MeasureError(f"{self.who}: its process ended with {self.process.returncode}; its own message is above.")
 
     def _end(self) -> None:

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_blocks, bench_graph, bench_kernels, bench_lora, bench_place, doors, harness
-from benchmarks.door import Drawer
-from benchmarks.doors import DOORS, linear_cross_entropy
+from benchmarks import bench_blocks, bench_graph, bench_kernels, bench_lora, bench_place, doors, harness, liger_ops
+from benchmarks.door import Door, Drawer
+from benchmarks.doors import DOORS, attention, gated_mlp, linear_cross_entropy
 from benchmarks.families import FAMILIES
 from benchmarks.harness import Bench, compile_sources
 from benchmarks.results import read
@@ -163,15 +163,54 @@ def test_cross_entropy_reads_the_logits_once_and_writes_their_gradient_once():
     assert set(DOORS) == set(ELEMENTS) | {"cross_entropy"}
 
 
-@pytest.mark.parametrize("name", [*DOORS, "linear_cross_entropy"])
+PRODUCTS = {build.__name__: build for build in (linear_cross_entropy, gated_mlp, attention)}
+
+
+@pytest.mark.parametrize("name", [*DOORS, *PRODUCTS])
 def test_every_cases_peer_computes_what_ours_does(name, monkeypatch):
     """On the reference kernels, which are what fp64 takes: the benchmark's own eager forms and argument orders are right."""
     monkeypatch.setattr(trace, "fallbacks", Counter())
-    build = DOORS.get(name, linear_cross_entropy)
-    door = build(SHAPES["tiny"], Drawer(CPU, torch.float64, 2, 4))
+    door = (DOORS | PRODUCTS)[name](SHAPES["tiny"], Drawer(CPU, torch.float64, 2, 4))
     for make in (door.both,) if door.whole else (door.forward, door.backward):
         got, want = harness._tensors(make(door.ours)), harness._tensors(make(door.eager))
         assert max(harness._error(g, w) for g, w in zip(got, want, strict=True)) < 1e-6
+
+
+def test_products_are_counted_once_each(bench, monkeypatch):
+    """T = 8 tokens of H = 64 and I = 128; 2 rows of 4 tokens, which attend to 1 + 2 + 3 + 4 keys, of 4 heads of 16."""
+    kept = {}
+    monkeypatch.setattr(bench, "case", lambda case, works, amount, **_: kept.update({case: (amount, [*works])}))
+    for name in ("gated_mlp", "attention"):
+        bench_kernels.MEASURED[name](bench, "tiny", Drawer(CPU, torch.float32, 2, 4), ["eager", "quack"], 1e12)
+    mlp, attending = 2 * 8 * 64 * 3 * 128, 2 * 2 * 2 * 10 * 4 * 16
+    assert kept == {
+        "gated_mlp forward tiny": (mlp, ["ours", "eager", "quack"]),
+        "gated_mlp backward tiny": (2 * mlp, ["ours", "eager", "quack"]),
+        "attention forward tiny": (attending, ["ours", "eager"]),
+        "attention backward tiny": (2 * attending, ["ours", "eager"]),
+    }
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(bench_kernels, "importable", lambda module: module.startswith("liger_kernel"))
+    assert bench_kernels.installed(["eager", "liger", "quack"]) == ["eager", "liger"]
+    assert capsys.readouterr().err == "quack is not installed (pip install 'quack-kernels[cu13]'): measuring without it\n"
+
+
+def test_implementations_of_liger_stand_beside_each_other(monkeypatch, tmp_path):
+    """Each has classes of its own, and the functions that call them are the same."""
+    (tmp_path / "fakes.py").write_text("class Norm: name = 'Triton'\ndef norm(x): return f'{Norm.name} {x}'\n")
+    (tmp_path / "liger_kernel/ops/cutile").mkdir(parents=True)
+    (tmp_path / "liger_kernel/ops/cutile/ops.py").write_text("class Norm: name = 'cuTile'\n__all__ = ['Norm']\n")
+    for module in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(liger_ops, "FUNCTIONS", "fakes")
+    monkeypatch.setattr(liger_ops, "_functions", liger_ops._functions.__wrapped__)
+    door = Door([], ours=three, eager=three, liger=lambda x: liger_ops.function("norm")(x))
+    works = bench_kernels._functions("rms_norm", door, ["liger", "liger-cutile"])
+    assert [works[who](1) for who in ("liger-cutile", "liger", "liger-cutile")] == ["cuTile 1", "Triton 1", "cuTile 1"]
+    assert "liger-cutile" not in bench_kernels._functions("group_norm", door, ["liger", "liger-cutile"])
 
 
 def test_the_host_cost_of_a_replay_is_measured(tmp_path, capsys):

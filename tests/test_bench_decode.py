@@ -50,7 +50,7 @@ def test_ours_and_the_peers_give_the_same_tokens(model):
     ids = decode_peers.prompts("tiny", 3, CPU)
     mine = decode_peers.ours(decoder(model, 3, decode_peers.LENGTH))(ids)
     assert mine.shape == (3, 12)
-    for peer in ("eager", "graph", "gpt-fast"):
+    for peer in ("eager", "graph", "gpt-fast", "continuous"):
         contender = decode_peers.CONTENDERS[peer](model, 3)
         assert torch.equal(contender(ids), mine), peer
         assert torch.equal(contender(ids.flip(0)), mine.flip(0)), f"{peer}, again and with other prompts"

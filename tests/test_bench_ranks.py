@@ -10,10 +10,11 @@ from benchmarks.bench_checkpoint import SavesJob, batches, one_round
 from benchmarks.bench_ranks import CASES, TINY
 from benchmarks.ranks_worker import CONTENDERS
 from benchmarks.saves_worker import training
-from benchmarks.serving import introduce
-from benchmarks.workers import Team, joint
+from benchmarks.serving import Job, introduce
+from benchmarks.workers import Team, Worker, joint
 from gpubound.distributed import join
 from gpubound.distributed.sharded_checkpoint import shapes
+from gpubound.errors import MeasureError
 from gpubound.models import PRESETS
 from tests.distributed.processes import on_ranks
 
@@ -40,6 +41,13 @@ def test_ranks_of_a_team_end_at_once():
     with team:
         pass
     assert not together.broken
+
+
+def test_a_contender_that_is_late_is_ended(tmp_path):
+    (tmp_path / "never_ready.py").write_text("import sys\nsys.stdin.read()\n")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with pytest.raises(MeasureError, match="compile-max: no step has ended within 0 s; give a longer --limit"):
+        Worker(Job("compile-max", "tiny", 8, 1, 1, "cpu"), "never_ready", variables={"PYTHONPATH": path}, limit=0.2)
 
 
 def test_every_contender_of_a_case_is_there():
