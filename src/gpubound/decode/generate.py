@@ -20,7 +20,6 @@ from ..formatting import unexpected
 from ..graph.guards import NotCopyable, ReentryGuard
 from ..graph.runner import LentMemory
 from ..kernels.dispatch import start_self_tests
-from ..kernels.plans import power_of_two
 from ..layers.linear_product import any_sharded
 from ..lora.layers import base_of
 from ..models import Decoder
@@ -296,7 +295,7 @@ class FastDecoder(NotCopyable):
 
     def bucket(self, rows: int) -> int:
         """Return the next power of two up to max_batch, so that few graphs serve all batches."""
-        return min(power_of_two(rows), self.max_batch)
+        return min(1 << (rows - 1).bit_length(), self.max_batch)
 
 
 def decoder(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..formatting import unexpected
-from ..kernels.plans import power_of_two
 from ..models.decoding import ends_of
 from ..trace import notice
 from .text import TextCodec
@@ -363,7 +362,7 @@ def prompt_width(length: int) -> int:
     attention would take up to four times as long at the next power of two, whole chunks."""
     if length > PROMPT_TOKENS:
         return -(-length // CHUNK) * CHUNK
-    return max(16, power_of_two(length)) if length else 0
+    return max(16, 1 << (length - 1).bit_length()) if length else 0
 
 
 def pad(prompts: list[list[int]], width: int, device: torch.device) -> Tensor:
