@@ -1,8 +1,8 @@
 """An op is written twice: its definition in kernels/<file>.py and its kernel in kernels/triton/<file>.py, of one signature. The
 ops of a single family are in its own package of these two folders.
 
-Its public function, above the definition, takes the same arguments. It has a test file. Helpers in triton/ start with _, or
-their files do.
+Its public function takes the same arguments: it is above the definition, or if the op is a variant, above that of another one.
+It has a test file. Helpers in triton/ start with _, or their files do.
 """
 
 import inspect
@@ -31,7 +31,7 @@ def functions(package: str, file: str) -> dict[str, Callable]:
 
 
 def public(op: str) -> Callable:
-    return getattr(import_module(OPS[op].package), op)
+    return getattr(import_module(OPS[op].package), OPS[op].function)
 
 
 def parameters(f: Callable) -> list[str]:
@@ -54,20 +54,23 @@ def test_same_functions_and_signatures(package, file):
 def test_the_public_function_stands_beside_the_definition():
     for op in OPS:
         module = import_module(f"{OPS[op].package}.{OPS[op].file}")
-        assert public(op) is getattr(module, op)
+        assert public(op) is getattr(module, op, public(op)) and hasattr(module, op) == (OPS[op].function == op)
         assert load("reference", op) is getattr(module, f"{op}_reference")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_what_is_public_is_an_op(package):
     found = {name for name, f in vars(import_module(package)).items() if inspect.isfunction(f)}
-    assert found - {"reference"} == {name for name, op in OPS.items() if op.package == package}
+    assert found - {"reference"} == {op.function for op in OPS.values() if op.package == package}
 
 
 def test_the_public_function_takes_what_the_op_takes():
-    """The same names mean the same."""
+    """The same names mean the same. Those of a function are its variants', and `tiled`, which chooses one."""
+    own = {op: parameters(OPS[op].reference) for op in OPS}
     for op in OPS:
-        assert parameters(public(op)) == parameters(OPS[op].reference), op
+        assert [name for name in parameters(public(op)) if name in own[op]] == own[op], op
+        variants = [name for other, names in own.items() if OPS[other].function == OPS[op].function for name in names]
+        assert {*parameters(public(op))} <= {*variants, "tiled"}, op
 
 
 def test_defaults_agree():

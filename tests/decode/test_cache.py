@@ -208,7 +208,7 @@ class TestTheCertificate:
         ).within(said)
         assert "over a cache" not in str(cases.shared("Llama", verify=True).certificate)
 
-    @pytest.mark.parametrize("name", ["quantized_decode_attention", "encode"])
+    @pytest.mark.parametrize("name", ["decode_attention", "encode"])
     def test_finds_what_is_wrong_with_a_rounded_cache(self, name, monkeypatch):
         """Attention that is off by a hundredth; a prompt that is rounded otherwise than the steps and fp32 are."""
         own = getattr(kv_cache, name)

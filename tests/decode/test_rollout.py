@@ -284,8 +284,7 @@ def test_a_prompts_keys_are_read_once_for_its_samples(options, monkeypatch, devi
     first tokens have equal log-probabilities but for rounding, also where two tokens are as likely."""
     fast = gb.decoder(cases.build("Qwen3", torch.float16, device), 10, cases.ROOM, verify=False, **options)
     given, found, seen = cases.prompts(80, 70, 3), [], []
-    name = "quantized_decode_attention" if "cache" in options else "decode_attention"
-    attention = getattr(kv_cache, name)
+    attention = kv_cache.decode_attention
 
     def look(qkv, position, cache, *rest):
         seen.append(None if cache.shared is None else cache.shared.counts.tolist())
@@ -296,7 +295,7 @@ def test_a_prompts_keys_are_read_once_for_its_samples(options, monkeypatch, devi
     for most in (rollout.PAGE, 1000):
         monkeypatch.setattr(rollout, "PAGE", most)
         if device.type == "cpu":  # a graph cannot hold what looks into tensors
-            monkeypatch.setattr(kv_cache, name, look)
+            monkeypatch.setattr(kv_cache, "decode_attention", look)
         found.append(fast.rollout(given, n=7, max_new_tokens=[5, 3, 2], temperature=0.0).sequences)
     shared = [counts for counts in seen if counts is not None]
     assert device.type != "cpu" or (shared[0] == [80] * 7 + [70] * 3 and 0 in shared[-1] and len(shared) < len(seen))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import combinations, product
@@ -30,6 +31,12 @@ def module(file: str) -> ModuleType:
     """gpubound/kernels/<file>.py itself, or a family's. `from gpubound.kernels import rope` is the op."""
     packages = ("gpubound.kernels", *FAMILIES)
     return import_module(next(name for p in packages if find_spec(name := f"{p}.{file}") is not None))
+
+
+def public(op: str) -> Callable:
+    """The op's public function; of a variant, as it computes that."""
+    function = getattr(import_module(every()[op].package), every()[op].function)
+    return partial(function, tiled=True) if op.startswith("tiled_") else function
 
 
 def definitions(file: str) -> ModuleType:

@@ -6,7 +6,6 @@ the op. Arguments are the self-tests'.
 """
 
 import inspect
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from gpubound import trace
 from gpubound.kernels import selftest
 from gpubound.kernels.registry import every, load
 from tests.messages import message
+
+from .cases import public
 
 OPS = every()
 
@@ -166,9 +167,9 @@ def check(op: str, data) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch, trace.strict():
             made = Made(patch)
-            got = outcome(getattr(import_module(every()[op].package), op), replaced(arguments, given), upstream)
+            got = outcome(public(op), replaced(arguments, given), upstream)
     except ValueError as refusal:
-        assert str(refusal).startswith(f"{op}: ") and str(refusal).endswith("."), refusal
+        assert str(refusal).startswith(f"{OPS[op].function}: ") and str(refusal).endswith("."), refusal
         got = None
     assert all(each.untouched() for each in (made, *laid.values())), "a store landed outside its tensor"
     if got is None:
@@ -202,7 +203,7 @@ TRAINED = ("cross_entropy", "linear_cross_entropy", "poly_attention", "richards"
 @pytest.mark.parametrize("op", TRAINED)
 def test_second_derivatives_are_refused(op):
     arguments, wired = of(op)
-    result = getattr(import_module(OPS[op].package), op)(**arguments)
+    result = public(op)(**arguments)
     results = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None and t.grad_fn is not None]
     inputs = [tensors(arguments)[name] for name in wired]
     with pytest.raises(NotImplementedError) as error:

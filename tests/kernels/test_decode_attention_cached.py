@@ -197,7 +197,7 @@ def test_wrong_arguments_are_named(device):
     def call(k=k, v=v, k_scale=k_scale, pages=case.pages, window=None):
         cache = LayerCache(k, v, k_scale, v_scale, pages, window and SharedKeys(group, none))
         heads = case.heads._replace(window=window or 0)
-        kernels.quantized_decode_attention(case.qkv, case.position, cache, heads, case.scratch(1), out)
+        kernels.decode_attention(case.qkv, case.position, cache, heads, case.scratch(1), out)
 
     call()
     refusals(

@@ -104,8 +104,8 @@ def test_wrong_arguments_are_named(device):
     out, shares = torch.zeros(2, 2, 16, device=device), torch.zeros(2, 2, device=device)
     refusals(
         "kernels/quantized_experts:wrong_arguments_are_named",
-        lambda: kernels.quantized_routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, out),
-        lambda: kernels.quantized_routed_gate_up(x, norm, gate_up, ids, out[..., :5].contiguous()),
-        lambda: kernels.quantized_add_routed(out, down, ids, shares, x[:, :50].contiguous()),
-        lambda: kernels.quantized_add_routed(out, down, ids.long(), shares, x),
+        lambda: kernels.routed_gate_up(x, norm._replace(offset=1.0), gate_up, ids, out),
+        lambda: kernels.routed_gate_up(x, norm, gate_up, ids, out[..., :5].contiguous()),
+        lambda: kernels.add_routed(out, down, ids, shares, x[:, :50].contiguous()),
+        lambda: kernels.add_routed(out, down, ids.long(), shares, x),
     )

@@ -8,6 +8,7 @@ from gpubound import kernels
 from gpubound.device import Chip
 from gpubound.kernels import plans
 from gpubound.kernels.decode_product import Norm
+from gpubound.kernels.packed_weights import pack
 from gpubound.kernels.plans.types import ResidentPlan
 from gpubound.kernels.registry import load
 from tests.messages import message, refusals
@@ -94,24 +95,34 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(device):
 
 def test_what_it_refuses():
     x, weight = torch.ones(33, 32), torch.ones(8, 32)
-    refusals("kernels/tiled_product:what_it_refuses", lambda: kernels.tiled_norm_product(x, None, weight))
+    refusals("kernels/tiled_product:what_it_refuses", lambda: kernels.norm_product(x, None, weight, tiled=True))
     with pytest.raises(ValueError, check=message("kernels/tiled_product:what_it_refuses.2")):
-        kernels.tiled_norm_gate_up(x[:2].half(), None, weight.bfloat16(), weight.bfloat16())
+        kernels.norm_gate_up(x[:2].half(), None, weight.bfloat16(), weight.bfloat16(), tiled=True)
     with pytest.raises(ValueError, check=message("kernels/tiled_product:what_it_refuses.3")):
-        kernels.tiled_add_product(x[:2], weight, None, torch.zeros(2, 8), copy=torch.zeros(2, 7))
+        kernels.add_product(x[:2], weight, None, torch.zeros(2, 8), copy=torch.zeros(2, 7), tiled=True)
     refusals(
-        "kernels/tiled_product:what_it_refuses.4", lambda: kernels.tiled_norm_product(x[:1], None, weight, v_weight=weight)
+        "kernels/tiled_product:what_it_refuses.4",
+        lambda: kernels.norm_product(x[:1], None, weight, v_weight=weight, tiled=True),
+    )
+    x, h = x[:2], torch.zeros(2, 8)
+    refusals(
+        "kernels/tiled_product:what_no_kernel_takes",
+        lambda: kernels.norm_product(x, None, weight, cap=1.0, tiled=True),
+        lambda: kernels.norm_product(x, None, pack(weight, "int8"), tiled=True),
+        lambda: kernels.norm_product(x, None, pack(weight, "int8"), k_weight=weight),
+        lambda: kernels.add_product(x, weight, None, h, copy=h),
+        lambda: kernels.add_product(x, pack(weight, "int8"), None, h, keep=h),
     )
 
 
 def test_the_doors_make_what_those_of_single_rows_make(device):
     x, norm = draw(device, torch.float32, 3, 64), Norm(draw(device, torch.float32, 64, seed=1), 1e-5)
     weight, out = draw(device, torch.float32, 16, 64, seed=2), draw(device, torch.float32, 64, 16, seed=3)
-    same("product", kernels.tiled_norm_product(x, norm, weight), kernels.norm_product(x, norm, weight), 1e-5)
-    gated = kernels.tiled_norm_gate_up(x, norm, weight, weight), kernels.norm_gate_up(x, norm, weight, weight)
+    same("product", kernels.norm_product(x, norm, weight, tiled=True), kernels.norm_product(x, norm, weight), 1e-5)
+    gated = kernels.norm_gate_up(x, norm, weight, weight, tiled=True), kernels.norm_gate_up(x, norm, weight, weight)
     same("gated", *gated, 1e-5)
     h, sums = draw(device, torch.float32, 3, 16), [torch.zeros(3, 64, device=device) for _ in range(2)]
-    kernels.tiled_add_product(h, out, None, sums[0])
+    kernels.add_product(h, out, None, sums[0], tiled=True)
     kernels.add_product(h, out, None, sums[1])
     same("sum", *sums, 1e-5)
 

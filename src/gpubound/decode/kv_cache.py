@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import decode_attention, quantized_decode_attention, write_tokens
+from ..kernels import decode_attention, write_tokens
 from ..kernels.decode_attention import KINDS, MANY, Heads, LayerCache, Scratch, decode, encode, listed, reads_shared
 from ..kernels.invariant import MEMBERS, SharedKeys
 from ..kernels.latent_attention import LatentCache
@@ -439,7 +439,6 @@ class Cache:
         self, number: int, qkv: Tensor, position: Tensor, heads: Heads, scratch: Scratch, out: Tensor, mode: int
     ) -> None:
         """Compute the attention of a step in layer `number`."""
-        op = decode_attention if self.kind is None else quantized_decode_attention
         store, place = self._indices[number]
         cache = store.of(place, slice(self.first, self.first + len(position)))
         scratch = scratch._replace(most=self.most)
@@ -450,7 +449,7 @@ class Cache:
             scratch = scratch._replace(tiles=LONG // 16, many=True)
         if not mode and reads_shared(cache, heads, out.dtype):
             cache = cache._replace(shared=self.shared_by(len(position)))
-        op(qkv, position, cache, heads, scratch, out, mode)
+        decode_attention(qkv, position, cache, heads, scratch, out, mode)
 
     def group(self, groups: Iterable[list[int]], tokens: list[int]) -> None:
         """Write which rows begin with the same tokens, and with how many (B)."""

@@ -112,10 +112,11 @@ class PackedLinear:
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         if len(self.parts) == 1:
-            kernels.quantized_norm_product(x, norm, self.parts[0], self.bias, out, *best, mode, cap)
+            kernels.norm_product(x, norm, self.parts[0], None, None, self.bias, None, None, out, *best, mode, cap)
         else:
             biases = [None] * len(self.parts) if self.bias is None else self.bias.split(self.rows)
-            each = [kernels.quantized_norm_product(x, norm, *pair, None, None, None, mode) for pair in zip(self.parts, biases)]
+            pairs = zip(self.parts, biases)
+            each = [kernels.norm_product(x, norm, part, bias=bias, dependent=mode) for part, bias in pairs]
             torch.cat(each, 1, out=out)
         if self.added is not None:
             self.added.add(self._normed(x, norm), *out.split(self.counts, 1))
@@ -131,12 +132,12 @@ class PackedLinear:
         if self.added is None:
             kernels.quantized_norm_gate_up(x, norm, packed, self.alternate_bias, out, mode, activation, self.turns == 2)
             return
-        gate, up = kernels.quantized_norm_product(x, norm, packed, self.bias, None, None, None, mode).split(self.counts, 1)
+        gate, up = kernels.norm_product(x, norm, packed, bias=self.bias, dependent=mode).split(self.counts, 1)
         self.added.add(self._normed(x, norm), gate, up)
         out.copy_(ACTIVATIONS[activation](gate) * up)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
-        kernels.quantized_add_product(h, self.parts[0], self.bias, x, mode)
+        kernels.add_product(h, self.parts[0], self.bias, x, mode)
         if self.added is not None:
             self.added.add(h, x)
 
@@ -283,11 +284,8 @@ class DenseLinear:
         self, x: Tensor, norm: Norm | None, out: Tensor, mode: int, best: Maxima = NO_MAXIMA, cap: float = 0.0
     ) -> Tensor:
         (q, k, v), (q_bias, k_bias, v_bias) = self._operands
-        if self.gemv_rows is not None and len(x) > self.gemv_rows:
-            return kernels.tiled_norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, mode)
-        return kernels.norm_product(
-            x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters_for(self.added, len(x))
-        )
+        adapters, tiled = adapters_for(self.added, len(x)), self._tiled(x)
+        return kernels.norm_product(x, norm, q, k, v, q_bias, k_bias, v_bias, out, *best, mode, cap, adapters, tiled=tiled)
 
     def norm_up(
         self, x: Tensor, norm: Norm | None, activation: str, by: Tensor | None, scratch: Tensor, out: Tensor, mode: int
@@ -299,17 +297,17 @@ class DenseLinear:
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._operands
-        if self.gemv_rows is not None and len(x) > self.gemv_rows:
-            kernels.tiled_norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation)
-            return
-        kernels.norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, mode, activation, adapters_for(self.added, len(x)))
+        last = mode, activation, adapters_for(self.added, len(x)), self._tiled(x)
+        kernels.norm_gate_up(x, norm, gate, up, gate_bias, up_bias, out, *last)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int, keep: Tensor | None = None) -> None:
-        if self.gemv_rows is not None and len(h) > self.gemv_rows:
-            copy = None if self.copy is None else self.copy[: len(h)]
-            kernels.tiled_add_product(h, *self.layers[0][:2], x, mode, copy, keep)
-        else:
-            kernels.add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)), keep)
+        tiled = self._tiled(h)
+        copy = self.copy[: len(h)] if tiled and self.copy is not None else None
+        kernels.add_product(h, *self.layers[0][:2], x, mode, adapters_for(self.added, len(h)), copy, keep, tiled)
+
+    def _tiled(self, x: Tensor) -> bool:
+        """Return whether the rows of x are multiplied together."""
+        return self.gemv_rows is not None and len(x) > self.gemv_rows
 
     def send_product(self, h: Tensor, to: Mail, mode: int) -> None:
         kernels.send_product(h, *self.layers[0][:2], to, mode)
@@ -341,7 +339,8 @@ class DenseExperts:
     grouped_steps = True  # whether steps of many rows are products grouped by expert
 
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
-        self.gate_up, self.down = gate_up, down
+        self.gate_up: Any = gate_up
+        self.down: Any = down
         self.gate_up_bytes = gate_up[0].nbytes  # of one expert
         self.nbytes = gate_up[0].nbytes + down[0].nbytes  # of one expert
 
@@ -407,7 +406,7 @@ class PackedFormat(WeightFormat):
         ]
 
 
-class PackedExperts:
+class PackedExperts(DenseExperts):
     """gate_up (E, 2 I, hidden) and down (E, hidden, I), each packed as one weight with the experts' rows concatenated."""
 
     grouped_steps = False  # unpacking every expert costs more bytes than reading the chosen ones' packed bytes row by row
@@ -418,12 +417,6 @@ class PackedExperts:
         self.gate_up_bytes = self.gate_up.nbytes // len(gate_up)  # of one expert
         self.nbytes = (self.gate_up.nbytes + self.down.nbytes) // len(gate_up)  # of one expert
         self._scratch = [form.scratch(one.rows, one.columns, one.words.device) for one in (self.gate_up, self.down)]
-
-    def routed_gate_up(self, x: Tensor, norm: Norm, activation: str, ids: Tensor, out: Tensor, mode: int) -> None:
-        kernels.quantized_routed_gate_up(x, norm, self.gate_up, ids, out, mode, activation=activation)
-
-    def add_routed(self, h: Tensor, ids: Tensor, shares: Tensor, x: Tensor, mode: int) -> None:
-        kernels.quantized_add_routed(h, self.down, ids, shares, x, mode)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         weights = zip((self.gate_up, self.down), self._scratch, self.shapes)

@@ -12,7 +12,7 @@ from .cross_entropy import (
     linear_cross_entropy as linear_cross_entropy,
 )
 from .decode_adapters import add_adapters as add_adapters
-from .decode_attention import decode_attention as decode_attention, quantized_decode_attention as quantized_decode_attention
+from .decode_attention import decode_attention as decode_attention
 from .decode_product import (
     Norm as Norm,
     add_norm as add_norm,
@@ -63,14 +63,7 @@ from .quantize import (
 )
 from .quantized_product import (
     dequantize as dequantize,
-    quantized_add_product as quantized_add_product,
-    quantized_add_routed as quantized_add_routed,
     quantized_norm_gate_up as quantized_norm_gate_up,
-    quantized_norm_product as quantized_norm_product,
-    quantized_routed_gate_up as quantized_routed_gate_up,
-    tiled_add_product as tiled_add_product,
-    tiled_norm_gate_up as tiled_norm_gate_up,
-    tiled_norm_product as tiled_norm_product,
 )
 from .recurrent import (
     chunk_scan as chunk_scan,

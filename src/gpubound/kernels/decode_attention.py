@@ -94,8 +94,11 @@ def listed(row: int, part: int, parts: int) -> int:
 
 def decode_attention(
     qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one new token per row over the cache: (out, cache.k, cache.v). The token's k and v are written to the cache.
+) -> tuple[Tensor, ...]:
+    """Attention of one new token per row over the cache: out, and the cache's tensors. The token's k and v are written to them.
+
+    In a cache of 8-bit codes they are rounded when they are written, and the token itself attends to the rounded values, as
+    later tokens will.
 
     A row may have T new tokens. qkv, out and the scratch then have B·T rows, all of one row before those of the next. Each
     token sees the cache and the new tokens before it. Its result has the same bits as if it had come alone.
@@ -113,7 +116,15 @@ def decode_attention(
               by query, in a LATE launch, the new tokens' keys of another layer, too
     """
     _check("decode_attention", qkv, position, cache, heads, scratch, out)
-    kernel = implementation("decode_attention", cache.k, None, _shape(qkv, cache, heads, out, scratch.by_query))
+    shape = _shape(qkv, cache, heads, out, scratch.by_query)
+    if cache.k_scale is None and cache.k.dtype not in LARGEST:
+        kernel = implementation("decode_attention", cache.k, None, shape)
+    else:
+        _check_codes("decode_attention", cache)
+        codes, unable = cache.k, None
+        if codes.dtype == torch.float8_e4m3fn and codes.is_cuda and torch.cuda.get_device_capability(codes.device) < (8, 9):
+            unable = "e4m3 needs compute capability 8.9"
+        kernel = implementation("quantized_decode_attention", out, unable, shape)
     return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
 
 
@@ -131,27 +142,9 @@ def decode_attention_reference(qkv, position, cache, heads, scratch, out, depend
     return written(cache, out)
 
 
-def quantized_decode_attention(
-    qkv: Tensor, position: Tensor, cache: LayerCache, heads: Heads, scratch: Scratch, out: Tensor, dependent: int = 0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`decode_attention` over a cache of 8-bit codes: (out, then the codes and scales).
-
-    The token's k and v are rounded when they are written. The token itself already attends to the rounded values, as later
-    tokens will.
-    """
-    op = "quantized_decode_attention"
-    _check(op, qkv, position, cache, heads, scratch, out)
-    _check_codes(op, cache)
-    unable = None
-    if cache.k.dtype == torch.float8_e4m3fn and cache.k.is_cuda and torch.cuda.get_device_capability(cache.k.device) < (8, 9):
-        unable = "e4m3 needs compute capability 8.9"
-    kernel = implementation(op, out, unable, _shape(qkv, cache, heads, out, scratch.by_query))
-    return kernel(qkv, position, cache, _countable(heads), scratch, out, dependent)
-
-
-quantized_decode_attention_reference = definition(lambda g, *shape: _example(g, True, *shape), "quantized_decode_attention")(
-    decode_attention_reference
-)
+quantized_decode_attention_reference = definition(
+    lambda g, *shape: _example(g, True, *shape), "quantized_decode_attention", variant_of="decode_attention"
+)(decode_attention_reference)
 
 
 def reads_shared(cache: LayerCache, heads: Heads, dtype: torch.dtype) -> bool:
@@ -335,7 +328,7 @@ def _check_pages(op: str, pages: Tensor, cache: Tensor) -> None:
 def _check_codes(op: str, cache: LayerCache) -> None:
     if cache.k.dtype not in LARGEST:
         dtypes = ", ".join(map(str, LARGEST))
-        raise ValueError(f"{op}: caches must be one of {dtypes}, got {cache.k.dtype}; decode_attention takes the others.")
+        raise ValueError(f"{op}: caches with scales must be one of {dtypes}, got {cache.k.dtype}; leave the scales out.")
     if cache.k_scale is None or cache.v_scale is None:
         raise ValueError(f"{op}: cache.k_scale and cache.v_scale belong to codes, got None; give one scale for each place.")
     for name, scales in (("cache.k_scale", cache.k_scale), ("cache.v_scale", cache.v_scale)):

@@ -1,6 +1,12 @@
 """Ops of one decoding step, for one token of each of B rows: products, and norms that are part of no product.
 
-All outputs are written in place. The stream `x` is fp32 (B, hidden); weights are read in the model's dtype.
+All outputs are written in place. The stream `x` is fp32 (B, hidden); weights are read in the model's dtype, or are `Packed`.
+
+With `tiled`, 2 to MOST rows are multiplied together on tensor cores (quantized_product.py, as kernels of packed weights are).
+Otherwise each row is multiplied by itself in fp32: bound by memory for one row, and by waiting for a few. In a tiled
+product x times its norm's gain is rounded to the dtype of the weights, so a row's bits differ from those that it gets alone. In
+fp16 such an x may have no end, where its norm has: bf16 is what they are for. The stream x may be given in the dtype of the
+weights: each program reads all of it, and fp32 is twice as many bytes. `add_product` writes such a copy.
 
 Programmatic dependent launch (PDL): with `dependent` a kernel starts while its predecessor in the stream still runs. It is only
 for a chain of these ops, each of which reads the result of the one before. An EARLY kernel lets its successor start at once, a
@@ -9,11 +15,11 @@ start at once, and waits only before it writes: all that it reads was written be
 rules. A step with ops that also serve training sets the mode once: in `chained`, every kernel that supports PDL uses it.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +28,7 @@ from torch import Tensor
 from ..device import constant
 from .decode_adapters import StepAdapters, adapters_shape, check_adapters, draw_adapters
 from .dispatch import implementation, require
+from .packed_weights import Packed, check_packed
 from .peer_exchange import Mail, check_mail, example_mail
 from .registry import definition, draw, zeros
 
@@ -61,6 +68,9 @@ def can_chain(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST
 
 
+Weight = TypeVar("Weight", bound="Tensor | Packed")
+
+MOST = 32  # rows of a tiled product
 WRITTEN = "it is written in place"
 ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "silu": F.silu,
@@ -81,7 +91,7 @@ class Norm(NamedTuple):
 def norm_product(
     x: Tensor,
     norm: Norm | None,
-    weight: Tensor,
+    weight: Tensor | Packed,
     k_weight: Tensor | None = None,
     v_weight: Tensor | None = None,
     bias: Tensor | None = None,
@@ -95,8 +105,9 @@ def norm_product(
     adapters: StepAdapters | None = None,
     activation: str = "",
     by: Tensor | None = None,
+    tiled: bool = False,
 ) -> Tensor:
-    """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) concatenated.
+    """out (B, rows, fp32) = rms_norm(x) times one weight, or two or three (q, k, v) concatenated. One may be packed.
 
     With `cap`, cap · tanh(out / cap) of it. With an activation, one of ACTIVATED, activation(out) · by, in any dtype; `by`
     (B, rows, fp32) may be absent.
@@ -110,7 +121,13 @@ def norm_product(
     weights, rows = side_by_side("norm_product", weight, k_weight, v_weight)
     if out is None:
         out = torch.empty(x.shape[0], rows, device=x.device, dtype=torch.float32)
-    check_stream("norm_product", x, norm, *weights)
+    others = {"adapters": adapters, "activation": activation, "by": by}
+    if isinstance(weight, Packed):
+        refuse("norm_product", "a packed weight", k_weight=k_weight, **others, tiled=tiled)
+    elif tiled:
+        refuse("norm_product", "tiled", best=best, cap=cap, **others)
+        check_rows("norm_product", x)
+    check_stream("norm_product", x, norm, *weights, rounded=tiled)
     check_biases("norm_product", (bias, k_bias, v_bias), weights)
     require("norm_product", "out", out, None if activation else torch.float32, (x.shape[0], rows), x.device, WRITTEN)
     check_best("norm_product", best, arg, rows, x)
@@ -119,10 +136,18 @@ def norm_product(
         require("norm_product", "by", by, torch.float32, tuple(out.shape), out.device, "it has one number for each of out")
     if (best is not None) if activation else by is not None:
         raise ValueError("norm_product: best is of outputs without an activation, and by of those with one; leave one out.")
+    if isinstance(weight, Packed):
+        kernel = implementation("quantized_norm_product", x if norm is None else norm.weight, None, call_shape(norm, cap))
+        kernel(x, norm, weight, bias, out, best, arg, dependent, cap)
+        return out
+    operands = x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out
+    if tiled:
+        implementation("tiled_norm_product", weight, None, call_shape(norm))(*operands, dependent)
+        return out
     check_adapters("norm_product", adapters, x, [len(w) for w in weights])
     shape = call_shape(norm, cap, added=adapters_shape(adapters), unit=(activation, by is not None) if activation else ())
-    kernel, last = implementation("norm_product", weight, None, shape), (dependent, cap, adapters, activation, by)
-    kernel(x, norm, weight, k_weight, v_weight, bias, k_bias, v_bias, out, best, arg, *last)
+    kernel = implementation("norm_product", weight, None, shape)
+    kernel(*operands, best, arg, dependent, cap, adapters, activation, by)
     return out
 
 
@@ -162,18 +187,27 @@ def norm_gate_up(
     dependent: int = 0,
     activation: str = "silu",
     adapters: StepAdapters | None = None,
+    tiled: bool = False,
 ) -> Tensor:
-    """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS."""
+    """out (B, rows, in gate's dtype) = activation(n gateᵀ) · (n upᵀ), where n is the RMSNorm of x; one of ACTIVATIONS.
+
+    `quantized_norm_gate_up` takes both in one packed weight.
+    """
     if out is None:
         out = torch.empty(x.shape[0], gate.shape[0], device=x.device, dtype=gate.dtype)
-    check_stream("norm_gate_up", x, norm, gate, up)
+    check_stream("norm_gate_up", x, norm, gate, up, rounded=tiled)
     require("norm_gate_up", "up", up, gate.dtype, tuple(gate.shape), x.device, "it is multiplied with gate, row by row")
     check_biases("norm_gate_up", (gate_bias, up_bias), [gate, up])
     require("norm_gate_up", "out", out, gate.dtype, (x.shape[0], gate.shape[0]), x.device, WRITTEN)
     check_activation("norm_gate_up", activation)
+    operands = x, norm, gate, up, gate_bias, up_bias, out, dependent, activation
+    if tiled:
+        refuse("norm_gate_up", "tiled", adapters=adapters)
+        check_rows("norm_gate_up", x)
+        return implementation("tiled_norm_gate_up", gate, None, call_shape(norm, activation))(*operands)
     check_adapters("norm_gate_up", adapters, x, [len(gate), len(up)])
     kernel = implementation("norm_gate_up", gate, None, call_shape(norm, activation, added=adapters_shape(adapters)))
-    return kernel(x, norm, gate, up, gate_bias, up_bias, out, dependent, activation, adapters)
+    return kernel(*operands, adapters)
 
 
 @definition(
@@ -188,14 +222,34 @@ def norm_gate_up_reference(x, norm, gate, up, gate_bias, up_bias, out, dependent
 
 
 def add_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, dependent: int = 0, adapters: StepAdapters | None = None,
+    h: Tensor,
+    weight: Tensor | Packed,
+    bias: Tensor | None,
+    x: Tensor,
+    dependent: int = 0,
+    adapters: StepAdapters | None = None,
+    copy: Tensor | None = None,
     keep: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """x += h weightᵀ, in place: the output and the down product, with the residual. keep: rows of x's width, such as columns of
-    a wider tensor, that become the new x, too."""
+    tiled: bool = False,
+) -> Tensor:
+    """x += h weightᵀ, in place: the output and the down product, with the residual.
+
+    keep: rows of x's width, such as columns of a wider tensor, that become the new x, too. So does copy, of a tiled product, in
+    the weight's dtype
+    """
     check_add("add_product", h, weight, bias, x.device)
     require("add_product", "x", x, torch.float32, (h.shape[0], weight.shape[0]), x.device, WRITTEN)
     check_keep("add_product", "keep", keep, x)
+    if isinstance(weight, Packed):
+        refuse("add_product", "a packed weight", adapters=adapters, keep=keep, copy=copy, tiled=tiled)
+        return implementation("quantized_add_product", h)(h, weight, bias, x, dependent)
+    if tiled:
+        refuse("add_product", "tiled", adapters=adapters)
+        check_rows("add_product", h)
+        if copy is not None:
+            require("add_product", "copy", copy, weight.dtype, tuple(x.shape), x.device, WRITTEN)
+        return implementation("tiled_add_product", weight)(h, weight, bias, x, dependent, copy, keep)
+    refuse("add_product", "tiled=False", copy=copy)
     check_adapters("add_product", adapters, h, [len(weight)])
     kernel = implementation("add_product", weight, None, adapters_shape(adapters))
     return kernel(h, weight, bias, x, dependent, adapters, keep)
@@ -225,10 +279,24 @@ def send_product_reference(h, weight, bias, mail, dependent=0):
     return mail.boxes
 
 
-def check_add(op: str, h: Tensor, weight: Tensor, bias: Tensor | None, device: torch.device) -> None:
-    require(op, "weight", weight, None, ("outputs", "inputs"), device, "the kernel reads row after row")
+def check_add(op: str, h: Tensor, weight: Tensor | Packed, bias: Tensor | None, device: torch.device) -> None:
+    if isinstance(weight, Tensor):
+        require(op, "weight", weight, None, ("outputs", "inputs"), device, "the kernel reads row after row")
     require(op, "h", h, None, (*h.shape[:1], weight.shape[1]), device, "the kernel reads row after row")
+    if isinstance(weight, Packed):
+        check_packed(op, weight, h)
     check_biases(op, (bias,), [weight])
+
+
+def refuse(op: str, what: str, **others: Any) -> None:
+    """Raise ValueError if one of `others` is passed together with `what`."""
+    if found := [name for name, value in others.items() if isinstance(value, Tensor) or value]:
+        raise ValueError(f"{op}: got {found[0]} with {what}, which no kernel takes together; leave one of them out.")
+
+
+def check_rows(op: str, x: Tensor) -> None:
+    if len(x) > MOST:
+        raise ValueError(f"{op}: tiled takes at most {MOST} rows, got {len(x)}; more are worth a matrix product of torch's.")
 
 
 def check_keep(op: str, name: str, to: Tensor | None, x: Tensor) -> None:
@@ -255,7 +323,7 @@ def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def side_by_side(op: str, *present: Tensor | None) -> tuple[list[Tensor], int]:
+def side_by_side(op: str, *present: Weight | None) -> tuple[list[Weight], int]:
     """The weights that are there, one, two or three, and how many rows they have together."""
     if present[1] is None and present[2] is not None:
         raise ValueError(f"{op}: got v_weight without k_weight; of two weights pass the second as k_weight.")
@@ -263,20 +331,25 @@ def side_by_side(op: str, *present: Tensor | None) -> tuple[list[Tensor], int]:
     return weights, sum(weight.shape[0] for weight in weights)
 
 
-def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor, rounded: bool = False) -> None:
+def check_stream(op: str, x: Tensor, norm: Norm | None, *weights: Tensor | Packed, rounded: bool = False) -> None:
     """rounded: x may be in the weights' dtype."""
-    dtypes = dict.fromkeys((torch.float32, *(w.dtype for w in weights[:1] if rounded)))
+    plain = [weight for weight in weights if isinstance(weight, Tensor)]
+    dtypes = dict.fromkeys((torch.float32, *(w.dtype for w in plain[:1] if rounded)))
     if x.dim() != 2 or x.dtype not in dtypes or not x.is_contiguous():
         names = " or ".join(map(str, dtypes))
         raise ValueError(f"{op}: x must be a contiguous {names} (rows, hidden), got {x.dtype} {tuple(x.shape)}.")
     if norm is not None:
         require(op, "norm.weight", norm.weight, None, x.shape[1:], x.device, "it has one weight for each column of x")
-    for weight in weights:
+    for weight in plain:
         wanted = "outputs", x.shape[1]
-        require(op, "a weight", weight, weights[0].dtype, wanted, x.device, "all have x's width and one dtype")
+        require(op, "a weight", weight, plain[0].dtype, wanted, x.device, "all have x's width and one dtype")
+    for packed in (weight for weight in weights if isinstance(weight, Packed)):
+        if packed.columns != x.shape[1]:
+            raise ValueError(f"{op}: the weight must have {x.shape[1]} columns to match x, got {packed.columns}.")
+        check_packed(op, packed, x)
 
 
-def check_biases(op: str, biases: tuple[Tensor | None, ...], weights: list[Tensor]) -> None:
+def check_biases(op: str, biases: tuple[Tensor | None, ...], weights: Sequence[Tensor | Packed]) -> None:
     """None at all, or one of the weights' rows for each."""
     present = [bias for bias in biases if bias is not None]
     if present and (len(present) != len(weights) or biases[0] is None):

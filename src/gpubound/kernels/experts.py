@@ -19,6 +19,7 @@ from torch import Tensor
 from .decode_product import ACTIVATIONS, WRITTEN, Norm, check_activation, check_stream, draw_stream, rms_normed
 from .dispatch import implementation, require
 from .gated import INFINITE, check_limit
+from .packed_weights import Packed, check_experts, check_packed
 from .registry import definition, doubles, draw, ints, zeros
 
 STACKED = "an expert's weight follows the other's"
@@ -77,28 +78,34 @@ def route_reference(x, norm, router, normalise, logits, count, ids, weights, dep
 def routed_gate_up(
     x: Tensor,
     norm: Norm,
-    gate_up: Tensor,
+    gate_up: Tensor | Packed,
     ids: Tensor,
     out: Tensor,
     dependent: int = 0,
     limit: float = INFINITE,
     activation: str = "silu",
 ) -> Tensor:
-    """out (B, S, I, in gate_up's dtype) = f(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
+    """out (B, S, I) = f(n gateᵀ) · (n upᵀ) for each expert of each row, where n is the RMSNorm of x.
 
-    gate_up   (E, 2 I, hidden): an expert's gate, then its up
+    gate_up   (E, 2 I, hidden): an expert's gate, then its up; or those rows packed as one, (E 2 I, hidden)
     activation  f, one of decode_product.ACTIVATIONS
     limit     n gateᵀ counts as at most this, n upᵀ as within it; a NaN stays one
     ids       (B, S) int32. The host does not read them: an id that no expert has makes its slot NaN, in add_routed too
+    out       in gate_up's dtype; of packed ones in any
     """
-    check_stream("routed_gate_up", x, norm)
+    check_stream("routed_gate_up", x, norm, *((gate_up,) if isinstance(gate_up, Packed) else ()))
     check_plain("routed_gate_up", norm)
-    require("routed_gate_up", "gate_up", gate_up, None, ("experts", 2 * out.shape[-1], x.shape[1]), x.device, STACKED)
     require("routed_gate_up", "ids", ids, torch.int32, (len(x), "slots"), x.device, "route writes it")
-    require("routed_gate_up", "out", out, gate_up.dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
+    dtype, unit = None if isinstance(gate_up, Packed) else gate_up.dtype, () if activation == "silu" else (activation,)
+    require("routed_gate_up", "out", out, dtype, (*ids.shape, out.shape[-1]), x.device, WRITTEN)
     check_limit("routed_gate_up", limit)
     check_activation("routed_gate_up", activation)
-    kernel = implementation("routed_gate_up", gate_up, None, () if activation == "silu" else (activation,))
+    if isinstance(gate_up, Packed):
+        check_experts("routed_gate_up", "gate_up", gate_up, 2 * out.shape[-1])
+        kernel = implementation("quantized_routed_gate_up", out, None, (gate_up.kind, *unit))
+    else:
+        require("routed_gate_up", "gate_up", gate_up, None, ("experts", 2 * out.shape[-1], x.shape[1]), x.device, STACKED)
+        kernel = implementation("routed_gate_up", gate_up, None, unit)
     return kernel(x, norm, gate_up, ids, out, dependent, limit, activation)
 
 
@@ -113,14 +120,16 @@ def routed_gate_up_reference(x, norm, gate_up, ids, out, dependent=0, limit=INFI
     return out
 
 
-def add_routed(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
+def add_routed(h: Tensor, down: Tensor | Packed, ids: Tensor, weights: Tensor, x: Tensor, dependent: int = 0) -> Tensor:
     """x += Σ weight · h downᵀ over the slots of a row, in their order: the down product of a sparse MLP, with the residual.
 
-    h (B, S, I), down (E, hidden, I), ids and weights (B, S). With `dependent` the kernel reads ids and weights while the kernel
-    before it still runs. That one must be the `routed_gate_up` with the same ids.
+    h (B, S, I), down (E, hidden, I), or packed as one (E hidden, I), ids and weights (B, S). With `dependent` the kernel reads
+    ids and weights while the kernel before it still runs. That one must be the `routed_gate_up` with the same ids.
     """
-    require("add_routed", "down", down, None, ("experts", "outputs", h.shape[-1]), x.device, STACKED)
-    check_slots("add_routed", h, down.shape[2], ids, weights, x, down.shape[1])
+    outputs = check_down("add_routed", h, down, ids, weights, x)
+    require("add_routed", "x", x, torch.float32, (len(ids), outputs), x.device, WRITTEN)
+    if isinstance(down, Packed):
+        return implementation("quantized_add_routed", h, None, (down.kind,))(h, down, ids, weights, x, dependent)
     return implementation("add_routed", down)(h, down, ids, weights, x, dependent)
 
 
@@ -142,16 +151,17 @@ def check_plain(op: str, norm: Norm) -> None:
         raise ValueError(f"{op}: norm.offset must be 0, got {norm.offset}; add it to norm.weight before the call.")
 
 
-def check_slots(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor, outer: int) -> None:
-    """Check the slots that a down product reads, and the stream that it adds to."""
-    check_read(op, h, inner, ids, weights, x)
-    require(op, "x", x, torch.float32, (len(ids), outer), x.device, WRITTEN)
-
-
-def check_read(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, x: Tensor) -> None:
-    require(op, "ids", ids, torch.int32, (len(h), "slots"), x.device, "route writes it")
-    require(op, "h", h, None, (*ids.shape, inner), x.device, "a row of it belongs to each expert that was chosen")
-    require(op, "weights", weights, torch.float32, tuple(ids.shape), x.device, "it holds a share for each id")
+def check_down(op: str, h: Tensor, down: Tensor | Packed, ids: Tensor, weights: Tensor, out: Tensor) -> int:
+    """Check what a down product reads, and return the number of its outputs, whose last dimension `out` has."""
+    if isinstance(down, Packed):
+        check_packed(op, down, out)
+        check_experts(op, "down", down, out.shape[-1])
+    else:
+        require(op, "down", down, None, ("experts", "outputs", h.shape[-1]), out.device, STACKED)
+    require(op, "ids", ids, torch.int32, (len(h), "slots"), out.device, "route writes it")
+    require(op, "h", h, None, (*ids.shape, down.shape[-1]), out.device, "a row of it belongs to each expert that was chosen")
+    require(op, "weights", weights, torch.float32, tuple(ids.shape), out.device, "it holds a share for each id")
+    return out.shape[-1] if isinstance(down, Packed) else down.shape[1]
 
 
 def draw_routes() -> tuple[Tensor, Tensor]:

@@ -29,11 +29,13 @@ their spread; with extremes at ±7, 11.8 %; with a zero point from minimum and m
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .dispatch import require
 
 KINDS = ("int8", "int4", "fp8")  # of `pack`, which rounds
 GROUP = 128  # columns that a row is padded to a multiple of
@@ -113,6 +115,14 @@ class Packed(NamedTuple):
         return self.words.shape[0]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self.tensors())
 
@@ -123,6 +133,29 @@ class Packed(NamedTuple):
         """Some of the rows, over the same memory."""
         extra = self.extra[rows] if self.extra is not None and TABLE[self.kind].offset else self.extra
         return self._replace(words=self.words[rows], scale=self.scale[rows], extra=extra)
+
+
+def check_packed(op: str, weight: Packed, x: Tensor) -> None:
+    """Check that the weight comes from `pack`, is on x's device and has all of its rows."""
+    if weight.kind not in BITS:
+        raise ValueError(f"{op}: the weight's kind must be one of {', '.join(BITS)}, got {weight.kind!r}; make it with pack.")
+    kind, columns = TABLE[weight.kind], weight.columns
+    why = "make it with pack, where x lies"
+    require(op, "the weight's words", weight.words, torch.int32, (weight.rows, kind.words(columns)), x.device, why)
+    dtype = {"e2m1": torch.uint8, "level": None}.get(kind.values, torch.float32)  # None: any floating-point one
+    scales = weight.rows, kind.scales(columns)
+    require(op, "the weight's scale", weight.scale, dtype, scales, x.device, why)
+    if kind.offset or kind.values == "nf4":
+        extra = (16,) if kind.values == "nf4" else scales
+        require(op, "the weight's extra", cast(Tensor, weight.extra), torch.float32, extra, x.device, why)
+
+
+def check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
+    if not rows or weight.rows % rows or not weight.rows:
+        what = f"{name} has {weight.rows} rows, wanted {rows} for each expert"
+        raise ValueError(f"{op}: {what}; pack the experts' weights as one, pack(stack.flatten(0, 1), kind).")
+    if weight.extra is not None:
+        raise ValueError(f"{op}: {name} is {weight.kind}, wanted a kind without offsets or a code table for experts.")
 
 
 @torch.no_grad()

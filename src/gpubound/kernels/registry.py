@@ -28,6 +28,7 @@ class Op(NamedTuple):
     example: Callable[..., tuple]
     # Whether its kernel multiplies fp32 in tf32, which has fp16's fraction of 10 bits, for a call of that shape.
     tf32: Callable[..., bool]
+    function: str  # the name of its public function
 
     @property
     def package(self) -> str:
@@ -42,17 +43,20 @@ def definition(
     op: str | None = None,
     gradient: bool = False,
     tf32: Callable[..., bool] = lambda *_: False,
+    variant_of: str | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register `<op>_reference` as the definition of <op>, or of `op`: its CPU path, and the reference of its self-test.
 
-    gradient: autograd differentiates it; others run without
+    gradient: autograd differentiates it; others run without. variant_of: the op whose public function calls this one, too, for
+    weights or a cache of another format, or for rows that are multiplied together
     """
 
     def register(function: Callable) -> Callable:
         package, _, file = function.__module__.rpartition(".")
         kernels = import_module(f"{package}.triton")
         function = function if gradient else torch.no_grad()(function)
-        OPS[op or function.__name__.removesuffix("_reference")] = Op(kernels, file, function, example, tf32)
+        name = op or function.__name__.removesuffix("_reference")
+        OPS[name] = Op(kernels, file, function, example, tf32, variant_of or name)
         return function
 
     return register

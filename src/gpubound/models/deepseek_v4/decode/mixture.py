@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....decode.moe import PIECE, each_expert, grouped, not_grouped
-from ....kernels import dequantize, quantized_routed_gate_up, routed_gate_up, swiglu
+from ....kernels import dequantize, routed_gate_up, swiglu
 from ....kernels.decode_product import Norm, ahead
 from ....kernels.packed_weights import Packed
 from ..family import LinearWeights, MixtureWeights
-from ..kernels import choose_experts, norm_products, quantized_routed_down, routed_down
+from ..kernels import choose_experts, norm_products, routed_down
 from ..kernels.products import MOST, MOST_CODED, Fp8Blocks, Gated, numbers
 
 GEMV_ROWS = 8  # rows
@@ -148,12 +148,6 @@ class CodedExperts(LiveExperts):
     def at_once(self) -> int:
         """Number of experts that are dequantised at a time."""
         return max(1, min(self.count, WIDE // (3 * self.width * self.gate_up.columns)))
-
-    def few(self, u: Tensor, norm: Norm, ids: Tensor) -> Tensor:
-        return quantized_routed_gate_up(u, norm, self.gate_up, ids, self.room(ids), limit=self.limit)
-
-    def few_down(self, routed: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-        return quantized_routed_down(routed, self.down, ids, shares, self.apart(ids))
 
     def many(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         y = torch.zeros(h.shape, device=h.device, dtype=torch.float32)

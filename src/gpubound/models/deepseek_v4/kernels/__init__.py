@@ -18,7 +18,6 @@ from .hyper_connections import (
 from .products import (
     choose_experts as choose_experts,
     norm_products as norm_products,
-    quantized_routed_down as quantized_routed_down,
     routed_down as routed_down,
     send_products as send_products,
 )

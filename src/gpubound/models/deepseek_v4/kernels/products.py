@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....kernels.decode_product import WRITTEN, Norm, call_shape, check_stream, draw_stream, rms_normed
 from ....kernels.dispatch import implementation, require
-from ....kernels.experts import STACKED, check_read, draw_routes, times
+from ....kernels.experts import check_down, draw_routes, times
 from ....kernels.gated import check_limit, swiglu_reference
 from ....kernels.packed_weights import Packed, unpack
 from ....kernels.peer_exchange import Mail, check_mail, example_mail
@@ -27,7 +27,7 @@ from ....kernels.plans import RULES, Job
 from ....kernels.plans.defaults import SEARCHED, Rule, first, width
 from ....kernels.plans.types import MatrixPlan, TilePlan
 from ....kernels.quantize import has_cores
-from ....kernels.quantized_product import check_experts, check_packed, draw_packed
+from ....kernels.quantized_product import draw_packed
 from ....kernels.registry import definition, draw, ints, zeros
 
 BLOCK = (128, 128)
@@ -249,13 +249,15 @@ def _choice_example(generator, gated):
     return *arguments, Gated(draw(generator, 3, 20).detach(), draw(generator, 3, 20).detach(), 0.8, zeros(3, 20))
 
 
-def routed_down(h: Tensor, down: Tensor, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+def routed_down(h: Tensor, down: Tensor | Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
     """out (B, S, hidden, fp32) = weight · h downᵀ of each slot: as `add_routed`, for another op to sum in their order.
 
     A program has one slot, so that none waits for an expert's weights S times. With `dependent` as there.
     """
-    require("routed_down", "down", down, None, ("experts", "outputs", h.shape[-1]), out.device, STACKED)
-    _check_apart("routed_down", h, down.shape[2], ids, weights, out, down.shape[1])
+    outputs = check_down("routed_down", h, down, ids, weights, out)
+    require("routed_down", "out", out, torch.float32, (*ids.shape, outputs), out.device, WRITTEN)
+    if isinstance(down, Packed):
+        return implementation("quantized_routed_down", h, None, (down.kind,))(h, down, ids, weights, out, dependent)
     return implementation("routed_down", down)(h, down, ids, weights, out, dependent)
 
 
@@ -265,23 +267,12 @@ def routed_down_reference(h, down, ids, weights, out, dependent=0):
     return out.copy_(torch.stack(products, 1).mul_(weights[..., None]))
 
 
-def quantized_routed_down(h: Tensor, down: Packed, ids: Tensor, weights: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, S, hidden, fp32) = weight · h downᵀ of each slot, for another op to sum: see `routed_down`."""
-    check_packed("quantized_routed_down", down, out)
-    _check_apart("quantized_routed_down", h, down.columns, ids, weights, out, out.shape[-1])
-    check_experts("quantized_routed_down", "down", down, out.shape[-1])
-    return implementation("quantized_routed_down", h, None, (down.kind,))(h, down, ids, weights, out, dependent)
-
-
-@definition(lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)))
+@definition(
+    lambda g, kind="int8": (draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), *draw_routes(), zeros(2, 3, 48)),
+    variant_of="routed_down",
+)
 def quantized_routed_down_reference(h, down, ids, weights, out, dependent=0):
     return routed_down_reference(h, unpack(down).unflatten(0, (-1, out.shape[2])), ids, weights, out)
-
-
-def _check_apart(op: str, h: Tensor, inner: int, ids: Tensor, weights: Tensor, out: Tensor, outer: int) -> None:
-    """Check the slots of a down product that writes each slot separately."""
-    check_read(op, h, inner, ids, weights, out)
-    require(op, "out", out, torch.float32, (*ids.shape, outer), out.device, WRITTEN)
 
 
 def hyper_connections(job: Job) -> MatrixPlan:
