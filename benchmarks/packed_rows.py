@@ -28,7 +28,7 @@ def packed_fields(seq: int, micro: int, most: int | None = None) -> list[dict[st
     """Return position_ids, segment_ids and cu_seqlens of BATCHES batches, drawn from all rows that the examples fill, up to
     `most` a row."""
     each = lengths(seq)
-    first, begins, shift = best_fit(Pieces(np.cumsum(each) - each, each, np.arange(len(each))), seq, most or seq)
+    first, begins, shift = best_fit(Pieces(np.cumsum(each) - each, each, np.arange(len(each))), seq, most)
     rows = np.random.default_rng(1).permutation(len(first) - 1)[: BATCHES * micro].reshape(BATCHES, micro)
     fields, pieces = [], int(np.diff(first).max())
     for batch in rows:

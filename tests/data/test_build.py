@@ -1,4 +1,4 @@
-"""Building: what lands on the disk, alone or with workers, after being killed, and everything that must not be overwritten."""
+"""Building: what lands on the disk, after being killed, and everything that must not be overwritten."""
 
 import json
 import os
@@ -64,26 +64,6 @@ def test_random_reads_across_shards(corpus):
     assert np.array_equal(corpus.read(index), whole[index])
 
 
-@pytest.mark.slow
-def test_workers_make_the_same_files(tmp_path):
-    tokenizer = train_tokenizer(TEXTS, 280)
-    alone, spawned = build(tmp_path / "a", tokenizer=tokenizer), build(tmp_path / "b", tokenizer=tokenizer, workers=2)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b") and alone.fingerprint == tokenizer.fingerprint
-    assert isinstance(spawned.tokenizer(), Tokenizer) and spawned.tokenizer().decode(spawned.document(3)[:-1]) == TEXTS[3]
-
-
-class Ending(Bytes):
-    def encode_batch(self, texts):
-        os._exit(1)
-
-
-@pytest.mark.slow
-def test_a_worker_that_ends_is_one_sentence(tmp_path):
-    said = refused(tmp_path / "c", tokenizer=Ending(), workers=1, kind=RuntimeError)
-    assert said.startswith("Corpus.build: a worker of 1 ended before it had tokenised its texts;")
-    assert "`if __name__ == '__main__':`" in said
-
-
 def test_the_vocabulary_chooses_the_dtype(tmp_path):
     class Wide(Bytes):
         vocab_size, fingerprint = 70_000, "wide"
@@ -93,12 +73,6 @@ def test_the_vocabulary_chooses_the_dtype(tmp_path):
 
     wide = build(tmp_path / "wide", ["ab" * 20], Wide())
     assert wide.dtype == np.uint32 and wide.document(0)[1] == 60_000 + 98 * 9
-    assert build(tmp_path / "forced", dtype="uint32").dtype == np.uint32
-    assert refused(tmp_path / "no", tokenizer=Wide(), dtype="uint16", kind=ValueError) == (
-        message("data/build:the_vocabulary_chooses_t")
-    )
-    assert refused(tmp_path / "no", dtype="int8", kind=ValueError) == message("data/build:the_vocabulary_chooses_t.2")
-    assert not (tmp_path / "no").exists()
 
 
 def test_chats_are_stored_with_their_masks_and_texts_without(tmp_path):

@@ -52,7 +52,6 @@ def batches(
     shuffle: bool = True,
     pack: str = "stream",
     overlong: str | None = None,
-    max_documents: int | None = None,
     buckets: int | Sequence[int] | None = None,
     accumulate: int = 1,
     fields: tuple[str, ...] | None = None,
@@ -83,7 +82,6 @@ def batches(
               "example", of "none" and "pairs", is the number of the document, or of the pair, in this corpus
     labels    "next": the next tokens. "own": the input tokens themselves, for models that fill masked positions; only with
               pack="stream"
-    max_documents   limits the documents in a row, and so the length of cu_seqlens, micro_batch · max_documents + 1
     buckets   of "none" and "pairs": rows of several lengths up to seq, each batch of one, chosen for the least padding, or
               given. Every length is another shape to capture
     accumulate      with buckets: the batches of a step, of all ranks together, which have one length
@@ -96,7 +94,7 @@ def batches(
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
     _check_numbers(seq, micro_batch, rank, world)
-    _check_packing(pack, overlong, fields, labels, max_documents, pad_id, corpus.vocab_size)
+    _check_packing(pack, overlong, fields, labels, pad_id, corpus.vocab_size)
     _check_pairs(corpus, pack, micro_batch)
     check_slots("batches", slots)
     if mode not in ("auto", "resident", "ring"):
@@ -107,7 +105,7 @@ def batches(
         _check_buckets(buckets, pack, seq, accumulate, world)
         packing = pack_buckets(corpus, pack, seq, overlong or OVERLONG[0], buckets, micro_batch, accumulate)
     else:
-        packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], max_documents, label_offset=labels == "next")
+        packing = pack_corpus(corpus, pack, seq, overlong or OVERLONG[0], label_offset=labels == "next")
     order = Order(micro_batch, seed, shuffle, rank, world)
     if packing.batches(micro_batch) == 0:
         least = f"micro_batch = {micro_batch}"
@@ -124,7 +122,7 @@ def batches(
     fields = fields or default
     identity: dict[str, Any] = {
         "corpus": corpus.identity(), "checksum": corpus.contents, "seq": seq, "micro_batch": micro_batch, "pack": pack,
-        "max_documents": max_documents, "seed": seed, "shuffle": shuffle,
+        "seed": seed, "shuffle": shuffle,
     }  # fmt: skip
     if pack != "stream":
         identity |= {"overlong": overlong or OVERLONG[0], "buckets": [part.seq for part in packing.parts]}
@@ -166,9 +164,7 @@ def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:
         raise ValueError(f"batches: rank: got {rank!r}, wanted 0 to {world - 1}, one of the world of {world}.")
 
 
-def _check_packing(
-    pack: str, overlong: Any, fields: Any, labels: str, max_documents: Any, pad_id: Any, vocabulary: int
-) -> None:
+def _check_packing(pack: str, overlong: Any, fields: Any, labels: str, pad_id: Any, vocabulary: int) -> None:
     if pack not in PACKS:
         raise ValueError(f"batches: pack: got {pack!r}, wanted one of {', '.join(map(repr, PACKS))}.")
     whole = ("examples", "none", *PAIRED)
@@ -185,12 +181,6 @@ def _check_packing(
         raise ValueError(f"batches: fields: got {fields!r}, wanted a tuple of some of {', '.join(known)}.")
     if wrong := [field for field in fields or () if field not in known]:
         raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
-    several = pack in ("examples", "documents", "packed_pairs")
-    if max_documents is not None and (not several or not _is_int(max_documents) or max_documents < 1):
-        raise ValueError(
-            f"batches: max_documents: got {max_documents!r} with pack={pack!r}, wanted a whole number, 1 or more, with "
-            f"pack='examples' or 'documents'; leave it out for no limit."
-        )
     if not _is_int(pad_id) or not 0 <= pad_id < vocabulary:  # an embedding would read beyond its table
         raise ValueError(f"batches: pad_id: got {pad_id!r}, wanted an id of the vocabulary, 0 to {vocabulary - 1}.")
 

@@ -1,4 +1,4 @@
-"""Build a corpus: tokenise texts once, in parallel, into shards.
+"""Build a corpus: tokenise texts once, on all cores, into shards.
 
 An interrupted build continues after its last complete shard. Every shard records how many texts had been read when it was
 closed, and their checksum, so that changed texts are detected. A build writes only to an empty folder, or to that of an
@@ -9,13 +9,9 @@ import fcntl
 import json
 import os
 import zlib
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import groupby, islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,9 +65,7 @@ def build(
     tokenizer: Any,
     path: Path,
     *,
-    dtype: str = "auto",
     shard_tokens: int = 100_000_000,
-    workers: int = 0,
     progress: bool = True,
     separator: str | None = None,
     text_key: str | None = None,
@@ -86,10 +80,7 @@ def build(
 
     texts         see gpubound.data.texts.Texts, as for separator, text_key, hub_bytes and format
     tokenizer     see gpubound.data.tokenizer.adapt; it is saved with the corpus
-    dtype         "uint16" or "uint32"; "auto" is the smaller that holds the vocabulary
     shard_tokens  a shard closes at the end of the document that reaches this
-    workers       0 tokenises in this process, where the tokenizers library uses every core by itself; n starts n processes,
-                  which helps a tokenizer written in Python
     progress      show the progress on stderr: a live bar on a terminal, else a line every ten seconds
     chat_template a file, a template's text, or a name of gpubound.data.chat.NAMED, instead of the tokenizer's template
     train_on      what of a chat is learnt: what the "assistant" wrote and the ends of its turns, its "last" answer, or "all";
@@ -98,8 +89,8 @@ def build(
     """
     if train_on not in TRAIN_ON:
         raise ValueError(f"Corpus.build: train_on: got {train_on!r}, wanted one of {', '.join(map(repr, TRAIN_ON))}.")
-    if shard_tokens < 1 or workers < 0:
-        raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, workers={workers}, wanted 1 or more and 0 or more.")
+    if shard_tokens < 1:
+        raise ValueError(f"Corpus.build: got shard_tokens={shard_tokens}, wanted 1 or more.")
     encoder, source = adapt(tokenizer), Texts(texts, separator, text_key, format, hub_bytes)
     if chat_template is not None:
         if not isinstance(encoder, Tokenizer):
@@ -108,7 +99,7 @@ def build(
             )
         encoder = encoder.with_template(chat_template)
     settings = {
-        "dtype": _dtype(dtype, encoder.vocab_size),
+        "dtype": _dtype(encoder.vocab_size),
         "vocab_size": encoder.vocab_size,
         "tokenizer": encoder.fingerprint,
         "shard_tokens": shard_tokens,
@@ -133,7 +124,9 @@ def build(
         with Progress(f"tokenising into {path}", progress, source.size) as report:
             for number, documents in groupby(remaining, lambda _: source.source):
                 writer.source = number
-                for text, encoded in encode_all(_batches(documents), encoder, workers, train_on, classes):
+                for text, encoded in (
+                    pair for batch in _batches(documents) for pair in zip(batch, encode(encoder, batch, train_on, classes))
+                ):
                     writer.add(text, encoded)
                     speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
                     report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
@@ -173,14 +166,10 @@ def building_alone(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _dtype(wanted: str, vocab_size: int) -> str:
-    if wanted not in ("auto", *DTYPES):
-        raise ValueError(f"Corpus.build: dtype: got {wanted!r}, wanted 'auto', 'uint16' or 'uint32'.")
+def _dtype(vocab_size: int) -> str:
     if vocab_size > 1 << 31:
         raise ValueError(f"Corpus.build: a vocabulary of {vocab_size} is beyond 2³¹ ids.")
-    if wanted == "uint16" and vocab_size > 1 << 16:
-        raise ValueError(f"Corpus.build: dtype: uint16 holds 65536 ids, the vocabulary has {vocab_size}; pass dtype='uint32'.")
-    return ("uint16" if vocab_size <= 1 << 16 else "uint32") if wanted == "auto" else wanted
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def _is_built(path: Path, settings: dict[str, Any], source: Texts, files: Any, progress: bool) -> bool:
@@ -332,46 +321,6 @@ def _batches(texts: Iterator[Document]) -> Iterator[list[Document]]:
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def encode_all(
-    batches: Iterator[list[Document]], encoder: Encoder, workers: int, train_on: str, classes: Sequence[str] | None = None
-) -> Iterator[tuple[Document, list[Encoded]]]:
-    """Yield each document and its tokens, in order, encoded by `workers` processes or, for 0, by this one."""
-    if workers == 0:
-        for batch in batches:
-            yield from zip(batch, encode(encoder, batch, train_on, classes))
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder, train_on, classes))
-    pending: deque[tuple[list[Document], Future]] = deque()
-    try:
-        while True:
-            pending += [(batch, pool.submit(_encode_in_worker, batch)) for batch in islice(batches, 2 * workers - len(pending))]
-            if not pending:
-                return
-            batch, future = pending.popleft()
-            yield from zip(batch, future.result())
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"Corpus.build: a worker of {workers} ended before it had tokenised its texts; whole shards stay. A worker imports "
-            f"your script, so call build under `if __name__ == '__main__':`; if its memory was too little, pass fewer workers."
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_worker_encoder: Encoder
-_worker_options: tuple[str, Sequence[str] | None]
-
-
-def _start_worker(encoder: Encoder, *options: Any) -> None:
-    global _worker_encoder, _worker_options
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker_encoder, _worker_options = encoder, options
-
-
-def _encode_in_worker(texts: list[Document]) -> list[list[Encoded]]:
-    return encode(_worker_encoder, texts, *_worker_options)
 
 
 def encode(

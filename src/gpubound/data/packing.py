@@ -115,9 +115,7 @@ class Packing:
         return "; ".join(facts)
 
 
-def pack_corpus(
-    corpus: "Corpus", pack: str, seq: int, overlong: str = "truncate", max_documents: int | None = None, label_offset: int = 1
-) -> Packing:
+def pack_corpus(corpus: "Corpus", pack: str, seq: int, overlong: str = "truncate", label_offset: int = 1) -> Packing:
     """Return the rows of `corpus`. `label_offset`: the label of token t is token t + label_offset; for streams also 0."""
     if pack == "stream":
         rows = max(0, corpus.tokens - 1) // seq
@@ -134,7 +132,7 @@ def pack_corpus(
     if pack in ("none", "pairs"):
         return _rows_of_one(pieces, learnt, seq, group, counts)
     fit = best_fit if group == 1 else best_fit_of_pairs
-    tables = fit(pieces, seq, max_documents or seq)
+    tables = fit(pieces, seq)
     return Packing(
         seq, len(tables[0]) - 1, tables, int(np.diff(tables[0]).max(initial=1)), examples=len(np.unique(pieces.numbers)),
         tokens=int(pieces.lengths.sum()), labels=int(learnt.sum()), **counts,
@@ -252,8 +250,8 @@ def one_a_row(pieces: Pieces, seq: int) -> Tables:
     return 2 * np.arange(len(starts) + 1), begins, shift
 
 
-def best_fit(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
-    """Return the tables of rows that hold up to `max_pieces` pieces and padding.
+def best_fit(pieces: Pieces, seq: int, max_pieces: int | None = None) -> Tables:
+    """Return the tables of rows that hold pieces, up to `max_pieces` where that is given, and padding.
 
     Each piece goes where it leaves the least room, in a random order: a million take 5 s. Longest first would fill the last
     rows with short pieces alone, and attention costs by the fullest row: of 50,000 chats of 400 tokens (log-normal, in rows of
@@ -262,7 +260,7 @@ def best_fit(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     Rows are in the order of their first piece in the corpus, and so are the pieces of a row.
     """
     starts, lengths, _ = pieces
-    row_of, rooms = fit_rows(lengths, seq, max_pieces)
+    row_of, rooms = fit_rows(lengths, seq, max_pieces or seq)
     _, leading = np.unique(row_of, return_index=True)  # the first piece of each row
     rank = np.empty_like(leading)
     rank[np.argsort(leading)] = np.arange(len(leading))
@@ -278,11 +276,11 @@ def best_fit(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
     return np.concatenate([[0], np.cumsum(in_row + (room > 0))]), begins, shift
 
 
-def best_fit_of_pairs(pieces: Pieces, seq: int, max_pieces: int) -> Tables:
-    """Return the tables of rows that hold up to `max_pieces` pieces of whole pairs: pieces 2k and 2k + 1 follow each other."""
+def best_fit_of_pairs(pieces: Pieces, seq: int) -> Tables:
+    """Return the tables of rows that hold whole pairs: pieces 2k and 2k + 1 follow each other."""
     starts, lengths, numbers = pieces
     pairs = Pieces(starts[0::2], lengths[0::2] + lengths[1::2], numbers[0::2])
-    first, begins, shift = best_fit(pairs, seq, max(1, max_pieces // 2))
+    first, begins, shift = best_fit(pairs, seq)
     (paired,) = np.nonzero(shift > PADDING // 2)
     pair = np.searchsorted(pairs.starts, begins[paired] + shift[paired])
     second = begins[paired] + lengths[0::2][pair]  # where the second piece of each pair begins in its row
