@@ -166,11 +166,10 @@ class Reduction:
     def _begin_next(self) -> None:
         bucket = self.buckets[self._begun]
         self._settle([self._parameters[number] for number in bucket.members])
-        self._launch(lambda: self._works.append(self._begin_sum(bucket.start, bucket.stop)))
+        start, stop, peers = bucket.start, bucket.stop, self._peers
+        begin = partial(self.ranks.begin_sum, self.flat[start:stop]) if peers is None else partial(peers.begin, start, stop)
+        self._launch(lambda: self._works.append(begin()))
         self._begun += 1
-
-    def _begin_sum(self, start: int, stop: int) -> Callable[[], Any]:
-        return self.ranks.begin_sum(self.flat[start:stop]) if self._peers is None else self._peers.begin(start, stop)
 
     def finish(self) -> None:
         """Reduce the remaining buckets, and let the device wait for all of them."""

@@ -56,15 +56,22 @@ def layers_of(model: nn.Module, classes: tuple[type, ...] = CLASSES) -> dict[str
 
 def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> dict[str, Any]:
     _check_no_peft(model)
-    _check_reached(model)
+    layers = layers_of(model)
+    if key := next((key for key, layer in layers.items() if is_sharded(seen(getattr(layer, "weight", layer)))), None):
+        raise ValueError(
+            f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or create it sharded by "
+            f"gpubound.distributed.fsdp.shard_deferred(frozen=True)."
+        )
     if isinstance(targets, str) and targets in ALL:
         return _all(model, targets, rank)
     wanted = list(targets) if isinstance(targets, Iterable) and not isinstance(targets, str) else [targets]
     _check_words(targets, wanted)
-    layers, selected = layers_of(model), dict[str, Any]()
-    named = {**{key: m for key, m in model.named_modules() if ".base_layer" not in key and not _of_adapter(key)}, **layers}
+    inside = re.compile(r"\.base_layer|(^|\.)lora_")  # of PEFT's layers
+    named = {key: m for key, m in model.named_modules() if not inside.search(key)} | layers
+    named.pop("", None)
+    selected, regex = dict[str, Any](), isinstance(targets, str)
     for target in wanted:
-        matches = [key for key in named if key and _matches(key, target, regex=isinstance(targets, str))]
+        matches = [key for key in named if key == target or key.endswith(f".{target}") or (regex and re.fullmatch(target, key))]
         if not matches:
             ends = sorted({key.rpartition(".")[2] for key in layers})
             raise ValueError(
@@ -77,10 +84,6 @@ def select_layers(model: nn.Module, targets: str | Sequence[str], rank: Any) -> 
         if why := unfit(module, never_called):
             raise ValueError(f"lora.add: {key} {why}; name other layers.")
     return selected
-
-
-def _of_adapter(key: str) -> bool:
-    return any(word.startswith("lora_") for word in key.split("."))
 
 
 def _check_words(targets: Any, wanted: Sequence[Any]) -> None:
@@ -131,10 +134,6 @@ def _most_steps(parsed: Any) -> float:
         elif name == "GROUPREF_EXISTS":
             matches *= sum(_most_steps(branch) for branch in value[1:] if branch)
     return matches * math.comb(LENGTH + open_ended, open_ended)  # the positions that divide the unbounded repeats
-
-
-def _matches(key: str, target: str, regex: bool) -> bool:
-    return key == target or key.endswith(f".{target}") or (regex and re.fullmatch(target, key) is not None)
 
 
 def _all(model: nn.Module, targets: str, rank: Any) -> dict[str, Any]:
@@ -218,15 +217,6 @@ def _check_no_peft(model: nn.Module) -> None:
                 f"lora.add: {key or 'the model'} is a {type(module).__name__} of PEFT's; add the adapter to it by PEFT's "
                 f"add_adapter, or call merge_and_unload() first."
             )
-
-
-def _check_reached(model: nn.Module) -> None:
-    """Refuse sharded weights: adapters are added first."""
-    if key := next((key for key, layer in layers_of(model).items() if is_sharded(seen(getattr(layer, "weight", layer)))), None):
-        raise ValueError(
-            f"lora.add: the weight of {key} is sharded; add adapters first, and shard the model then, or create it sharded by "
-            f"gpubound.distributed.fsdp.shard_deferred(frozen=True)."
-        )
 
 
 FORMATS: dict[str, type[Frozen]] = {kind.name: kind for kind in (InNf4, InInt8, InFp8)}

@@ -123,7 +123,9 @@ def _put(model: nn.Module, folder: Path, tensors: dict[str, Tensor], name: str, 
         if not tensor.is_floating_point():
             raise DataError(f"{file}: {word} has {tensor.dtype} values, wanted floating-point; save it again.")
         if key.endswith(".base_layer.weight"):  # PEFT stores those of adapted embeddings, too
-            _check_base(model, file, key, tensor)
+            weight = model.state_dict().get(key)
+            if weight is None or tensor.shape != weight.shape or not torch.equal(tensor.to(weight), weight):
+                raise DataError(f"{file}: {key} is not the model's weight; load it on the model that it was trained on.")
             continue
         if key not in wanted:
             raise DataError(f"{file}: {word} is no part of an adapter of a layer of {type(model).__name__}; {do}.")
@@ -149,12 +151,6 @@ def _put(model: nn.Module, folder: Path, tensors: dict[str, Tensor], name: str, 
 
 def _layer_of(key: str) -> str:
     return key.partition(".lora_")[0]
-
-
-def _check_base(model: nn.Module, file: Path, key: str, tensor: Tensor) -> None:
-    weight = model.state_dict().get(key)
-    if weight is None or tensor.shape != weight.shape or not torch.equal(tensor.to(weight), weight):
-        raise DataError(f"{file}: {key} is not the model's weight; load it on the model that it was trained on.")
 
 
 def _read(folder: Path) -> tuple[Any, dict[str, Tensor]]:

@@ -434,7 +434,10 @@ class rows:
             layer.routing = self._routing
             fuse(layer)
         pack_adapters(model)
-        self._hooks = [hook for entry in _entries(model) for hook in self._routing.watch(entry)]
+        entries = [model]  # that a batch is passed to: also the trunk below the head, for a loss without logits
+        while isinstance(below := getattr(entries[-1], "base_model", None), nn.Module) and below is not entries[-1]:
+            entries.append(below)
+        self._hooks = [hook for entry in entries for hook in self._routing.watch(entry)]
 
     @property
     def ids(self) -> Tensor | None:
@@ -463,14 +466,6 @@ class rows:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _entries(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a batch is passed to: the model, and the trunk below its head, for a loss without logits."""
-    entries = [model]
-    while isinstance(below := getattr(entries[-1], "base_model", None), nn.Module) and below is not entries[-1]:
-        entries.append(below)
-    return entries
 
 
 def _routable(model: nn.Module, names: Sequence[str]) -> list[Any]:

@@ -7,6 +7,7 @@ The files of a saved policy besides its adapter: the options of its optimizer, a
 """
 
 import json
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from .requests import LOSS, RequestedLoss, loss_named, pack, read_examples
 
 OPTIMIZER, FACTS = "optimizer.safetensors", "policy.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, FACTS)
+HALF = re.compile(r"\.(lora_[AB])\.weight")  # of a tensor's name in OPTIMIZER
 
 
 def read_saved(folder: Path) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
@@ -49,17 +51,6 @@ def read_saved(folder: Path) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
             return options, updates, tensors_of(regular(folder / OPTIMIZER).read_bytes())
     except SafetensorError as error:
         raise DataError(f"{folder / OPTIMIZER}: is not in safetensors' format: {error}; save the policy again.") from error
-
-
-def without_name(name: str, key: str) -> str:
-    """Return the name of a policy's tensor for its file, where the policy may have another name later."""
-    return key.replace(f".{name}.weight", ".weight")
-
-
-def with_name(name: str, key: str) -> str:
-    for half in ("lora_A", "lora_B"):
-        key = key.replace(f".{half}.weight", f".{half}.{name}.weight")
-    return key
 
 
 def rate(lr: Any) -> float:
@@ -309,7 +300,9 @@ class Policies:
             )
         check_replaceable(folder, "save_state", FILES, overwrite=overwrite)
         lora.save(self.model, folder, name, overwrite=True)
-        state = {without_name(name, key): t.detach().cpu().contiguous() for key, t in policy.step.state_dict().items()}
+        # Tensors are stored without the policy's name, which may be another later.
+        live = policy.step.state_dict()
+        state = {key.replace(f".{name}.weight", ".weight"): t.detach().cpu().contiguous() for key, t in live.items()}
         with replacing(folder / OPTIMIZER) as file:
             file.write(bytes_of(state))
         write_atomic(folder / FACTS, json.dumps({"optimizer": policy.options, "updates": policy.updates}, indent=2) + "\n")
@@ -322,7 +315,7 @@ class Policies:
         folder = Path(folder)
         optimizer, updates, state = read_saved(folder)
         check_precision(spelled(self._settings["precision"]), state)
-        state = {with_name(name, key): tensor for key, tensor in state.items()}
+        state = {HALF.sub(lambda m: f".{m[1]}.{name}.weight", key): tensor for key, tensor in state.items()}
         known = self._policies.get(name)
         if known is None:
             with self._remaking("load_state"):

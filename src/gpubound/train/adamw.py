@@ -366,13 +366,11 @@ class FlatAdamW8bit(FlatAdamW):
         """Do nothing: `DeviceStep.compile_update` begins the self-tests of what an update calls."""
 
     def _begin_moments(self, layout: FlatLayout) -> None:
+        sizes = {group: group.stop - group.start for group in layout.groups}
         self.m8, self.v8 = (
-            {group: self._quantised(group.stop - group.start, dtype) for group in layout.groups}
+            {g: QuantisedMoment(self.memory.zeros(quantised_bytes(n), torch.uint8), n, dtype) for g, n in sizes.items()}
             for dtype in (torch.int8, torch.uint8)
         )
-
-    def _quantised(self, size: int, dtype: torch.dtype) -> QuantisedMoment:
-        return QuantisedMoment(self.memory.zeros(quantised_bytes(size), torch.uint8), size, dtype)
 
     @property
     def moments(self) -> list[Tensor]:

@@ -71,8 +71,10 @@ class HostMemory(StateMemory):
             return torch.zeros(size, dtype=dtype, device="cpu")
         if self.device.type != "cuda":  # the pretend device
             return torch.zeros(size, dtype=dtype, device="cpu").pin_memory()
-        # torch's pinned memory comes in powers of two: 34 GB would take 64.
-        zeros = mapped_zeros(size, dtype)
+        # torch's pinned memory comes in powers of two: 34 GB would take 64. A mapping shares no page with another: none may be
+        # registered twice, and is_pinned() asks of a storage's first byte.
+        mapped = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        zeros = torch.frombuffer(mapped, dtype=dtype)  # which keeps it
         pages = -(-zeros.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), pages, PORTABLE))
         finalize(self, _unregister, zeros, self.device).atexit = False
@@ -185,12 +187,6 @@ def move_to_host(parameters: list[Parameter]) -> Callable[[], None]:
                 parameter.data = parameter.data.to(device)
 
     return move_back
-
-
-def mapped_zeros(size: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros that share no page: none may be registered twice, and is_pinned() asks of a storage's first byte."""
-    pages = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype)  # which keeps them
 
 
 def _aligned(size: int) -> int:

@@ -240,7 +240,13 @@ def prepare(
             check_base(recipe.model, base, checkpoint)
     corpora = corpora or open_data(recipe, folder, progress, ranks)
     eval_data = open_eval_data(recipe, corpora, folder, progress, ranks)
-    unpacked = cache(lambda: unpacked_reason(outline(recipe, recipe.extended(corpora[0].tokenizer()))))
+
+    @cache
+    def unpacked() -> str | None:
+        """Return why the model reads other examples of a packed row; None if it does not, as far as is known before a trial."""
+        model = outline(recipe, recipe.extended(corpora[0].tokenizer()))
+        return model.unpacked() if isinstance(model, LanguageModel) else None
+
     stages = [
         stage_of(name, own, corpus, evaluated, unpacked)
         for (name, own), corpus, evaluated in zip(recipe.stages(), corpora, eval_data)
@@ -363,11 +369,6 @@ def outline(recipe: Recipe, tokenizer: Tokenizer) -> nn.Module:
     if recipe.adapters is not None:
         recipe.adapters.check_model(model)
     return model
-
-
-def unpacked_reason(model: nn.Module) -> str | None:
-    """Return why the model reads other examples of a packed row; None if it does not, as far as is known before a trial."""
-    return model.unpacked() if isinstance(model, LanguageModel) else None
 
 
 def choose_sharded(recipe: Recipe, outline: Callable[[], nn.Module], device: torch.device, ranks: Ranks) -> bool:

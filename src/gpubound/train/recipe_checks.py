@@ -57,7 +57,10 @@ def check(recipe: "Recipe") -> None:
         )
     if not 0 <= recipe.ema < 1:
         raise ValueError(f"recipe: ema must be 0 (off) or a decay below 1 such as 0.999, got {recipe.ema}.")
-    _check_length(recipe)
+    if recipe.epochs is not None and recipe.steps is not None:
+        raise ValueError(f"recipe: steps and epochs: got {recipe.steps:,} and {recipe.epochs:g}; give one of them.")
+    if recipe.epochs is not None and not 0 < recipe.epochs <= MOST_EPOCHS:
+        raise ValueError(f"recipe: epochs must be above 0 and at most {MOST_EPOCHS:,}, got {recipe.epochs}.")
     _check_data(recipe)
     _check_intervals(recipe)
     numbers = None if recipe.precision == "auto" else precision(recipe.precision)
@@ -79,16 +82,6 @@ def check(recipe: "Recipe") -> None:
         _check_lora(recipe)
     # Each refuses what it cannot make.
     parse_recompute(recipe.recompute), recipe.rates, recipe.numbers, recipe.new_objective(), recipe.stages()
-
-
-def _check_length(recipe: "Recipe") -> None:
-    """Raise ValueError unless steps or epochs say how long to train."""
-    if recipe.epochs is None:
-        return
-    if recipe.steps is not None:
-        raise ValueError(f"recipe: steps and epochs: got {recipe.steps:,} and {recipe.epochs:g}; give one of them.")
-    if not 0 < recipe.epochs <= MOST_EPOCHS:
-        raise ValueError(f"recipe: epochs must be above 0 and at most {MOST_EPOCHS:,}, got {recipe.epochs}.")
 
 
 def _check_data(recipe: "Recipe") -> None:

@@ -156,8 +156,11 @@ class ModelGuard:
         ):
             self._check_tree()
             self._scan()
-            if not _same_calls(tree, self._tree):
-                self._structures += 1
+            same = len(tree) == len(self._tree) and all(
+                now is then and children == children_then and count == count_then and forward is forward_then
+                for (then, children_then, count_then, forward_then), (now, children, count, forward) in zip(tree, self._tree)
+            )
+            self._structures += not same  # other modules, children or forwards
         self._note()
 
     def _check_parameters(self) -> None:
@@ -211,14 +214,6 @@ class _Values:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._registry.values())
-
-
-def _same_calls(before: list[tuple], after: list[tuple]) -> bool:
-    """Return whether two trees have the same modules, children and forwards."""
-    return len(before) == len(after) and all(
-        now is then and children == children_then and count == count_then and forward is forward_then
-        for (then, children_then, count_then, forward_then), (now, children, count, forward) in zip(before, after)
-    )
 
 
 def gather(batches: Any, accumulate: int) -> list[Any]:

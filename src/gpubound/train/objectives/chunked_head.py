@@ -30,8 +30,6 @@ ELEMENTS = 1 << 25  # of logits that are in fp32 at a time, 128 MB a copy
 
 Losses = Callable[[Tensor, int, int], Tensor]
 """(logits of the tokens i to j of a chunk, i, j) -> their losses (j - i)"""
-LossesOfChunk = Callable[[int, int], Losses]
-"""(first, last) -> the losses of the chunk of these tokens"""
 IntoGradient = Callable[[Tensor, int, int, Tensor | None, bool], Tensor]
 """(logits of the tokens first to last, first, last, scale, wanted) -> their losses; where a gradient is wanted, the logits are
 overwritten by that of the losses' sum, times `scale`"""
@@ -54,21 +52,12 @@ class Head(NamedTuple):
         return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-def head_loss(head: Head, losses: LossesOfChunk, scale: Tensor | None = None) -> Tensor:
+def head_loss(head: Head, into_gradient: IntoGradient, scale: Tensor | None = None) -> Tensor:
     """Return the sum of the losses of all tokens, times `scale`.
 
     With `scale`, as a TrainStep gives it, backward must begin at this value with 1, once: a head's main_grad gets its gradient
     in forward.
     """
-
-    def by_autograd(z: Tensor, first: int, last: int, scale: Tensor | None, wanted: bool) -> Tensor:
-        return losses_into_gradient(z, losses(first, last), scale, wanted)
-
-    return overwritten_head_loss(head, by_autograd, scale)
-
-
-def overwritten_head_loss(head: Head, into_gradient: IntoGradient, scale: Tensor | None = None) -> Tensor:
-    """`head_loss` of losses that write their gradient themselves."""
     return _HeadLoss.apply(*head, into_gradient, scale)
 
 
@@ -194,7 +183,7 @@ def student_loss(
     def into_gradient(z: Tensor, first: int, last: int, scale: Tensor | None, wanted: bool) -> Tensor:
         return formula.into_gradient(z, teacher.logits(first, last), labels[first:last], scale, wanted)
 
-    return overwritten_head_loss(student, into_gradient, scale)
+    return head_loss(student, into_gradient, scale)
 
 
 def logits_loss(z: Tensor, t: Tensor, labels: Tensor, formula: DistillationLoss, scale: Tensor | None = None) -> Tensor:

@@ -33,7 +33,7 @@ from ...kernels.dispatch import Call
 from ...layers.embedding_and_head import head_of
 from ...models.language_model import LanguageModel, hidden_of, logits_of
 from ..schedule import is_rate
-from .chunked_head import IGNORE, Head, Losses, head_loss, head_token_losses, token_losses
+from .chunked_head import IGNORE, Head, head_loss, head_token_losses, losses_into_gradient, token_losses
 from .word_loss import AnswerLoss, Examples, through_head, trained_besides_adapters
 
 LOGPROBS = ("sampler_logprobs", "old_logprobs", "reference_logprobs")
@@ -215,7 +215,9 @@ class Policy(AnswerLoss):
         else:
             ratio = self._ratio(logprob, old, answers, counted)
             loss = -torch.minimum(ratio * advantage, self._clip(ratio) * advantage)
-        loss = loss * self._importance(batch, old, counted)
+        if self.truncate is not None and batch.get("sampler_logprobs") is not None:  # min(π_old / μ, truncate), a constant
+            log_importance = old - _batch_logprobs(batch, "sampler_logprobs", old, counted)
+            loss = loss * log_importance.exp().clamp(max=self.truncate)
         if reference is not None:
             loss = loss + self.kl * k3(torch.where(counted, reference.to(logprob.dtype), logprob.detach()), logprob)
         return loss.masked_fill(~counted, 0)
@@ -231,25 +233,19 @@ class Policy(AnswerLoss):
         least, most = (None if d is None else 1 + sign * d for sign, d in ((-1, self.clip), (1, self.clip_high)))
         return ratio if least is None and most is None else ratio.clamp(least, most)
 
-    def _importance(self, batch: Mapping[str, Any], old: Tensor, counted: Tensor) -> Tensor:
-        """Return min(π_old / μ, truncate), a constant."""
-        if self.truncate is None or batch.get("sampler_logprobs") is None:
-            return torch.ones_like(old)
-        return (old - _batch_logprobs(batch, "sampler_logprobs", old, counted)).exp().clamp(max=self.truncate)
-
     def _with_entropy(self, head: Head, labels: Tensor, slope: Tensor, share: Tensor, scale: Tensor | None) -> Tensor:
         """Return the sum of slope · log π − entropy · share · H over all tokens, times `scale`."""
         flat, slopes, bonus = labels.flatten(), slope.flatten(), self.entropy * share.flatten()
 
-        def of_chunk(first: int, last: int) -> Losses:
+        def into_gradient(z: Tensor, first: int, last: int, scale: Tensor | None, wanted: bool) -> Tensor:
             def losses(z: Tensor, i: int, j: int) -> Tensor:
                 part = slice(first + i, first + j)
                 logs, label = z.to(slopes.dtype).log_softmax(-1), flat[part].clamp_min(0).unsqueeze(-1)
                 return slopes[part] * logs.gather(-1, label).squeeze(-1) + bonus[part] * (logs.exp() * logs).sum(-1)
 
-            return losses
+            return losses_into_gradient(z, losses, scale, wanted)
 
-        return head_loss(head, of_chunk, scale)
+        return head_loss(head, into_gradient, scale)
 
     @torch.no_grad()
     def _measure(

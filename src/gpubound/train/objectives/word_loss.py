@@ -131,34 +131,30 @@ class WordLoss(Objective):
     def total(
         self, model: Any, inputs: dict[str, Any], targets: Tensor, scale: Tensor | None, weights: Tensor | None = None
     ) -> Tensor:
-        """Return `words_loss` plus the model's extra loss, a part of the mean, times the number of tokens that count."""
-        loss = self.words_loss(model, inputs, targets, scale, weights)
+        """Return the sum over all targets but -100, each times its weight, plus the model's extra loss, a part of the mean,
+        times the number of tokens that count; all times `scale`. With `scale` the head's gradient is computed in forward, for
+        a backward that begins with 1."""
+        if self._why_all_logits is None:
+            head = model.get_output_embeddings()
+            loss = linear_cross_entropy(
+                hidden_of(model, inputs), head.weight, targets, head.bias,
+                ignore_index=IGNORE, reduction="sum", chunk=CHUNK, grad_scale=scale, weights=weights,
+            )  # fmt: skip
+        else:
+            logits, added = logits_and_added_loss(model, inputs)
+            self._check_positions(model, logits, targets)
+            reduction = "sum" if weights is None else "none"
+            loss = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
+            if weights is not None:
+                loss = (loss * weights.flatten()).sum()
+            if added is not None:
+                loss = loss + added * (targets != IGNORE).sum()
+            loss = loss if scale is None else loss * scale
         extra = model.extra_loss() if isinstance(model, LanguageModel) else None
         if extra is None:
             return loss
         extra = extra * (targets != IGNORE).sum()
         return loss + (extra if scale is None else extra * scale)
-
-    def words_loss(
-        self, model: Any, inputs: dict[str, Any], targets: Tensor, scale: Tensor | None, weights: Tensor | None = None
-    ) -> Tensor:
-        """Return the sum over all targets but -100, each times its weight, all times `scale`. With `scale` the head's gradient
-        is computed in forward, for a backward that begins with 1."""
-        if self._why_all_logits is None:
-            head = model.get_output_embeddings()
-            return linear_cross_entropy(
-                hidden_of(model, inputs), head.weight, targets, head.bias,
-                ignore_index=IGNORE, reduction="sum", chunk=CHUNK, grad_scale=scale, weights=weights,
-            )  # fmt: skip
-        logits, added = logits_and_added_loss(model, inputs)
-        self._check_positions(model, logits, targets)
-        reduction = "sum" if weights is None else "none"
-        loss = cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction=reduction)
-        if weights is not None:
-            loss = (loss * weights.flatten()).sum()
-        if added is not None:
-            loss = loss + added * (targets != IGNORE).sum()
-        return loss if scale is None else loss * scale
 
     def _check_positions(self, model: Any, logits: Tensor, labels: Tensor) -> None:
         if logits.shape[:-1] != labels.shape:
