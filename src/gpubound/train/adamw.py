@@ -14,7 +14,7 @@ gradient. Rates of AdamW carry over: an update has the same size (0.2 · √ of 
 parameters under the same plan: one norm, one clip, one schedule, one skip.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -68,9 +68,10 @@ class AdamW:
         if not pair or not all(is_rate(beta) and beta < 1 for beta in self.betas):
             raise ValueError(f"{type(self).__name__}: betas must be two numbers from 0 to below 1, got {self.betas}.")
 
-    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
-        """Return the layout of the flat buffers. Errors of the parameters are raised here, before the model is changed."""
-        return lay_out(model.named_parameters(), precision.dtype, self.decays, others=model.named_buffers())
+    def lay_out(self, model: nn.Module, named: Iterable[tuple[str, Parameter]], precision: Precision) -> FlatLayout:
+        """Return the layout of the flat buffers of the parameters `named`, which are the model's, or its shards on this rank.
+        Errors of the parameters are raised here, before the model is changed."""
+        return lay_out(named, precision.dtype, self.decays, others=model.named_buffers())
 
     def moment_bytes(self, layout: FlatLayout) -> int:
         return 4 * layout.size + 4 * layout.adamw_size
@@ -478,9 +479,9 @@ class Muon:
         if isinstance(self.rest, AdamW8bit):
             raise ValueError("AdamW8bit: got it as the rest of Muon, wanted it by itself; take rest=AdamW(...).")
 
-    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
+    def lay_out(self, model: nn.Module, named: Iterable[tuple[str, Parameter]], precision: Precision) -> FlatLayout:
         precision.check_rounded("Muon")
-        named, takes = list(model.named_parameters()), self.chooser(model)
+        takes = self.chooser(model)
         layout = lay_out(named, precision.dtype, self.rest.decays, takes, model.named_buffers())
         for slot in layout.slots:
             if takes(slot.name, slot.parameter) and slot.parameter.dim() != 2:

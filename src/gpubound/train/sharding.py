@@ -10,7 +10,7 @@ Replicas begin with the first rank's weights. A step's sums have the same bits o
 else, so the weights stay equal without being sent again; `check_replicas_equal` verifies it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ from ..distributed.local_shard import any_sharded, is_sharded
 from ..errors import GraphError, RankError
 from ..formatting import readable
 from ..kernels.accumulate import Side
-from ..layers.embedding_and_head import head_of
 from ..layers.linear_product import format_of
 from ..lora.layers import of_peft
 from ..trace import fallback, notice
@@ -50,16 +49,6 @@ class Replicated:
         """Return the parameters that the flat layout holds."""
         return self.model.named_parameters()
 
-    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
-        return self.model.named_buffers()
-
-    def get_output_embeddings(self) -> Any:
-        """Return the model's head, where it names one: Muon leaves it to AdamW."""
-        return head_of(self.model)
-
-    def modules(self) -> Iterator[nn.Module]:
-        return self.model.modules()
-
     def storage_precision(self, precision: Precision) -> Precision:
         """Return the precision that the flat buffers are stored in."""
         return precision
@@ -78,7 +67,7 @@ class Replicated:
         return Weights(layout, masters, memory)
 
     def broadcast_start(self) -> None:
-        broadcast_start([*self.named_parameters(), *self.named_buffers()], self.ranks)
+        broadcast_start([*self.named_parameters(), *self.model.named_buffers()], self.ranks)
 
     def global_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a state with their global shapes: shards as DTensors."""
@@ -197,7 +186,7 @@ class FullySharded(Sharded):
         return ShardedWeights(layout, self)
 
     def broadcast_start(self) -> None:
-        broadcast_start(self.named_buffers(), self.ranks)
+        broadcast_start(self.model.named_buffers(), self.ranks)
 
     def before_backward(self, last: bool) -> None:
         self.sharded.sum_with_backward(last or not self._waits)

@@ -136,7 +136,7 @@ class TrainStep(NotCopyable):
         elif self._sharded is not None:
             why_together = "the ranks of a sharded model gather its weights for each of them"
         pack_adapters(model)
-        layout = config.lay_out(sharding, stored)
+        layout = config.lay_out(model, sharding.named_parameters(), stored)
         shared = {"accumulate": accumulate, "clip": clip, "precision": precision, "graph": graph, "seed": seed}
         shared |= settings("optimizer", config) | settings("schedule", schedule or Schedule())
         sharding.ranks.check_same("TrainStep", shared)

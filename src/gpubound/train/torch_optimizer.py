@@ -6,12 +6,12 @@ model's, over the fp32 masters where there are any.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -47,10 +47,10 @@ class TorchOptimizer:
     def __init__(self, make: Callable[[list[Parameter]], Optimizer], graph: str):
         self.make, self.graph = make, graph
 
-    def lay_out(self, model: Any, precision: Precision) -> FlatLayout:
+    def lay_out(self, model: nn.Module, named: Iterable[tuple[str, Parameter]], precision: Precision) -> FlatLayout:
         """Return the layout of the flat buffers, and make the optimizer over fp32 stand-ins for the parameters."""
         precision.check_rounded("a torch optimizer")
-        layout = lay_out(model.named_parameters(), precision.dtype, others=model.named_buffers())
+        layout = lay_out(named, precision.dtype, others=model.named_buffers())
         self.parameters = [Parameter(slot.parameter.detach().float()) for slot in layout.slots]
         self._holder = _Holder(self.make(self.parameters))
         _check_optimizer(self.optimizer, self.parameters)
