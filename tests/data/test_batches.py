@@ -241,7 +241,8 @@ def test_sentences(corpus):
     wrong = [
         (0, 2, {}), (10**12, 2, {}), (8, 2.0, {}), (8, 2, {"seed": 1.5}), (8, 2, {"rank": 1}), (8, 2, {"rank": None}),
         (8, 2, {"slots": 0, "mode": "ring"}), (8, 2, {"pad_id": 257, "pack": "documents"}),
-        (8, 2, {"fields": "labels"}), (8, 2, {"pack": "tight"}), (8, 2, {"pack": "pairs"}), (8, 2, {"pack": "examples", "overlong": "split"}),
+        (8, 2, {"fields": "labels"}), (8, 2, {"pack": "tight"}), (8, 2, {"pack": "pairs"}),
+        (8, 2, {"pack": "examples", "overlong": "split"}),
         (8, 2, {"mode": "direct"}), (8, 2, {"labels": "own", "pack": "documents"}),
         (8, 2, {"fields": ("input_ids", "cu_seqlens")}), (500, 4, {}),
     ]  # fmt: skip

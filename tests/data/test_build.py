@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from gpubound.data import Corpus, Tokenizer, build as build_module, train_tokenizer
+from gpubound.data import Corpus, build as build_module, train_tokenizer
 from gpubound.data.shards import CLAIM, MANIFEST, write_shard
 from gpubound.data.texts import Texts
 from gpubound.errors import DataError
