@@ -2,6 +2,7 @@
 
 import io
 import logging
+import runpy
 import subprocess
 
 import pytest
@@ -113,3 +114,26 @@ def test_a_progress_line_is_a_message_too(handler, capsys):
     trace.logger.setLevel(logging.WARNING)
     work()
     assert capsys.readouterr().err == "" and handler.text().count("reading") == 1
+
+
+def test_the_seconds_of_nested_blocks(handler, capsys):
+    def work():
+        with trace.timed("all"), trace.timed("one part"):
+            pass
+
+    work()
+    assert capsys.readouterr().err == ""
+    trace.logger.addHandler(handler)
+    trace.logger.setLevel(logging.DEBUG)
+    work()
+    with pytest.raises(ValueError), trace.timed("what fails"):
+        raise ValueError
+    lines = [line.removeprefix("DEBUG gpubound ").lstrip().partition(" s ")[2] for line in handler.text().splitlines()]
+    assert lines == ["  one part", "all", "what fails"]
+
+
+def test_an_environment_variable_sets_the_level(monkeypatch, handler):
+    monkeypatch.setenv("GPUBOUND_DEBUG", "1")
+    monkeypatch.setattr(trace.logger, "handlers", list(trace.logger.handlers))  # to which a second import adds one
+    runpy.run_path(trace.__file__, {"FallbackError": RuntimeError}, "gpubound.trace_again")
+    assert trace.logger.level == logging.DEBUG

@@ -4,13 +4,16 @@ A counter costs one loop over an empty list until a listener is added, as a ledg
 is printed once: a silent slow path is the failure that this library exists to prevent.
 
 Every message goes to the logger "gpubound": fallbacks as warnings, the rest as information. Unless logging is configured, the
-library also prints them to stderr as `gpubound: message`.
+library also prints them to stderr as `gpubound: message`. How long the parts of placing, of a first step and of building a
+decoder take is logged at the level DEBUG, which GPUBOUND_DEBUG=1 sets.
 """
 
 import functools
 import logging
+import os
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -73,6 +76,8 @@ def printable(text: str) -> str:
 logger = logging.getLogger("gpubound")
 _null_handler = logging.NullHandler()  # or logging would print warnings, too
 logger.addHandler(_null_handler)
+if os.environ.get("GPUBOUND_DEBUG") == "1":
+    logger.setLevel(logging.DEBUG)
 
 _printed: set[str] = set()
 
@@ -100,6 +105,27 @@ def prints(level: int = logging.INFO) -> bool:
     if any(h is not _null_handler and not type(h).__module__.startswith("_pytest.") for h in handlers):
         return False
     return level >= (logger.level or logging.INFO) and level > logging.root.manager.disable and not logger.disabled
+
+
+_timing = threading.local()
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Log the seconds of the block at the level DEBUG, after those of the blocks inside it, which are indented further.
+
+    The device is not waited for: its time is that of the block that waits for it.
+    """
+    depth, begun = getattr(_timing, "depth", 0), time.perf_counter()
+    _timing.depth = depth + 1
+    try:
+        yield
+    finally:
+        _timing.depth = depth
+        if logger.isEnabledFor(logging.DEBUG):
+            thread = threading.current_thread()
+            where = "" if thread is threading.main_thread() else f" [{thread.name}]"
+            say(f"{time.perf_counter() - begun:8.3f} s {'  ' * depth}{what}{where}", logging.DEBUG, stacklevel=4)
 
 
 def bar(console: Any, title: str, total: float | None, *columns: Any) -> Any:

@@ -35,6 +35,7 @@ from ..models import Decoder
 from ..models.decoding import LayerWeights, Linear, Rounding, inputs_rounded, plain_linear, plain_norm
 from ..models.llama.checkpoint import changed_below
 from ..models.registry import switch
+from ..trace import timed
 from .request import Choice, Request, pad
 from .runner import SamplingVariant, Stepper, config_value, own_forward, random_ids
 
@@ -289,12 +290,14 @@ def certify(decoder: "FastDecoder", quick: bool = False) -> DecoderCertificate:
     errors: tuple[float | None, ...] = (None, None, None)
     ready = _compile_step(decoder, body, min(length, TOKENS))
     if not quick and body.exact() is not None:
-        errors = _compare_logits(decoder, body, length, ready)
+        with timed("comparison of logits with fp32"):
+            errors = _compare_logits(decoder, body, length, ready)
     ready()
     body.poison()
-    count = _compare_tokens(decoder, random_ids(body.vocab, length, body.device)[:TOKENS].tolist())
-    if body.device.type == "cuda":
-        torch.cuda.synchronize(body.device)
+    with timed("comparison of tokens by graphs with those by launches"):
+        count = _compare_tokens(decoder, random_ids(body.vocab, length, body.device)[:TOKENS].tolist())
+        if body.device.type == "cuda":
+            torch.cuda.synchronize(body.device)
     ours, own, cached = errors
     return DecoderCertificate(count, ours, own, time.perf_counter() - begun, cached)
 
@@ -314,7 +317,7 @@ def _compile_step(decoder: "FastDecoder", body: Any, length: int) -> Callable[[]
         _all_logits(body, ids, 1)
         _play(decoder, [prompt], 1, partial(single.run, 1, 1), single.tokens, 1, 1)
 
-    with body.fewer_layers():  # all 24 of 350m took the host 0.4 to 0.6 s, with a filled cache too
+    with timed("names of a step's kernels"), body.fewer_layers():  # all 24 of 350m took 0.4 to 0.6 s, with a filled cache too
         return compile_ahead(step, body.device)
 
 
@@ -341,8 +344,10 @@ def _compare_logits(
             "training run?) and the dtype."
         )
     model_error = _distance(own, model_truth)
-    ready()
-    dtype, runs = body.live.dtype, [_all_logits(body, ids, rows) for rows in body.row_counts()]
+    with timed("wait for kernels"):
+        ready()
+    with timed(f"logits by the kernels, of {len(body.row_counts())} numbers of rows"):
+        dtype, runs = body.live.dtype, [_all_logits(body, ids, rows) for rows in body.row_counts()]
     our_error = max(_distance(logits, _truth_of(body, ids, truth, chosen)) for logits, chosen in runs)
     missed = max(choice.missed for _, chosen in runs for choice in chosen)
     _check_choices(missed, own_missed, dtype)

@@ -27,7 +27,7 @@ from ..models.draft_head import DraftHead
 from ..models.language_model import LanguageModel
 from ..models.llama.checkpoint import as_transformers
 from ..models.registry import reader_of, runner_of
-from ..trace import fallback, notice
+from ..trace import fallback, notice, timed
 from .certificate import Accuracy, DecoderCertificate, accuracy, certify
 from .draft_head import HeadDraft
 from .exact import ExactRunner, ExactStepper
@@ -298,6 +298,7 @@ class FastDecoder(NotCopyable):
         return min(1 << (rows - 1).bit_length(), self.max_batch)
 
 
+@timed("decoder")
 def decoder(
     model: nn.Module,
     max_batch: int = 1,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import GraphError
-from ..trace import count, notice
+from ..trace import count, notice, timed
 from .certify import Certificate, Lend, certify, lend_nothing
 from .guards import StaticInputs
 from .recording import Recording
@@ -108,10 +108,12 @@ class Captured:
         options = self._options
         others = [inputs.tensors(arguments) for arguments in options.other_inputs] if options.other_inputs else None
         rest = options.state, options.pool, options.gate, options.warm_in_pool, options.reads
-        recording = Recording(self.name, self._fn, inputs, *rest)
+        with timed(f"graph of {self.name}"):
+            recording = Recording(self.name, self._fn, inputs, *rest)
         try:
-            certificate = certify(recording, others, options.tolerance, options.lend) if options.verify else None
-            recording.refuse_changed_reads()
+            with timed(f"certificate of {self.name}"):
+                certificate = certify(recording, others, options.tolerance, options.lend) if options.verify else None
+                recording.refuse_changed_reads()
         except BaseException:
             recording.undo()
             raise

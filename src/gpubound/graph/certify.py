@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
 from ..formatting import readable
+from ..trace import timed
 from .memory import EQUAL, CopyBudget, Difference, StorageCopy, StorageFingerprint, bytes_of, difference, elements_of
 from .reachable import storage_key
 from .recording import Recording
@@ -205,7 +206,7 @@ def _round(
     earlier  inputs of the rounds before, whose replays make this round's first state again
     """
     random_states = recording.generators.states()
-    with other_seeds(index):
+    with timed(f"eager call of round {index + 1}"), other_seeds(index):
         eager = run_eager(recording, inputs, invented)
     exchanged = index > 0 and not earlier
     for storage in workspace.values():

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from ..errors import GraphError
-from ..trace import hooked
+from ..trace import hooked, timed
 from ..watch.events import WAIT, Place
 from ..watch.ops import on_host
 from .discover import Discovery, FirstValue, Hazard, refuse
@@ -195,7 +195,7 @@ class Recording:
                 tables = self.discovery.live_tables() if number == 1 else self.discovery.created_and_written() if number else {}
                 before = {key: bytes_of(table).clone() for key, table in tables.items() if alone}
                 del tables
-                with attention_ahead(None if number else self.runner.stream):
+                with timed(f"watched call {number + 1}"), attention_ahead(None if number else self.runner.stream):
                     self.runner.run(lambda: self.discovery.run(self._warm_call))
                 after = self.discovery.created_and_written().items()
                 self.unaltered = {key for key, t in after if key in before and torch.equal(before[key], bytes_of(t))}
@@ -217,7 +217,9 @@ class Recording:
                     )
             self.runner.release_cached()
             # on a GPU: also a wait inside an operation, which no operation shows
-            if lines := self.runner.waits(self._warm_call):
+            with timed("call that shows waits"):
+                lines = self.runner.waits(self._warm_call)
+            if lines:
                 raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
 
     def _refuse_changed_inputs(self) -> None:

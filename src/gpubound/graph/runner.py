@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..device import without_autocast
 from ..errors import GraphError
 from ..formatting import readable
-from ..trace import fallback
+from ..trace import fallback, timed
 from ..watch.events import Place, here
 from .discover import broken_capture
 from .guards import ReentryGuard
@@ -200,9 +200,10 @@ class GraphRunner:
             torch.cuda.empty_cache()
             before = torch.cuda.memory_reserved(self.device)
             try:
-                self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-                outputs = call()
-                self.graph.capture_end()
+                with timed(f"capture of {name}"):
+                    self.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                    outputs = call()
+                    self.graph.capture_end()
             except BaseException as error:
                 self._abandon()
                 if isinstance(error, Exception) and (refusal := broken_capture(name, error)) is not None:

@@ -43,7 +43,7 @@ from torch.autograd import forward_ad
 
 from ..device import constant, entered, has_triton, interpreted
 from ..errors import KernelError
-from ..trace import fallback, hooked
+from ..trace import fallback, hooked, timed
 from . import selftest
 from .registry import OPS, load
 
@@ -190,11 +190,12 @@ def compile_once(jit: Any) -> None:
         if not first:
             return compiled.result()
         try:
-            with _forking:
-                _compute_cache_keys(kernel)
-            with suppress(Exception):  # what fails there fails again here, and is raised
-                _compile_apart(kernel, signature, device, *rest)
-            compiled.set_result(compile_kernel(kernel, key, signature, device, *rest, **options))
+            with timed(f"compilation of {kernel.fn.__name__}, or its reading from Triton's cache"):
+                with _forking:
+                    _compute_cache_keys(kernel)
+                with suppress(Exception):  # what fails there fails again here, and is raised
+                    _compile_apart(kernel, signature, device, *rest)
+                compiled.set_result(compile_kernel(kernel, key, signature, device, *rest, **options))
         except BaseException as error:
             compiled.set_exception(error)
         with lock:
@@ -350,10 +351,8 @@ def _verdict(key: Key) -> str | None:
             return None
         early = _early.pop(key, None)
         # A self-test may ask for another op's verdict. If that test still waits for a thread, it would wait for this one.
-        if early is None or early.cancel():
-            _verdicts[key] = _test(*key)
-        else:
-            _verdicts[key] = early.result()
+        with timed(f"wait for the self-test of {key.op} {key.shape}"):
+            _verdicts[key] = _test(*key) if early is None or early.cancel() else early.result()
     return _verdicts[key]
 
 

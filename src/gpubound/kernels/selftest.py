@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from ..device import entered
+from ..trace import timed
 from .registry import OPS, load
 
 # Relative error allowed between a kernel and the reference, by the dtype of the call: summation order, tf32 where the op holds
@@ -26,7 +27,8 @@ def check(op: str, device: torch.device, dtype: torch.dtype, shape: tuple = (), 
     """
     test = f"its self-test in {dtype} on {device}"
     try:
-        with entered(device):  # on a new thread the current device is the first, whatever the caller's is
+        # on a new thread the current device is the first, whatever the caller's is
+        with timed(f"self-test of {op} {shape}"), entered(device):
             got = run("triton", op, device, dtype, shape, forward)
     except Exception as error:  # compiling a kernel can raise anything; the reason is reported, never dropped
         return f"{test} raised {type(error).__name__}: {(str(error).strip().splitlines() or ['(no message)'])[0]}"

@@ -22,7 +22,7 @@ from ..errors import PlaceError
 from ..kernels.dispatch import runs, start_self_tests
 from ..layers.fused_weights import Projecting
 from ..lora import layers as lora_layers  # noqa: F401  registers the reader of projections that PEFT has adapted
-from ..trace import fallback
+from ..trace import fallback, timed
 from . import candidates
 from .candidates import MARK, Candidate, Fused, release
 from .verify import CACHED, KEPT, Agreement, Exercise, attempt, check_example, coarsest, inference_weight, verify
@@ -174,6 +174,7 @@ def _merged(name: str, group: list[PlacedModule]) -> PlacedModule:
     return replace(worst, module=f"{name} ({len(group)})", fallbacks=reasons.total(), reasons=dict(reasons))
 
 
+@timed("place")
 def place(
     model: nn.Module, device: str | torch.device = "auto", fuse: bool = True, strict: bool = False, example: Any = None
 ) -> Placement:
@@ -205,10 +206,13 @@ def place(
         try:
             shared = candidates.shared_memory(model) if fuse else {}
             cache_limit = max(CACHED, sum(p.nbytes for p in model.parameters()) // KEPT)
-            for c in leaves:
-                check = partial(verify, c.module, c.swap.cases, c.adopt, cache_limit)
-                notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), check)
-                facts.release_cached(target, cache_limit)  # stacked weights have left theirs, in pieces too small for others
+            with timed(f"{len(leaves)} modules, each beside itself"):
+                for c in leaves:
+                    check = partial(verify, c.module, c.swap.cases, c.adopt, cache_limit)
+                    notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), check)
+                    facts.release_cached(
+                        target, cache_limit
+                    )  # stacked weights have left theirs, in pieces too small for others
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, complete))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)

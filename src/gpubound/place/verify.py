@@ -44,6 +44,7 @@ from ..errors import FallbackError, GpuboundError
 from ..kernels.dispatch import SIXTEEN_BITS
 from ..layers import LMLoss
 from ..models.registry import TOKENS, Case, made_up, mode, noise, put_back, reads_tokens, switch
+from ..trace import timed
 from .candidates import Fused, adopt, release
 
 ELEMENTS = 4096  # of each tensor of a whole model that are compared, so that two runs need no memory for two models
@@ -411,7 +412,8 @@ class Exercise:
             self.trouble = f"{why}; its own forward runs, under no_grad"
             return
         try:
-            self.before = run()
+            with timed(f"a run of {type(model).__name__}"):
+                self.before = run()
             self.trouble = "" if self.before else "it gives no floating-point output"
         except Exception as error:  # the user's model may not take made-up tokens; the reason is reported
             self.trouble = f"its own forward and backward raised {first_line(error)}"
@@ -420,8 +422,9 @@ class Exercise:
 
     def again(self) -> Agreement:
         """Run the model again, and compare."""
-        dtype, after = coarsest(self.model), self.run()
-        result = compare(after, self.before, dtype)
+        dtype = coarsest(self.model)
+        with timed(f"a run of {type(self.model).__name__} after its swap"):
+            result = compare(after := self.run(), self.before, dtype)
         if result.ok or not may_be_rounding(result, dtype):
             return result
         try:
@@ -474,6 +477,7 @@ def smallest(dtype: torch.dtype) -> float:
     return max(FLOOR, UNIT[dtype])
 
 
+@timed("comparison with fp32")
 def compare_in_fp32(
     model: nn.Module, run: Callable[..., Named], after: Named, before: Named, dtype: torch.dtype, seeds: Sequence[int] = ()
 ) -> Agreement:

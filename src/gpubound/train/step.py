@@ -37,7 +37,7 @@ from ..lora.adapter import pack_adapters
 from ..lora.model import calls_of_any_batch
 from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
-from ..trace import notice, say
+from ..trace import notice, say, timed
 from .accumulate import Accumulators
 from .adamw import AdamW, AdamW8bit, Muon, Weights
 from .device_step import BackwardUpdate, DeviceStep, Loss, StepResult, check as check_update_in_backward, gradient_bytes
@@ -98,6 +98,7 @@ class TrainStep(NotCopyable):
     INSTEAD = "save its state_dict() and the model's, and load them into a new model and TrainStep"
 
     @torch.inference_mode(False)  # buffers made inside could not be written by later steps, nor kept for a backward
+    @timed("TrainStep")
     def __init__(
         self,
         model: nn.Module,
@@ -209,7 +210,10 @@ class TrainStep(NotCopyable):
         shorter list, or the rest of an iterator, gives a smaller step, just as exact. Autocast (use `precision`) and no_grad
         around the call have no effect.
         """
-        with self._calling(), collecting_new_objects(self.device) if self._first else nullcontext():
+        if not self._first:
+            with self._calling():
+                return self._step(micro_batches)
+        with timed("first step"), self._calling(), collecting_new_objects(self.device):
             return self._step(micro_batches)
 
     def add(self, micro_batch: Any) -> None:
@@ -332,14 +336,16 @@ class TrainStep(NotCopyable):
                     if first and not number:  # it runs the model, whose weights may be sharded: all ranks take part
                         ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
                         size = ids.shape if isinstance(ids, Tensor) and ids.dim() == 2 else None
-                        with nullcontext() if size is None else attention_of(*size, self.device):  # type: ignore[call-arg]
+                        ahead = nullcontext() if size is None else attention_of(*size, self.device)  # type: ignore[call-arg]
+                        with timed("check of the first batch"), ahead:
                             self.with_weights(check)
                     else:
                         check()
                     self._checked.add(batch.signature)
         self._first = False
         if first:
-            step.prepare(batches[0].whole())
+            with timed("scales of fp8, and the order of gradients"):
+                step.prepare(batches[0].whole())
         return first
 
     @property
