@@ -130,6 +130,21 @@ def test_a_micro_batch_only_reads_the_weights(monkeypatch):
     assert given == [("micro_batch", [weights]), ("update", [])] and len(step.captured) == 2
 
 
+def test_the_first_graph_of_a_shape_finds_sums_of_zero(monkeypatch):
+    """Others would be copied, to host memory where they are large."""
+    zero, own = [], graph_cache.capture
+
+    def noted(part, *inputs, **options):
+        zero.append((part.__name__, not step._graphs.step.accumulators.gradient.any()))
+        return own(part, *inputs, **options)
+
+    monkeypatch.setattr(graph_cache, "capture", noted)
+    step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")
+    for rows in (4, 6):
+        step(cut(draw(rows), 2))
+    assert zero == [("micro_batch", True), ("update", False), ("micro_batch", True)]
+
+
 @pytest.mark.parametrize("optimizer, graph, names", [
     ("adamw", "auto", ["micro_batch"]),
     ("adamw8bit", "auto", ["micro_batch"]),

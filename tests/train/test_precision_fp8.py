@@ -88,6 +88,15 @@ def test_captured_is_eager_and_micro_batches_add_up():
 
 
 @pytest.mark.slow
+def test_scales_are_found_before_the_first_step_and_leave_no_sums():
+    """A capture copies what is not zero: with sums of 8B in host memory a first step took 24 s, in bf16 8.7 (H200)."""
+    step = step_of(decoder(), accumulate=2)
+    on_device = step._graphs.step
+    on_device.prepare(next(windows(1))[0])
+    assert on_device.fp8.calibrated and on_device.fp8.states[..., 0].all()
+    assert not on_device.accumulators.gradient.any() and not on_device.summed.any()
+
+
 def test_resumed_is_uninterrupted_bit_for_bit():
     data = list(windows(8))
     first = step_of(decoder())

@@ -374,6 +374,9 @@ class DeviceStep:
         with torch.random.fork_rng(devices), put_back(self.model.buffers()):
             self.accumulators.zero()
             yield
+        # Else a capture would copy sums that are not zero to host memory: 32 GB of 8B's, and back before each round.
+        self.accumulators.zero()
+        self.summed.zero_()
 
     def sums(self) -> list[Tensor]:
         """Return every tensor that a micro-batch writes, except the model's buffers."""

@@ -92,6 +92,8 @@ class GraphCache:
             return graph(*batches[0].tensors)
         if step.early is not None:
             return self._give_up(partial(step.run, [batches[0].whole()]))
+        if any((PART, batch.key) not in self._known for batch in batches):
+            step.accumulators.zero()  # the last step's sums, which the first capture of another shape would copy
         if not self._capture_parts(batches, first):
             return step.run([batch.whole() for batch in batches])
         if not step.single:
