@@ -27,8 +27,9 @@ import triton.language as tl
 from ..experts import LEAST
 from ..gated import INFINITE
 from ..plans.types import job_of, power_of_two
-from ._launch import _begin, _end, _row, _tile, _wait, bump_versions, in_place, launch_product, options
-from .decode_product import _gated
+from ._launch import _begin, _end, _products, _row, _tile, _wait, bump_versions, in_place, launch_product, options
+from .decode_product import _gated, _sums
+from .gated import _limited
 
 COMPARED = 4096  # pairs of experts that a program compares at a time
 
@@ -66,18 +67,11 @@ def _route_kernel(x_ptr, norm_ptr, router_ptr, logits_ptr, count_ptr, ids_ptr, w
     _begin(DEPENDENT)
     first, b = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
     row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
     left = experts - first
     router_ptr += first.to(tl.int64) * K
     w = _tile(router_ptr, row, col, left, K, K, WHOLE)
     _wait(DEPENDENT)
-    total, square = tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
-    for start in range(0, K, C):
-        x = _row(x_ptr + b * K + start, col, K - start, EVEN)
-        total += w.to(tl.float32) * (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
-        square += x * x
-        if start + C < K:
-            w = _tile(router_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+    total, square = _products(x_ptr + b * K, norm_ptr, router_ptr, w, row, col, left, K, R, C, WHOLE, 0.0)
     _end(DEPENDENT)
     line = logits_ptr + b * experts
     tl.store(line + first + row, tl.sum(total, 1) / tl.sqrt(tl.sum(square, 0) / K + eps), mask=row < left)
@@ -101,7 +95,6 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
                            WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
     first, pair = tl.program_id(0) * R, tl.program_id(1).to(tl.int64)
     row, col = tl.arange(0, R), tl.arange(0, C)
-    EVEN: tl.constexpr = K % C == 0
     left = rows - first
     _wait(DEPENDENT)
     _begin(DEPENDENT)
@@ -109,21 +102,11 @@ def _routed_gate_up_kernel(x_ptr, norm_ptr, gate_up_ptr, ids_ptr, out_ptr, eps, 
     gate_ptr = gate_up_ptr + (expert * 2 * rows + first) * K
     up_ptr = gate_up_ptr + ((expert * 2 + 1) * rows + first) * K
     x_ptr += pair // S * K
-    gate, up, square = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32), tl.zeros([C], tl.float32)
     g, u = _tile(gate_ptr, row, col, left, K, K, WHOLE), _tile(up_ptr, row, col, left, K, K, WHOLE)
-    for start in range(0, K, C):
-        x = _row(x_ptr + start, col, K - start, EVEN)
-        normed = (x * _row(norm_ptr + start, col, K - start, EVEN))[None]
-        gate += g.to(tl.float32) * normed
-        up += u.to(tl.float32) * normed
-        square += x * x
-        if start + C < K:
-            g = _tile(gate_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
-            u = _tile(up_ptr + start + C, row, col, left, K - start - C, K, WHOLE)
+    gates, ups, squares = _sums(x_ptr, norm_ptr, gate_ptr, g, up_ptr, u, row, col, left, 1, K, R, C, WHOLE, 0.0)
     _end(DEPENDENT)
-    factor = 1.0 / tl.sqrt(tl.sum(square, 0) / K + eps)
-    y, z = tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor
-    y, z = tl.where(y > limit, limit, y), tl.where(z > limit, limit, tl.where(z < -limit, -limit, z))  # a NaN stays
+    factor = 1.0 / tl.sqrt(tl.sum(squares[0], 0) / K + eps)
+    y, z = _limited(tl.sum(gates[0], 1) * factor, tl.sum(ups[0], 1) * factor, limit)
     y = _gated(y, z, ACTIVATION) * poison
     tl.store(out_ptr + pair * rows + first + row, y.to(out_ptr.dtype.element_ty), mask=row < left)
 
@@ -354,7 +337,7 @@ def _column_gate_up_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, ids_ptr, out_ptr, e
     bias = tl.load(bias_ptr + expert * N + first + col, mask=col < left, other=0.0).to(tl.float32)
     both = tl.sum(total, 0) / tl.sqrt(tl.sum(square, 0) / K + eps) + bias
     gate, up = tl.split(tl.reshape(both, [R // 2, 2]))
-    gate, up = tl.where(gate > limit, limit, gate), tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    gate, up = _limited(gate, up, limit)
     y = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)) * poison
     unit = tl.arange(0, R // 2)
     tl.store(out_ptr + pair * (N // 2) + first // 2 + unit, y.to(out_ptr.dtype.element_ty), mask=2 * unit < left)
