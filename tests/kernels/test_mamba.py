@@ -98,7 +98,7 @@ def test_norms_of_groups(device, dtype, groups):
     x, norm = draw(device, torch.float32, 3, 96) + 3, Norm(draw(device, dtype, 96, seed=1), 1e-2)
     parts = x.double().view(3, groups, -1)
     want = (parts / (parts.square().mean(-1, keepdim=True) + 1e-2).sqrt()).flatten(1) * norm.weight.double()
-    *_, out = agree("grouped_norm_rows", x, norm, groups, torch.empty(3, 96, device=device, dtype=dtype))
+    out = agree("norm_rows", x, norm, torch.empty(3, 96, device=device, dtype=dtype), 0, None, groups)[2]
     same("rows", out.double(), want, 1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -111,5 +111,5 @@ def test_wrong_arguments_are_refused(device):
         kernels.mamba_step(x, position, ring[:, :3].contiguous(), state, parameters, shape, out)
     with pytest.raises(ValueError, match="state"):
         kernels.mamba_step(x, position, ring, state.double(), parameters, shape, out)
-    with pytest.raises(ValueError, match="divide evenly"):
-        kernels.grouped_norm_rows(out, Norm(torch.ones(16), 1e-5), 3, out.clone())
+    with pytest.raises(ValueError, match="got 3 for 16 columns"):
+        kernels.norm_rows(out, Norm(torch.ones(16), 1e-5), out.clone(), groups=3)

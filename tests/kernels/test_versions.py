@@ -13,7 +13,7 @@ OPS = every()
 IN_PLACE = [
     "accept", "activate_rows", "adamw", "adamw8", "add_adapters", "add_norm", "add_product", "add_routed", "add_rows",
     "add_slots", "begin_draft", "choose_experts", "column_down", "column_gate_up", "compress", "decode_attention",
-    "delta_step", "dequantize", "dequantize_nf4", "divergence", "extend_draft", "gate_rows", "grouped_norm_rows", "hc_read",
+    "delta_step", "dequantize", "dequantize_nf4", "divergence", "extend_draft", "gate_rows", "hc_read",
     "hc_sums", "hc_write", "index_scores", "index_topk", "keep_stream", "latent_attention", "latent_queries",
     "layer_norm_rows", "lora_gradients", "lora_up", "mamba_step", "norm_gate_up", "norm_product", "norm_products", "norm_rows",
     "pick", "plan_update", "poly_attention_step", "propose", "quantize", "quantize_swiglu", "quantize_swiglu_backward",

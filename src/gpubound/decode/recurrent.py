@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import delta_step, grouped_norm_rows, mamba_step, short_conv
-from ..kernels.recurrent import chunked_delta_rule, chunked_mamba, delta_inputs, gated_norm, group_normed, mamba_inputs
+from ..kernels import delta_step, mamba_step, norm_rows, short_conv
+from ..kernels.decode_product import group_normed
+from ..kernels.recurrent import chunked_delta_rule, chunked_mamba, delta_inputs, gated_norm, mamba_inputs
 from ..models.recurrent import DeltaWeights, MambaWeights, RecurrentWeights, ShortConvWeights
 from .kv_cache import write_rows
 from .layer import Part, Workspace
@@ -131,7 +132,7 @@ class Mamba(RecurrentLayer):
         gated = out if w.head_norm is None else self._gated[: len(out)]
         mamba_step(rows[0], position, state.ring[mine], state.matrix[mine], w.parameters(), w.shape, gated, mode)
         if w.head_norm is not None:
-            grouped_norm_rows(gated, w.head_norm, w.norm_groups, out, mode)
+            norm_rows(gated, w.head_norm, out, mode, groups=w.norm_groups)
 
     def recur_prompt(self, rows: list[Tensor], start: int) -> Tensor:
         w, state, targets = self.weights, self.state, self.workspace.cache.targets
@@ -146,5 +147,5 @@ class Mamba(RecurrentLayer):
 
     def ops(self) -> list[tuple[str, str, str]]:
         rows = super().ops()
-        norm = [] if self.weights.head_norm is None else [("norm of heads", "grouped_norm_rows", "")]
+        norm = [] if self.weights.head_norm is None else [("norm of heads", "norm_rows", "")]
         return [*rows[:-1], *norm, rows[-1]]

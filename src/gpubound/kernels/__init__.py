@@ -68,7 +68,6 @@ from .quantized_product import (
 from .recurrent import (
     chunk_scan as chunk_scan,
     delta_step as delta_step,
-    grouped_norm_rows as grouped_norm_rows,
     mamba_step as mamba_step,
     short_conv as short_conv,
 )

@@ -436,27 +436,40 @@ def draw_gate_up(generator: torch.Generator, rows: int = 2, hidden: int = 48, wi
     return *weights, *biases, zeros(rows, width)
 
 
-def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None) -> Tensor:
-    """out (B, hidden, in the model's dtype) = rms_norm(x), the input of a product on tensor cores.
+def norm_rows(x: Tensor, norm: Norm, out: Tensor, dependent: int = 0, parts: Tensor | None = None, groups: int = 1) -> Tensor:
+    """out (B, hidden, in any dtype) = rms_norm(x), such as the input of a product on tensor cores.
 
-    With parts (P, B, hidden, fp32), of `split_product`, x += their sum before that, in place.
+    With parts (P, B, hidden, fp32), of `split_product`, x += their sum before that, in place. With groups, each of so many
+    parts of a row is normed by itself.
     """
     check_stream("norm_rows", x, norm)
     require("norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
     if parts is not None:
         require("norm_rows", "parts", parts, torch.float32, ("parts", *x.shape), x.device, "each is a part of a sum for x")
+    if groups < 1 or x.shape[1] % groups or (groups > 1 and parts is not None):
+        raise ValueError(
+            f"norm_rows: groups: got {groups} for {x.shape[1]} columns, wanted a divisor of them, and without parts."
+        )
     shape = call_shape(norm) if parts is None else (norm.offset, True)
-    implementation("norm_rows", norm.weight, None, shape)(x, norm, out, dependent, parts)
+    shape = shape if groups == 1 else (norm.offset, False, groups)
+    implementation("norm_rows", norm.weight, None, shape)(x, norm, out, dependent, parts, groups)
     return out
 
 
-@definition(lambda g, offset=0.0, parts=False: (
-    *draw_stream(g, 48, offset), zeros(2, 48), 0, draw(g, 3, 2, 48).detach() if parts else None
+@definition(lambda g, offset=0.0, parts=False, groups=1: (
+    *draw_stream(g, 48, offset), zeros(2, 48), 0, draw(g, 3, 2, 48).detach() if parts else None, groups
 ))  # fmt: skip
-def norm_rows_reference(x, norm, out, dependent=0, parts=None):
-    if parts is None:
-        return out.copy_(rms_normed(x, norm))
-    return out.copy_(rms_normed(x.add_(parts.sum(0)), norm)), x
+def norm_rows_reference(x, norm, out, dependent=0, parts=None, groups=1):
+    x = x if parts is None else x.add_(parts.sum(0))
+    out.copy_(rms_normed(x, norm) if groups == 1 else group_normed(x, norm, groups))
+    return out if parts is None else (out, x)
+
+
+def group_normed(x: Tensor, norm: Norm, groups: int) -> Tensor:
+    """Return the RMSNorm of each of `groups` parts of x (..., width), in the dtype of x."""
+    parts = x.unflatten(-1, (groups, -1))
+    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.eps)
+    return parts.flatten(-2) * (norm.weight.to(x.dtype) + norm.offset)
 
 
 def add_norm(y: Tensor, norm: Norm, x: Tensor, dependent: int = 0, factor: Tensor | None = None) -> Tensor:

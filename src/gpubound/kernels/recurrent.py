@@ -13,7 +13,7 @@ input times B, a row of the group:
 `delta_step` is a decoding step of a layer of Qwen3-Next and Qwen3.5: the causal convolution of q, k and v with SiLU, q and k
 divided by their lengths, the recurrence, and the norm of o with a gate. `mamba_step` is one of Mamba-2: the causal convolution
 of x, B and C with SiLU, the recurrence, and y times silu(z); Falcon-H1 multiplies z, the product of dt, and the result by
-factors. `grouped_norm_rows` is the RMSNorm over each group of heads that follows. `short_conv` is LFM2's gated convolution, for
+factors. `norm_rows` may norm each group of heads after it. `short_conv` is LFM2's gated convolution, for
 one or a few tokens of each row.
 
 A row's inputs of a convolution are in a ring: that of position p is at place p % P. So a step shifts nothing, and the same step
@@ -475,25 +475,3 @@ def chunked_mamba(
     v, b, c, total, left = in_chunks(g, v, b, c)
     y, S = scan_chunks(v, None, c, b, total, left, None if state is None else state.transpose(-1, -2), precise)
     return y[:, :tokens], S.transpose(-1, -2)
-
-
-def grouped_norm_rows(x: Tensor, norm: Norm, groups: int, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, width, in any dtype) = the RMSNorm of each of `groups` parts of fp32 x (B, width), times the norm's gain."""
-    require("grouped_norm_rows", "x", x, torch.float32, ("rows", len(norm.weight)), x.device, "mamba_step writes it")
-    require("grouped_norm_rows", "norm.weight", norm.weight, None, x.shape[1:], x.device, "it has one number for each column")
-    require("grouped_norm_rows", "out", out, None, tuple(x.shape), x.device, WRITTEN)
-    if groups < 1 or x.shape[1] % groups:
-        raise ValueError(f"grouped_norm_rows: groups: {x.shape[1]} columns must divide evenly among them, got {groups}.")
-    return implementation("grouped_norm_rows", norm.weight)(x, norm, groups, out, dependent)
-
-
-@definition(lambda g: (draw(g, 2, 48).detach(), Norm(draw(g, 48), 1e-5), 3, zeros(2, 48)))
-def grouped_norm_rows_reference(x, norm, groups, out, dependent=0):
-    return out.copy_(group_normed(x, norm, groups))
-
-
-def group_normed(x: Tensor, norm: Norm, groups: int) -> Tensor:
-    """Return the RMSNorm of each of `groups` parts of x (..., width), in the dtype of x."""
-    parts = x.unflatten(-1, (groups, -1))
-    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.eps)
-    return parts.flatten(-2) * (norm.weight.to(x.dtype) + norm.offset)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.decode_product import Norm
+from ..kernels.decode_product import Norm, group_normed
 from ..kernels.recurrent import (
     CHUNK,
     DeltaParameters,
@@ -37,7 +37,6 @@ from ..kernels.recurrent import (
     chunked_mamba,
     delta_inputs,
     gated_norm,
-    group_normed,
     mamba_inputs,
 )
 from ..layers.fused_weights import Kernels

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.decode_product import Norm
+from ..kernels.decode_product import Norm, group_normed
 from ..kernels.recurrent import (
     DeltaParameters,
     DeltaShape,
@@ -22,7 +22,6 @@ from ..kernels.recurrent import (
     MambaShape,
     delta_inputs,
     gated_norm,
-    group_normed,
     mamba_inputs,
 )
 from ..layers.linear_product import format_of

@@ -356,10 +356,13 @@ def _launch_add(
 
 @triton.jit
 def _norm_rows_kernel(x_ptr, norm_ptr, out_ptr, parts_ptr, eps, B, K: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
-                      PARTS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                      PARTS: tl.constexpr, GROUPS: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    """A program has a row of K, or one of its GROUPS."""
     _begin(DEPENDENT)
     col = tl.arange(0, C)
     row = tl.program_id(0) * K
+    if GROUPS > 1:
+        norm_ptr += tl.program_id(0) % GROUPS * K
     gain = _gained(1.0, norm_ptr, col, K, False, GAIN)
     _wait(DEPENDENT)
     x = tl.load(x_ptr + row + col, mask=col < K, other=0.0)
@@ -390,8 +393,8 @@ def _add_norm_kernel(y_ptr, norm_ptr, x_ptr, factor_ptr, eps, K: tl.constexpr, C
 
 
 @in_place
-def norm_rows(x, norm, out, dependent=0, parts=None):
-    (weight, eps, offset), (rows, width) = norm, x.shape
+def norm_rows(x, norm, out, dependent=0, parts=None, groups=1):
+    (weight, eps, offset), (rows, width) = norm, (len(x) * groups, x.shape[1] // groups)
     block, count = power_of_two(width), 0 if parts is None else len(parts)
     warps = max(1, min(8, block // 128)) if count else _warps(block)  # more loads of one thread wait for each other
     _norm_rows_kernel[(rows,)](
@@ -405,6 +408,7 @@ def norm_rows(x, norm, out, dependent=0, parts=None):
         block,
         offset,
         count,
+        groups,
         **options(warps, at_once(dependent)),
     )
     return (out, x) if count else out

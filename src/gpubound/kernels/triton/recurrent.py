@@ -7,7 +7,7 @@ A step of the gated delta rule by a program for each row and value head, which h
 
 The value heads of a key head convolve its q and k each by itself; the first of them writes their inputs to the ring.
 
-A step of Mamba-2 by programs for each row and head, which hold the head's matrix, and the norm of groups of heads.
+A step of Mamba-2 by programs for each row and head, which hold the head's matrix.
 
 The programs of a group's heads convolve its B and C each by itself; the first of them writes their inputs to the ring.
 
@@ -267,21 +267,6 @@ def _mamba_step_kernel(x_ptr, position_ptr, ring_ptr, state_ptr, conv_ptr, bias_
     tl.store(tile, S, mask=inside & (tl.zeros([BP, BN], tl.int32) + position >= 0))
 
 
-@triton.jit
-def _grouped_norm_rows_kernel(x_ptr, weight_ptr, out_ptr, eps, offset, width, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-                              DEPENDENT: tl.constexpr):  # fmt: skip
-    _begin(DEPENDENT)
-    col = tl.arange(0, BLOCK)
-    inside, at = col < SIZE, tl.program_id(1) * SIZE + col
-    gain = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32) + offset
-    _wait(DEPENDENT)
-    _end(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64) * width
-    x = tl.load(x_ptr + row + at, mask=inside, other=0.0)
-    y = x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps) * gain
-    tl.store(out_ptr + row + at, y.to(out_ptr.dtype.element_ty), mask=inside)
-
-
 @in_place
 def mamba_step(x, position, ring, state, parameters, shape, out, dependent=0):
     H, P, G, N, *factors = shape
@@ -293,17 +278,6 @@ def mamba_step(x, position, ring, state, parameters, shape, out, dependent=0):
         **options(warps_of(BN, BP * BN), at_once(dependent)),
     )  # fmt: skip
     return out, ring, state
-
-
-@in_place
-def grouped_norm_rows(x, norm, groups, out, dependent=0):
-    rows, width = x.shape
-    block = power_of_two(width // groups)
-    _grouped_norm_rows_kernel[(rows, groups)](
-        x, norm.weight, out, norm.eps, norm.offset, width, width // groups, block,
-        **options(max(1, min(8, block // 512)), at_once(dependent)),
-    )  # fmt: skip
-    return out
 
 
 BLOCK = 256  # channels of a program
