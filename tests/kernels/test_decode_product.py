@@ -13,23 +13,34 @@ from tests.messages import message, refusals
 from .cases import DTYPES, SOURCES, TOLERANCE, agree, draw, pairwise, same
 
 # (hidden, rows of q, of k and v): powers of two, a hidden that is none, one row more than a program takes
-SHAPES = [(64, 32, 16), (96, 48, 16), (40, 16, 8)]
+SHAPES = [(64, 32, 16), (96, 48, 16), (40, 20, 7)]
 
 
 def stream(device, rows, width, seed=0):
     return draw(device, torch.float32, rows, width, seed=seed)
 
 
+TILED = pytest.mark.parametrize("tiled", [False, True])
+
+
+def product(op, tiled, dtype, *arguments):
+    """Compare a product of normed rows with the reference; tiled ones are rounded before they are multiplied, too."""
+    limit = max(4 * TOLERANCE[dtype], 1e-5) if tiled else 1e-5
+    agree(f"tiled_{op}" if tiled else op, *arguments, limit=limit)
+
+
 @pairwise
+@TILED
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 3, 9])
 @pytest.mark.parametrize("hidden, q, k", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biased):
-    x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
+def test_q_k_v_agree_with_the_reference(device, tiled, dtype, rows, hidden, q, k, biased):
+    x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5, float(tiled))
     weights = [draw(device, dtype, n, hidden, seed=2 + i) for i, n in enumerate((q, k, k))]
     biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate((q, k, k))]
-    agree("norm_product", x, norm, *weights, *biases, torch.empty(rows, q + 2 * k, device=device), None, None)
+    found = torch.empty(rows, q + 2 * k, device=device), *([] if tiled else [None, None])
+    product("norm_product", tiled, dtype, x, norm, *weights, *biases, *found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,26 +92,31 @@ def test_a_nan_reaches_the_partial_maximum(device, source):
 
 
 @pairwise
+@TILED
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 12])
 @pytest.mark.parametrize("hidden, width", [(64, 96), (96, 130), (40, 7)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width, biased):
+@pytest.mark.parametrize("biased, activation", [(False, "silu"), (True, "gelu_tanh"), (True, "gelu")])
+def test_gate_and_up_agree_with_the_reference(device, tiled, dtype, rows, hidden, width, biased, activation):
     x, norm = stream(device, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
     gate, up = (draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2))
     biases = [draw(device, dtype, width, seed=4 + i) if biased else None for i in range(2)]
-    agree("norm_gate_up", x, norm, gate, up, *biases, torch.empty(rows, width, device=device, dtype=dtype))
+    out = torch.empty(rows, width, device=device, dtype=dtype)
+    product("norm_gate_up", tiled, dtype, x, norm, gate, up, *biases, out, 0, activation)
 
 
 @pairwise
+@TILED
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("inner, hidden", [(96, 64), (130, 40), (512, 33)])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inner, hidden, biased):
+def test_the_residual_product_agrees_with_the_reference(device, tiled, dtype, rows, inner, hidden, biased):
     h, weight = draw(device, dtype, rows, inner), draw(device, dtype, hidden, inner, seed=1)
     bias = draw(device, dtype, hidden, seed=2) if biased else None
-    agree("add_product", h, weight, bias, stream(device, rows, hidden, seed=3))
+    copy = [0, torch.empty(rows, hidden, device=device, dtype=dtype)] if tiled else []
+    op = "tiled_add_product" if tiled else "add_product"
+    agree(op, h, weight, bias, stream(device, rows, hidden, seed=3), *copy)
 
 
 @pytest.mark.parametrize("op", ["add_product", "tiled_add_product"])

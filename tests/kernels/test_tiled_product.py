@@ -13,25 +13,13 @@ from gpubound.kernels.plans.types import ResidentPlan
 from gpubound.kernels.registry import load
 from tests.messages import message, refusals
 
-from .cases import DTYPES, TOLERANCE, agree, draw, pairwise, same
+from .cases import TOLERANCE, agree, draw, same
 
 H200 = Chip(90, 232_448, 132, "")
 
 
 def parity(op, dtype, *arguments):
     agree(op, *arguments, limit=max(4 * TOLERANCE[dtype], 1e-5))  # x is rounded, too
-
-
-@pairwise
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("hidden, q, k", [(64, 32, 16), (40, 20, 7)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_q_k_v_agree_with_the_reference(device, dtype, rows, hidden, q, k, biased):
-    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5, 1.0)
-    weights = [draw(device, dtype, n, hidden, seed=2 + i) for i, n in enumerate((q, k, k))]
-    biases = [draw(device, dtype, n, seed=5 + i) if biased else None for i, n in enumerate((q, k, k))]
-    parity("tiled_norm_product", dtype, x, norm, *weights, *biases, torch.empty(rows, q + 2 * k, device=device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -47,28 +35,6 @@ def test_fewer_weights_and_no_norm(device, parts):
     x, weights = draw(device, torch.float32, 3, 48), [draw(device, torch.float32, 24, 48, seed=i) for i in range(parts)]
     no = [None] * (6 - parts)
     agree("tiled_norm_product", x, None, *weights, *no, torch.empty(3, 24 * parts, device=device))
-
-
-@pairwise
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, hidden, width", [(3, 64, 96), (12, 40, 7)])
-@pytest.mark.parametrize("biased, activation", [(False, "silu"), (True, "gelu_tanh"), (True, "gelu")])
-def test_gate_and_up_agree_with_the_reference(device, dtype, rows, hidden, width, biased, activation):
-    x, norm = draw(device, torch.float32, rows, hidden), Norm(draw(device, dtype, hidden, seed=1), 1e-5)
-    weights = [draw(device, dtype, width, hidden, seed=2 + i) * hidden**-0.5 for i in range(2)]
-    biases = [draw(device, dtype, width, seed=4 + i) if biased else None for i in range(2)]
-    out = torch.empty(rows, width, device=device, dtype=dtype)
-    parity("tiled_norm_gate_up", dtype, x, norm, *weights, *biases, out, 0, activation)
-
-
-@pairwise
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows, inner, hidden", [(3, 96, 64), (17, 130, 33)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_the_residual_product_agrees_with_the_reference(device, dtype, rows, inner, hidden, biased):
-    h, weight = draw(device, dtype, rows, inner), draw(device, dtype, hidden, inner, seed=1)
-    bias, x = draw(device, dtype, hidden, seed=2) if biased else None, draw(device, torch.float32, rows, hidden, seed=3)
-    agree("tiled_add_product", h, weight, bias, x, 0, torch.empty(rows, hidden, device=device, dtype=dtype))
 
 
 @pytest.mark.parametrize("held", [1, 2, 8])
