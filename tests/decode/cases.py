@@ -343,5 +343,18 @@ SPARSE_KINDS = pytest.mark.parametrize("kind", SPARSE)
 PROMPT = prompts(7)[0]
 
 
+def assert_follows(fast) -> None:
+    """Assert that tokens are the model's after its weights have changed in place, and after they were replaced."""
+    before = of_decoder(fast, 12)
+    with torch.no_grad():
+        for parameter in fast.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    changed = of_decoder(fast, 12)
+    assert changed == likeliest(fast.model, PROMPT, changed) and changed != before
+    fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
+    moved = of_decoder(fast, 12)
+    assert moved == likeliest(fast.model, PROMPT, moved) and moved != changed
+
+
 def of_decoder(fast, new: int = 6) -> list[int]:
     return fast.generate(PROMPT, max_new_tokens=new).tokens[0]

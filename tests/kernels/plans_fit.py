@@ -105,7 +105,7 @@ SHAPES: dict[str, list[tuple]] = {
         (None, 0.0, 0, True, "gelu_tanh", True),
     ],
     "norm_products": [(), (1.0,), (None,), (0.0, True, True), (None, True, False)],
-    "norm_rows": [(), (1.0,), (0.0, True)],
+    "norm_rows": [(), (1.0,), (0.0, True), (0.0, False, 4)],
     "poly_attention": [(8, 64, 8, 3, 0.0, False, False, True, 256), (4, 128, 2, 3, 8.0, True, True, False, 256)],
     "poly_attention_step": [(8, 64, 8), (8, 128, 2, 3, 0.0, False, False)],
     "quantized_routed_gate_up": [("int4",), ("fp4",), ("int8", "gelu_tanh")],

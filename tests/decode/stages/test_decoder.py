@@ -63,17 +63,7 @@ def test_each_lane_reads_the_weights(devices, rows, at_once):
 
 @pytest.mark.slow
 def test_weights_that_change_and_weights_that_move():
-    fast = staged(verify="quick")
-    prompt = cases.PROMPT
-    before = cases.of_decoder(fast, 12)
-    with torch.no_grad():
-        for parameter in fast.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    changed = cases.of_decoder(fast, 12)
-    assert changed == cases.likeliest(fast.model, prompt, changed) and changed != before
-    fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
-    moved = cases.of_decoder(fast, 12)
-    assert moved == cases.likeliest(fast.model, prompt, moved) and moved != changed
+    cases.assert_follows(staged(verify="quick"))
 
 
 @pytest.mark.slow

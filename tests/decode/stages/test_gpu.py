@@ -123,8 +123,9 @@ def test_a_request_waits_for_nothing_on_either_gpu(rows):
     assert cases.assert_no_syncs(fast, cases.prompts(*range(5, 5 + rows))).count == 64 * rows
 
 
-def test_a_model_that_is_spread_trains_and_the_next_token_sees_it():
-    fast = gb.decoder(cases.build("Llama", device="cuda:0"), 2, cases.ROOM, devices=TWO)
+@pytest.mark.parametrize("split", ["layers", "tensors"])
+def test_a_model_that_is_spread_trains_and_the_next_token_sees_it(split):
+    fast = gb.decoder(cases.build("Llama", device="cuda:0"), 2, cases.ROOM, devices=TWO, split=split)
     optimizer = torch.optim.AdamW(fast.model.parameters(), lr=0.05)
     captured = len(fast.graphs)
     for _ in range(2):

@@ -131,16 +131,8 @@ def test_weights_that_change_and_weights_that_move(said):
     """The slices are copies: they are taken again, into the same memory."""
     fast = sliced(verify="quick")
     kept = [t.data_ptr() for one in fast.body.models for t in one._copies]
-    before = cases.of_decoder(fast, 12)
-    with torch.no_grad():
-        for parameter in fast.model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    changed = cases.of_decoder(fast, 12)
-    assert changed == cases.likeliest(fast.model, cases.PROMPT, changed) and changed != before
+    cases.assert_follows(fast)
     assert message("decode/tensors/decoder:weights_that_change_and").within(said())
-    fast.model.load_state_dict({name: t.flip(0).clone() for name, t in fast.model.state_dict().items()}, assign=True)
-    moved = cases.of_decoder(fast, 12)
-    assert moved == cases.likeliest(fast.model, cases.PROMPT, moved) and moved != changed
     assert [t.data_ptr() for one in fast.body.models for t in one._copies] == kept
 
 

@@ -56,18 +56,6 @@ def test_a_request_waits_for_nothing_on_either_gpu():
     assert cases.assert_no_syncs(fast, cases.prompts(5), before=3).count == 64
 
 
-def test_a_model_that_trains_and_the_next_token_sees_it():
-    fast = gb.decoder(cases.build("Llama", device="cuda:0"), 2, cases.ROOM, devices=TWO, split="tensors")
-    optimizer = torch.optim.AdamW(fast.model.parameters(), lr=0.05)
-    for _ in range(2):
-        ids = torch.tensor([cases.prompts(20)[0]], device="cuda:0")
-        fast.model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found = fast.generate(cases.PROMPT, max_new_tokens=24).tokens[0]
-        assert found == cases.likeliest(fast.model, cases.PROMPT, found)
-
-
 def test_a_device_that_sends_nothing_holds_the_other_once():
     """Not at every exchange: what has asked in vain asks no more, and takes NaN. A request lets it ask again."""
     peers = connected([torch.device(name) for name in TWO], 1, 64)
