@@ -129,9 +129,11 @@ def open_saved(
     else:
         config, folder = read_config(source), source
         tok, generation = tok or _folder_tokenizer(source, trust_remote_code), read_generation(source, config)
-        if rounds and len(devices) == 1 and not _fits_rounded(source, devices[0]):
+        size, host = sum(file.stat().st_size for file in source.glob("*.safetensors")), host_bytes()
+        # beside their rounded copies, of at most half their size, and 1 GiB
+        if rounds and len(devices) == 1 and target.type == "cuda" and 1.5 * size + (1 << 30) >= usable_bytes(target):
             target = torch.device("cpu")
-        direct = len(devices) > 1 and is_quantized(config) and (split == "layers" or not _fits_host(source))
+        direct = len(devices) > 1 and is_quantized(config) and (split == "layers" or (host is not None and size >= host))
         model = _from_folder(source, config, devices if direct else target, dtype_, trust_remote_code, devices[0])
     if adapter is not None:
         lora.load(model, adapter, name="given")
@@ -142,17 +144,6 @@ def open_saved(
             fallback("generate: an adapter merged into the weights", str(error))
     ends = [*([] if tok.eos is None else [tok.eos]), *ends_of(generation)]
     return Saved(model.eval(), tok, folder, tuple(dict.fromkeys(ends)), generation, _positions(model), devices, started)
-
-
-def _fits_host(folder: Path) -> bool:
-    free = host_bytes()
-    return free is None or sum(file.stat().st_size for file in folder.glob("*.safetensors")) < free
-
-
-def _fits_rounded(folder: Path, device: torch.device) -> bool:
-    """Return whether the folder's weights fit a GPU beside their rounded copies, of at most half their size, and 1 GiB."""
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return device.type != "cuda" or 1.5 * size + (1 << 30) < usable_bytes(device)
 
 
 def _from_folder(

@@ -87,7 +87,9 @@ def quantized_norm_gate_up(
     return kernel(x, norm, gate_up, bias, out, dependent, activation, alternate)
 
 
-@definition(lambda g, offset=0.0, activation="silu": (*draw_stream(g, 150, offset), *_draw_gate_up(g), 0, activation))
+@definition(lambda g, offset=0.0, activation="silu": (
+    *draw_stream(g, 150, offset), draw_packed(g, 40, 150, "int8"), draw(g, 40), zeros(2, 20), 0, activation
+))  # fmt: skip
 def quantized_norm_gate_up_reference(x, norm, gate_up, bias, out, dependent=0, activation="silu", alternate=True):
     both = unpack(gate_up)
     gate, up = both.unflatten(0, (-1, 2)).unbind(1) if alternate else both.chunk(2)
@@ -139,10 +141,6 @@ def _draw_head(generator, cap):
     packed, bias = draw_packed(generator, 40, 256, "int4"), draw(generator, 40)
     below_cap(cap, packed.scale, bias)
     return packed, bias, zeros(2, 40), zeros(2, 3), ints(*[0] * 6).view(2, 3)
-
-
-def _draw_gate_up(generator):
-    return draw_packed(generator, 40, 150, "int8"), draw(generator, 40), zeros(2, 20)
 
 
 WIDE = 1064  # columns of an example: a slice of weights, which a program walks along by, and a part of another

@@ -4,6 +4,7 @@ The suite in tests/ is wider. This one runs on the user's machine, with the user
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
@@ -66,14 +67,6 @@ def _relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return (off / size.clamp_min(1e-12)).item()
 
 
-def _upstream(t: torch.Tensor, draws: torch.Generator) -> torch.Tensor:
-    """1 for a loss. Else numbers without a pattern: of those that rise evenly nothing comes through the backward of a matrix
-    whose rows and columns must sum to 1."""
-    if t.dim() == 0:
-        return torch.ones_like(t)
-    return torch.randn(t.shape, generator=draws, device="cpu", dtype=torch.float32).to(t)
-
-
 def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Outputs and gradients by name, with fixed upstream gradients."""
 
@@ -87,8 +80,10 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     result = function(*moved)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     wired = [t for t in outputs if t.requires_grad]  # an optimizer's update has no backward
-    draws = torch.Generator().manual_seed(1)
-    upstream = [_upstream(t, draws) for t in wired]
+    # 1 for a loss. Else numbers without a pattern: of those that rise evenly nothing comes through the backward of a matrix
+    # whose rows and columns must sum to 1.
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(1), device="cpu", dtype=torch.float32)
+    upstream = [random(t.shape).to(t) if t.dim() else torch.ones_like(t) for t in wired]
     wanted = {
         f"the gradient of argument {i}{keystr(path)}": t
         for i, argument in enumerate(moved)
