@@ -167,6 +167,15 @@ def test_an_error_of_the_functions_own_stays_its_own():
     assert not state.any()
 
 
+@pytest.fixture
+def modes(monkeypatch):
+    """The modes of torch's sync detector that are set."""
+    modes: list = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
+
+
 def runner_of_calls(gate=open_gate):
     runner = object.__new__(GraphRunner)
     runner.run, runner.gate = lambda call: call(), gate
@@ -174,11 +183,10 @@ def runner_of_calls(gate=open_gate):
 
 
 @pytest.mark.parametrize(("waiting", "gate", "calls"), [((), open_gate, 1), ((1,), open_gate, 2), ((), lambda: None, 2)])
-def test_a_function_that_waits_once_is_called_again(waiting, gate, calls, monkeypatch):
+@pytest.mark.usefixtures("modes")
+def test_a_function_that_waits_once_is_called_again(waiting, gate, calls):
     """As one that compiles. Where other processes are in fn, all make the same number of calls, whoever of them waits."""
     made = []
-    for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
 
     def fn():
         made.append(None)
@@ -188,11 +196,8 @@ def test_a_function_that_waits_once_is_called_again(waiting, gate, calls, monkey
     assert runner_of_calls(gate).waits(fn) == [] and len(made) == calls
 
 
-def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
+def test_waits_come_with_their_lines_and_other_warnings_pass(modes):
     """torch's sync detector warns from inside an operation; here a warning of the same words stands for it."""
-    modes = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     runner = runner_of_calls()
 
     def fn():
@@ -206,11 +211,8 @@ def test_waits_come_with_their_lines_and_other_warnings_pass(monkeypatch):
 
 
 @pytest.mark.parametrize("whose", ["autograd's", "another"])
-def test_waits_of_other_threads_are_not_the_functions(monkeypatch, whose):
+def test_waits_of_other_threads_are_not_the_functions(modes, whose):
     """A self-test that is still under way waits for the device beside the function. Autograd's threads work for it."""
-    modes = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     runner = runner_of_calls()
 
     def wait():
