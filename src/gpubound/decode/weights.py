@@ -475,8 +475,7 @@ class InputProduct:
 
     def __init__(self, weights: LayerInputs, workspace: Workspace, layers: int) -> None:
         self.weights, self.workspace = weights, workspace
-        coded = format_of(weights.projection.weight).coded
-        self.product: DenseLinear | PackedLinear = (LiveFormat().stacked if coded else DenseLinear)(weights.projection)
+        self.product = LiveFormat().stacked(weights.projection)
         width = weights.width
         self._product = workspace.buffer("inputs", workspace.rows, layers * width)
         self._normed = workspace.buffer("normed inputs", workspace.rows * layers, width)
