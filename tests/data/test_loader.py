@@ -9,7 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from gpubound.data import feed
 from gpubound.errors import DataError
-from tests.messages import message
+from tests.messages import message, refusal
 
 # Python 3.12 warns of every fork in a process that has threads, and torch always has some.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
@@ -128,9 +128,8 @@ def test_an_iterable_dataset_and_one_loader_kept_resident():
 
 def test_sentences():
     for options in ({"batch_size": 2}, {"shuffle": True}, {"drop_last": True}, {"collate": list}):
-        with pytest.raises(ValueError) as error:
-            feed(DataLoader(DATA), device="cpu", **options)
-        assert str(error.value) == message("data/loader:sentences", next(iter(options)))
+        said = refusal(ValueError, lambda o=options: feed(DataLoader(DATA), device="cpu", **o))
+        assert said == message("data/loader:sentences", next(iter(options)))
     with pytest.raises(ValueError) as error:
         feed(DataLoader(TensorDataset(torch.ones(3)), batch_size=4, drop_last=True), device="cpu")
     assert str(error.value) == message("data/loader:sentences.2")

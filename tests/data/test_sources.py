@@ -21,11 +21,14 @@ def test_a_source_that_raises_half_way(mode):
         raise OSError("disk gone")
 
     served, got = feed(broken, device="cpu", mode=mode), []
+    loop = iter(served)
     with pytest.raises(OSError, match="disk gone") as error:
-        for batch in served:
+        for batch in loop:
             got.append(batch)
     assert seen(got) == [0, 1, 2] and "broken" in [entry.name for entry in error.traceback]
     assert served.state_dict()["batch"] == 3
+    with pytest.raises(DataError, match="this loop was ended"):  # and not the end of its epoch
+        next(loop)
 
 
 @pytest.mark.parametrize("mode", ["ring", "direct"])
@@ -140,9 +143,8 @@ def test_a_function_that_returns_no_batches_is_refused():
 
 
 def test_an_iterable_without_batches_is_an_error_when_it_is_read():
-    with pytest.raises(DataError) as error:
-        list(feed(lambda: iter([]), device="cpu", mode="ring"))
-    assert str(error.value) == message("data/sources:an_iterable_without_batc")
+    said = refusal(DataError, lambda: list(feed(lambda: iter([]), device="cpu", mode="ring")))
+    assert said == message("data/sources:an_iterable_without_batc")
 
 
 @pytest.mark.parametrize("source", [{"x": torch.ones(2)}, "text"])

@@ -13,7 +13,7 @@ from gpubound.data import texts as readers
 from gpubound.data.formats import Completion, Conversation
 from gpubound.data.texts import Texts, is_hub_id
 from gpubound.errors import DataError
-from tests.messages import message
+from tests.messages import message, refusal
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 TURNS = Conversation(CHAT)
@@ -24,9 +24,7 @@ def read(texts, **options):
 
 
 def refused(texts, kind=DataError, **options):
-    with pytest.raises(kind) as error:
-        read(texts, **options)
-    return str(error.value)
+    return refusal(kind, lambda: read(texts, **options))
 
 
 def test_texts_chats_and_rows_from_the_program():

@@ -107,15 +107,6 @@ def test_truncation_set_for_a_model_does_not_cut_documents(tokenizer):
     assert inner.truncation is not None, "the user's own is as it was"
 
 
-def test_only_the_assistants_words_are_learnt(tokenizer):
-    ((ids, mask),) = tokenizer.encode_chats([CHAT])
-    assert tokenizer.decode(ids) == tokenizer.render(CHAT)
-    learnt = tokenizer.decode(np.array(ids)[mask == 1])
-    assert learnt == "nothing is new<|end|>now is now<|end|>"
-    prompt = tokenizer.render(CHAT[:2], prompt=True)
-    assert prompt == "<|system|>be brief<|end|><|user|>what is new?<|end|><|assistant|>"
-
-
 def test_a_template_of_another_house_with_its_own_tokens(tokenizer):
     template = (
         "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ bos_token }}"
@@ -130,18 +121,11 @@ def test_a_template_of_another_house_with_its_own_tokens(tokenizer):
         chatml.render([{"role": "tool", "content": ""}])
 
 
-def test_a_template_that_rewrites_earlier_messages_is_refused(tokenizer):
-    forgetful = Tokenizer(tokenizer.inner, END_OF_TEXT, "{{ messages[-1]['content'] }}")
-    assert refusal(DataError, lambda: forgetful.encode_chats([CHAT])) == message("data/tokenizer:a_template_that_rewrites")
-
-
 def test_sentences(tokenizer, tmp_path):
-    with pytest.raises(ValueError) as error:
-        train_tokenizer(["x"], vocab_size=200)
-    assert str(error.value) == message("data/tokenizer:sentences", len(SPECIALS))
-    with pytest.raises(ValueError) as error:
-        Tokenizer.load(tmp_path)
-    assert str(error.value) == message("data/tokenizer:sentences.2", tmp_path / "tokenizer.json")
+    said = refusal(ValueError, lambda: train_tokenizer(["x"], vocab_size=200))
+    assert said == message("data/tokenizer:sentences", len(SPECIALS))
+    said = refusal(ValueError, lambda: Tokenizer.load(tmp_path))
+    assert said == message("data/tokenizer:sentences.2", tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
     with pytest.raises(DataError, check=message("data/tokenizer:sentences.3")):
         Tokenizer.load(tmp_path)
@@ -385,7 +369,8 @@ def test_the_end_of_the_last_answer_is_learnt_once(tmp_path, template, learnt):
     tokenizer = chatting(template)
     corpus = Corpus.build([HISTORY], tokenizer, tmp_path / "c", progress=False, train_on="last")
     document, mask = corpus.document(0), corpus.read_mask(np.arange(corpus.tokens))
-    assert tokenizer.decode(document[mask == 1]) == learnt and (document == tokenizer.eos).sum() <= 4
+    assert tokenizer.decode(document[mask == 1]) == learnt
+    assert tokenizer.decode(document) == tokenizer.render(HISTORY) + ("" if template is CHATML else "<|im_end|>")
 
 
 def test_an_answer_that_repeats_the_header_and_an_earlier_answer():
@@ -405,18 +390,8 @@ def test_an_answer_that_repeats_the_header_and_an_earlier_answer():
     ids=["last", "sorted"],
 )
 def test_a_template_whose_answers_cannot_be_found_is_refused(template):
-    with pytest.raises(DataError, match="generation"):
-        chatting(template).encode_chats([HISTORY])
-
-
-@pytest.mark.parametrize("template, ends", [(CHATML, 1), (CHATML.replace("<|im_end|>", "."), 2)], ids=["written", "missing"])
-def test_a_chat_ends_once(tmp_path, template, ends):
-    """A template that ends a turn with the end of a text and a line break had a second end after it."""
     tokenizer = chatting(template)
-    corpus = Corpus.build([HISTORY[:2]], tokenizer, tmp_path / "c", progress=False)
-    document = corpus.document(0)
-    assert tokenizer.decode(document) == tokenizer.render(HISTORY[:2]) + ("" if ends == 1 else "<|im_end|>")
-    assert (document == tokenizer.eos).sum() == (2 if ends == 1 else 1)
+    assert refusal(DataError, lambda: tokenizer.encode_chats([HISTORY])) == message("data/tokenizer:answers_not_found")
 
 
 def test_ids_beyond_32_bits_are_refused_when_a_tokenizer_is_loaded(tmp_path):

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gpubound as gb
 from gpubound import trace
 from tests.distributed.processes import on_ranks
-from tests.messages import message
+from tests.messages import message, refusal
 
 RATE, STEPS, WORLD = 0.3, 3, 2
 
@@ -75,9 +75,7 @@ def halved(state, bucket):
 
 
 def refused(model):
-    with pytest.raises(ValueError) as error:
-        gb.TrainStep(model, loss, precision="fp32")
-    return str(error.value)
+    return refusal(ValueError, lambda: gb.TrainStep(model, loss, precision="fp32"))
 
 
 def one_process():

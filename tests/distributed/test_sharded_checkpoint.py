@@ -20,7 +20,7 @@ from gpubound.models import Decoder, DecoderConfig, load_hf, save_hf, storing
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
 from gpubound.train.checkpoint.checkpoints import convert_tensors
 from tests.distributed.processes import RankFailed, each_on_ranks, on_ranks
-from tests.messages import message
+from tests.messages import message, refusal
 
 ROWS = 8  # of a step, whatever the number of ranks
 
@@ -214,9 +214,7 @@ def test_a_file_that_the_system_refuses_is_said_by_its_ranks_name(tmp_path, owne
 def parted(folder):
     with join("cpu") as ranks:
         tensors = made("shards", ranks.world)[0].state_dict() | {"scales": torch.tensor([1.0, 2.0 + ranks.rank])}
-        with pytest.raises(DataError) as error:
-            Checkpoints(folder, ranks=ranks).save(1, tensors, {}, wait=True)
-        return str(error.value)
+        return refusal(DataError, lambda: Checkpoints(folder, ranks=ranks).save(1, tensors, {}, wait=True))
 
 
 def test_what_each_rank_holds_otherwise_is_not_saved_as_if_it_were_one(tmp_path):
@@ -312,7 +310,6 @@ def cannot_write(folder):
 def test_a_full_disk_ends_the_export_on_every_rank_and_leaves_the_old_model(tmp_path):
     save_hf(model(False), tmp_path)
     old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RankFailed) as error:
-        on_ranks(2, cannot_write, tmp_path)
-    assert str(error.value).count("RankError: rank 0: [Errno 28] No space left on device") == 2
+    said = refusal(RankFailed, lambda: on_ranks(2, cannot_write, tmp_path))
+    assert said.count("RankError: rank 0: [Errno 28] No space left on device") == 2
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old

@@ -22,7 +22,7 @@ from gpubound.train.fields import Lora
 from gpubound.train.prepare import build_model, prepare
 from gpubound.train.recipe import Recipe
 from gpubound.train.records import flops_of
-from tests.messages import message, refusals
+from tests.messages import message, refusal, refusals
 
 from .runs import CHATS, assert_same, losses, recipe, texts, train
 
@@ -166,17 +166,15 @@ def test_another_base_is_refused(corpus, base, tmp_path):
     from gpubound.models import save_hf
 
     save_hf(model, copy, overwrite=True)
-    with pytest.raises(DataError) as error:
-        prepare(adapting(corpus, copy, tmp_path / "run", steps=8), resume=True, progress=False)
-    assert str(error.value) == message("train/adapters:another_base_is_refused", found, copy)
+    said = refusal(DataError, lambda: prepare(adapting(corpus, copy, tmp_path / "run", steps=8), resume=True, progress=False))
+    assert said == message("train/adapters:another_base_is_refused", found, copy)
 
 
 def test_a_target_that_is_not_there_is_refused_before_a_corpus_is_built(base, tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     options = {"model": str(base), "data": (str(tmp_path / "chats.jsonl"),), "lora": {"rank": 4, "targets": ["q_prj"]}}
-    with pytest.raises(ValueError) as error:
-        prepare(recipe("", tmp_path / "run", **options), progress=False)
-    assert str(error.value).startswith("lora.add: no layer of Decoder is named 'q_prj'; ")
+    said = refusal(ValueError, lambda: prepare(recipe("", tmp_path / "run", **options), progress=False))
+    assert said.startswith("lora.add: no layer of Decoder is named 'q_prj'; ")
     assert not (tmp_path / "run").exists()
 
 

@@ -64,16 +64,6 @@ def test_epochs_of_packed_rows_and_what_they_are_evaluated_on(chats, tmp_path):
     assert held_out.batches * held_out.micro_batch == held_out.rows, "all of a small set"
 
 
-@pytest.mark.slow
-def test_stopped_in_the_middle_of_an_epoch(chats, tmp_path):
-    common = {"steps": None, "epochs": 2.0, "seq": 128, "micro_batch": 4, "train_on": "last", "overlong": "drop"}
-    whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
-    assert len(whole.feed) >= 4
-    train(of_chats(chats, tmp_path / "halved", **common), until=len(whole.feed) + 2)
-    second, _ = train(of_chats(chats, tmp_path / "halved", **common), resume=True)
-    assert_same(second, whole)
-
-
 def test_a_named_template_is_that_of_the_run(chats, tmp_path):
     run = prepare(of_chats(chats, tmp_path, chat_template="zephyr"), progress=False)
     ((text, learnt), *_) = examples_of(run.feed.take(), run.tokenizer)

@@ -43,7 +43,7 @@ def placed(model):
 
 WAYS = {
     "plain": lambda: adapted(llama()),
-    "then placed": lambda: placed(adapted(llama())),
+    "then placed": lambda: placed(adapted(llama(), target_modules="all-linear")),
     "of a placed model": lambda: adapted(placed(llama())),
     "a mixed model": lambda: peft.PeftMixedModel(llama(), peft.LoraConfig(r=4, target_modules=["q_proj"]), "a"),
     "injected": lambda: peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), llama()),

@@ -109,9 +109,7 @@ def test_a_run_takes_negatives_in_chunks(rows, base, tmp_path):
 
 def test_what_is_refused(rows, base, tmp_path):
     def refused(**changes):
-        with pytest.raises(ValueError) as error:
-            check_inputs(of_classes(rows, base, tmp_path, **changes))
-        return str(error.value)
+        return refusal(ValueError, lambda: check_inputs(of_classes(rows, base, tmp_path, **changes)))
 
     assert "phase" in refused(phases=({"name": "one", "steps": 2}, {"name": "two", "steps": 2, "objective": "next_token"}))
     with pytest.raises(ValueError, match="classes"):

@@ -1,6 +1,5 @@
 """TrainStep over a frozen model: adapters train as PEFT's do, and backward ends where nothing below it trains."""
 
-import copy
 import json
 import pickle
 import re
@@ -15,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gpubound as gb
 from gpubound.lora.layers import adapted_layers
 from gpubound.place import place
-from tests.messages import message
+from tests.messages import message, refusal
 
 from .objectives.test_causal_lm import SIZES, batch, llama
 from .test_peft import adapted, run_ours, run_theirs
@@ -173,17 +172,6 @@ def test_twenty_steps_are_pefts(tmp_path, place_it, recompute):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place_it", [False, True])
-def test_twenty_steps_of_a_model_that_peft_wrapped(place_it):
-    ours = adapted(llama(), target_modules="all-linear")
-    theirs = copy.deepcopy(ours)
-    if place_it:
-        place(ours, "cpu")
-    want = list(run_theirs(theirs, steps=20))
-    assert max(abs(a - b) for a, b in zip(run_ours(ours, steps=20), want)) <= 1e-5
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["our decoder", "placed", "PEFT, placed"])
 def test_fp16_halves_its_loss_scale_until_it_fits(way):
     """A step that overflows leaves every adapter as it was; from then on they train."""
@@ -233,9 +221,7 @@ def test_no_adapter_comes_or_goes_while_a_step_has_the_model(tmp_path):
         "remove": lambda: gb.lora.remove(model),
     }
     for name, call in calls.items():
-        with pytest.raises(ValueError) as error:
-            call()
-        assert str(error.value) == message("train/step_adapters:no_adapter_comes_or_goes", name)
+        assert refusal(ValueError, call) == message("train/step_adapters:no_adapter_comes_or_goes", name)
     gb.lora.load(model, tmp_path)  # values alone
     gb.lora.remove(pickle.loads(pickle.dumps(model)))  # a copy is in no step
     step.close()
@@ -260,9 +246,8 @@ def test_a_merged_adapter_is_not_left_untrained_unseen(graph):
     step(batch(0))
     gb.lora.merge(model, "second")
     before, batches = [p.clone() for p in gb.lora.parameters(model)], iter([batch(1)])
-    with pytest.raises(ValueError) as error:
-        step(batches)
-    assert "'second'" in str(error.value) and "q_proj" in str(error.value)
+    said = refusal(ValueError, lambda: step(batches))
+    assert "'second'" in said and "q_proj" in said
     gb.lora.unmerge(model)
     assert step(batches) is not None, "the refused step has drawn no batch"
     assert not any(p.equal(q) for p, q in zip(gb.lora.parameters(model), before))
@@ -330,8 +315,7 @@ def test_what_peft_has_merged_is_not_left_untrained_unseen():
     step(batch(0))
     model.merge_adapter()
     batches = iter([batch(1)])
-    with pytest.raises(ValueError) as error:
-        step(batches)
-    assert "'default'" in str(error.value) and "q_proj" in str(error.value)
+    said = refusal(ValueError, lambda: step(batches))
+    assert "'default'" in said and "q_proj" in said
     model.unmerge_adapter()
     assert step(batches) is not None, "the refused step has drawn no batch"
