@@ -11,7 +11,6 @@ from gpubound.data.packing import IGNORED, PACKED_FIELDS, STREAM_FIELDS, BatchCu
 from gpubound.data.shards import DocumentRun
 
 CPU = torch.device("cpu")
-PAD = 7
 
 
 def corpus_of(tokens, lengths, *masks):
@@ -22,10 +21,10 @@ def corpus_of(tokens, lengths, *masks):
 
 
 def cutter(corpus, plan, order, fields=None):
-    fields = fields or ((*PACKED_FIELDS, "valid") if plan.tables else STREAM_FIELDS)
+    fields = fields or (PACKED_FIELDS if plan.tables else STREAM_FIELDS)
     stored = torch.from_numpy(as_stored(np.concatenate([part.tokens for part in corpus.parts])))
     mask = torch.from_numpy(np.concatenate(corpus.masks())).take if corpus.masked else None
-    return BatchCutter(plan, order, fields, PAD, CPU, stored.take, mask)
+    return BatchCutter(plan, order, fields, CPU, stored.take, mask)
 
 
 def epoch_of(cut, epoch=0):
@@ -38,20 +37,17 @@ def test_a_stream_is_cut_end_to_end(dtype, top, masked):
     tokens = np.arange(top - 203, top)
     mask = np.random.default_rng(0).integers(0, 2, 203).astype(np.uint8) if masked else None
     corpus = corpus_of(tokens.astype(dtype), [203], mask)
-    cut = cutter(corpus, pack_corpus(corpus, "stream", 10), Order(3, seed=1), (*STREAM_FIELDS, "valid"))
+    cut = cutter(corpus, pack_corpus(corpus, "stream", 10), Order(3, seed=1))
     assert cut.packing.rows == 20 and cut.batches == 6
     assert cut.packing.labels == (200 if mask is None else mask[1:201].sum())
     seen = set()
     for batch in epoch_of(cut):
-        valid = 0
         for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist()):
             start = ids[0] - int(tokens[0])
             seen.add(start)
             assert start % 10 == 0 and ids == tokens[start : start + 10].tolist()
             want = [int(tokens[t + 1]) if mask is None or mask[t + 1] else IGNORED for t in range(start, start + 10)]
             assert labels == want
-            valid += sum(label != IGNORED for label in want)
-        assert batch["valid"].item() == valid
     assert len(seen) == 18, "eighteen rows, each once"
 
 
@@ -62,7 +58,7 @@ def pieces_of(row):
     for number, (first, end) in enumerate(pairwise(edges)):
         assert row["position_ids"][first:end] == list(range(end - first))
         if segments[first] == -1:
-            assert end == len(segments) and set(row["input_ids"][first:]) == {PAD} and set(row["labels"][first:]) == {IGNORED}
+            assert end == len(segments) and set(row["input_ids"][first:]) == {0} and set(row["labels"][first:]) == {IGNORED}
         else:
             assert segments[first] == number
             pieces.append((row["input_ids"][first:end], row["labels"][first:end]))
@@ -109,8 +105,7 @@ def test_rows_against_an_oracle(pack, overlong, count, seq):
             assert ids == tokens[at : at + len(ids)].tolist()
             assert labels == [int(tokens[t]) if mask[t] else IGNORED for t in range(at + 1, at + 1 + len(ids))]
             found.append((at, len(ids)))
-        assert row["valid"] == [sum(label != IGNORED for label in row["labels"])]
-        valid += row["valid"][0]
+        valid += sum(label != IGNORED for label in row["labels"])
     assert sorted(found) == list(expected(corpus.offsets(), mask, seq, pack, overlong))
     assert (plan.tokens, plan.labels) == (sum(length for _, length in found), valid)
     if pack != "documents":

@@ -56,7 +56,6 @@ def batches(
     accumulate: int = 1,
     fields: tuple[str, ...] | None = None,
     labels: str = "next",
-    pad_id: int = 0,
     weighted: bool = True,
     row_values: Mapping[str, Tensor] | None = None,
     rank: int = 0,
@@ -78,14 +77,12 @@ def batches(
     overlong  an example longer than a row is cut at its end ("truncate", the default) or beginning ("truncate_left"), or
               left out ("drop"). Examples without a label that counts are left out; a notice has the numbers
     fields    the fields of a batch, of rows.FIELDS; by default input_ids and labels, with "examples" and "documents" their
-              bounds too. "valid" is the number of labels that count.
-              "example", of "none" and "pairs", is the number of the document, or of the pair, in this corpus
+              bounds too. "example", of "none" and "pairs", is the number of the document, or of the pair, in this corpus
     labels    "next": the next tokens. "own": the input tokens themselves, for models that fill masked positions; only with
               pack="stream"
     buckets   of "none" and "pairs": rows of several lengths up to seq, each batch of one, chosen for the least padding, or
               given. Every length is another shape to capture
     accumulate      with buckets: the batches of a step, of all ranks together, which have one length
-    pad_id    fills the unused positions of a row
     weighted  repeat documents by the weights of their sources; see Corpus.weighted. Without weights nothing repeats
     row_values      further fields by name: (rows, ...), the value for each row of an epoch in the order of shuffle=False
               without buckets
@@ -94,7 +91,7 @@ def batches(
     budget, keep, mode, slots   as in gpubound.feed: "resident" in device memory, or through the "ring"
     """
     _check_numbers(seq, micro_batch, rank, world)
-    _check_packing(pack, overlong, fields, labels, pad_id, corpus.vocab_size)
+    _check_packing(pack, overlong, fields, labels)
     _check_pairs(corpus, pack, micro_batch)
     check_slots("batches", slots)
     if mode not in ("auto", "resident", "ring"):
@@ -136,7 +133,7 @@ def batches(
             )
     more: dict[str, Any] = {"row_values": row_values} if row_values else {}
     kind = BatchCutter if buckets is None else BucketCutter
-    cutter = partial(kind, packing, order, fields=fields, pad_id=pad_id, own_labels=labels == "own", **more)
+    cutter = partial(kind, packing, order, fields=fields, own_labels=labels == "own", **more)
 
     def upload() -> tuple[Tensor, Tensor | None]:
         stored = _to_device([as_stored(part.tokens) for part in corpus.parts], device)
@@ -164,7 +161,7 @@ def _check_numbers(seq: Any, micro_batch: Any, rank: Any, world: Any) -> None:
         raise ValueError(f"batches: rank: got {rank!r}, wanted 0 to {world - 1}, one of the world of {world}.")
 
 
-def _check_packing(pack: str, overlong: Any, fields: Any, labels: str, pad_id: Any, vocabulary: int) -> None:
+def _check_packing(pack: str, overlong: Any, fields: Any, labels: str) -> None:
     if pack not in PACKS:
         raise ValueError(f"batches: pack: got {pack!r}, wanted one of {', '.join(map(repr, PACKS))}.")
     whole = ("examples", "none", *PAIRED)
@@ -175,14 +172,11 @@ def _check_packing(pack: str, overlong: Any, fields: Any, labels: str, pad_id: A
         )
     if labels not in ("next", "own") or (labels == "own" and pack != "stream"):
         raise ValueError(f"batches: labels: got {labels!r} with pack={pack!r}, wanted 'next', or 'own' with pack='stream'.")
-    known = STREAM_FIELDS if pack == "stream" else PACKED_FIELDS
-    known = (*known, *FIELDS[-2:]) if pack in ("none", "pairs") else (*known, "valid")
+    known = STREAM_FIELDS if pack == "stream" else FIELDS if pack in ("none", "pairs") else PACKED_FIELDS
     if fields is not None and not isinstance(fields, list | tuple):
         raise ValueError(f"batches: fields: got {fields!r}, wanted a tuple of some of {', '.join(known)}.")
     if wrong := [field for field in fields or () if field not in known]:
         raise ValueError(f"batches: fields: got {wrong[0]!r}, wanted some of {', '.join(known)} with pack={pack!r}.")
-    if not _is_int(pad_id) or not 0 <= pad_id < vocabulary:  # an embedding would read beyond its table
-        raise ValueError(f"batches: pad_id: got {pad_id!r}, wanted an id of the vocabulary, 0 to {vocabulary - 1}.")
 
 
 def _check_pairs(corpus: "Corpus", pack: str, micro_batch: int) -> None:

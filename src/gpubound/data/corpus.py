@@ -43,15 +43,10 @@ class Corpus:
         self.masked = any(part.mask is not None for part in self.parts)
 
     @staticmethod
-    def open(path: str | Path | Sequence[str | Path], verify: bool = True) -> "Corpus":
-        """Open the corpus in the folder `path`, or one made of a list of shards. `verify` reads every byte and compares
-        checksums (about 2 GB/s per core). Without it only headers and sizes are checked."""
-        folder = Path(path) if isinstance(path, str | Path) and Path(path).is_dir() else None
-        names = (
-            manifest_shards(folder) if folder else [Path(name) for name in ([path] if isinstance(path, str | Path) else path)]
-        )
-        if not names:
-            raise ValueError("Corpus.open: got no shards, wanted the folder of a corpus or a list of its shards.")
+    def open(path: str | Path, verify: bool = True) -> "Corpus":
+        """Open the corpus in the folder `path`. `verify` reads every byte and compares checksums (about 2 GB/s per core).
+        Without it only headers and sizes are checked."""
+        names = manifest_shards(folder := Path(path))
         with ThreadPoolExecutor() as pool:
             shards = list(pool.map(lambda name: read_shard(name, verify), names))
         first = shards[0].header
@@ -63,7 +58,7 @@ class Corpus:
                         f"{shard.path}: foreign: its {name} is {value!r}, that of {shards[0].path.name} is {wanted!r}; open "
                         f"only shards of one corpus together."
                     )
-        about = read_json(folder / MANIFEST, CURE) if folder else {}
+        about = read_json(folder / MANIFEST, CURE)
         kind, weights = about.get("kind", "texts"), about.get("weights")
         return Corpus(shards, first.vocab_size, first.tokenizer, folder, contents(shards), kind, weights)
 

@@ -320,7 +320,7 @@ AHEAD = 64  # batches whose rows are computed together: about 40 launches then c
 IGNORED = -100  # the label that losses ignore
 STREAM_FIELDS = ("input_ids", "labels")
 PACKED_FIELDS = (*STREAM_FIELDS, "position_ids", "segment_ids", "cu_seqlens")
-FIELDS = (*PACKED_FIELDS, "example", "valid")
+FIELDS = (*PACKED_FIELDS, "example")
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,6 @@ class BatchCutter:
     packing: Packing
     order: Order
     fields: tuple[str, ...]
-    pad_id: int
     device: torch.device
     read: Read
     read_mask: Read | None
@@ -424,11 +423,9 @@ class BatchCutter:
         if self.read_mask is not None:
             labels.masked_fill_(self.read_mask(token_2BT[1]) == 0, IGNORED)
         if padded_BT is not None:
-            ids.masked_fill_(padded_BT, self.pad_id)
+            ids.masked_fill_(padded_BT, 0)
             labels.masked_fill_(padded_BT, IGNORED)
         batch = {"input_ids": ids, "labels": labels, **more}
-        if "valid" in self.fields:
-            batch["valid"] = (labels != IGNORED).sum()
         return {name: batch[name] for name in self.fields}
 
 
