@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpubound import trace
 from gpubound.data import texts as readers
 from gpubound.data.formats import Completion, Conversation
 from gpubound.data.texts import Texts, is_hub_id
@@ -39,13 +38,12 @@ def test_of_a_text_and_a_chat_the_chat_is_read_and_a_notice_says_so(tmp_path, sa
     assert read(tmp_path, text_key="text") == read(tmp_path, format="text") == ["user: hi"] and said() == ""
 
 
-def test_empty_rows_are_no_documents_and_counted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_empty_rows_are_no_documents_and_counted(tmp_path, said):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n')
     texts = Texts([tmp_path, "", {"text": ""}, "y", ""])
     assert list(texts) == ["x", "y"] == list(texts)
-    assert capsys.readouterr().err == message("data/texts:empty_rows_are_no_docume", tmp_path)
+    assert said() == message("data/texts:empty_rows_are_no_docume", tmp_path)
 
 
 def test_a_file_that_two_paths_lead_to_is_refused(tmp_path, monkeypatch):
@@ -94,18 +92,17 @@ def test_a_file_of_several_names_in_one_folder_is_read_once(tmp_path, said):
     assert said() == message("data/texts:a_file_of_several_names", folder)
 
 
-def test_what_a_folder_holds_besides_is_counted(tmp_path, capsys, monkeypatch):
+def test_what_a_folder_holds_besides_is_counted(tmp_path, said):
     """A folder of compressed texts beside a README would train on the README alone."""
-    monkeypatch.setattr(trace, "_printed", set())
     for name in ("README.md", "a.jsonl.gz", "b.jsonl.gz", "c.TXT", "notes", ".hidden"):
         (tmp_path / name).write_text("text")
     (tmp_path / "again").symlink_to(tmp_path)
     assert read(tmp_path) == ["text"]
-    assert capsys.readouterr().err == message("data/texts:what_a_folder_holds_besi", tmp_path)
+    assert said() == message("data/texts:what_a_folder_holds_besi", tmp_path)
     for number in range(9):
         (tmp_path / f"a.{number}").write_text("")
     read(tmp_path)
-    assert message("data/texts:what_a_folder_holds_besi.2").within(capsys.readouterr().err)
+    assert message("data/texts:what_a_folder_holds_besi.2").within(said())
 
 
 def test_a_json_file_is_a_list_of_texts_chats_or_rows(tmp_path):

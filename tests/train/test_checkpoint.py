@@ -11,7 +11,6 @@ import torch
 import yaml
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
-from gpubound import trace
 from gpubound.cli.train_options import Train, from_file
 from gpubound.errors import DataError
 from gpubound.train.checkpoint import Checkpoints, open_checkpoint
@@ -115,16 +114,15 @@ def do_damage(folder, damage) -> None:
 
 
 @pytest.mark.parametrize("damage, sentence", DAMAGES.items(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path, damage, sentence, capsys, monkeypatch):
+def test_a_damaged_checkpoint_is_skipped_aloud(tmp_path, damage, sentence, said):
     """And those after it do not count it among the newest, which are kept."""
-    monkeypatch.setattr(trace, "_printed", set())
     store = Checkpoints(tmp_path, keep=2)
     for step in (1, 5):
         store.save(step, tensors(step), {"batch": step}, wait=True)
     newest = tmp_path / "step-00000005"
     do_damage(newest, damage)
     assert store.latest().step == 1
-    assert capsys.readouterr().err == message("train/checkpoint:a_damaged_checkpoint_is", newest, sentence.format(newest))
+    assert said() == message("train/checkpoint:a_damaged_checkpoint_is", newest, sentence.format(newest))
     assert refusal(DataError, lambda: open_checkpoint(newest)) == f"{newest} {sentence.format(newest)}"
     for step in (2, 3):
         store.save(step, tensors(step), {"batch": step}, wait=True)

@@ -13,7 +13,6 @@ from itertools import islice
 import pytest
 import torch
 
-from gpubound import trace
 from gpubound.data import Corpus, Tokenizer, train_tokenizer
 from gpubound.errors import DataError
 from gpubound.models import PRESETS, Decoder, save_hf
@@ -214,8 +213,7 @@ def test_a_model_folder_needs_data_and_a_preset_does_not(base, tmp_path):
     assert not (tmp_path / "run").exists(), "nothing was tokenised"
 
 
-def test_each_kind_of_run_has_its_own_rates_and_says_them(corpus, base, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_each_kind_of_run_has_its_own_rates_and_says_them(corpus, base, tmp_path, said):
     lora = {"lora": {"rank": 2}, "model": str(base)}
     kinds = [({"model": "tiny"}, 3e-3, 0.1), ({"model": str(base)}, 2e-5, 0.0), (lora, 2e-4, 0.0)]
     for changes, lr, weight_decay in kinds:
@@ -224,8 +222,7 @@ def test_each_kind_of_run_has_its_own_rates_and_says_them(corpus, base, tmp_path
         given = Recipe(**changes, lr=1e-3, weight_decay=0.01)
         assert (given.numbers.lr, given.numbers.weight_decay) == (1e-3, 0.01)
     run = prepare(recipe(corpus, tmp_path / "run", **lora, steps=1), progress=False)
-    said = capsys.readouterr().err
-    assert "low-rank adapters: lr 0.0002, weight decay 0 (the defaults of low-rank adapters)" in said
+    assert "low-rank adapters: lr 0.0002, weight decay 0 (the defaults of low-rank adapters)" in said()
     assert run.step.lr == 2e-4
 
 

@@ -96,8 +96,7 @@ def of_several_lengths(folder) -> str:
 
 
 @pytest.mark.slow
-def test_rows_of_several_lengths(chats, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_rows_of_several_lengths(chats, tmp_path, said):
     """An epoch has every example once; a resumed run goes on in its middle."""
     common = {"data": (of_several_lengths(tmp_path),), "pack": "none", "buckets": 3, "steps": None, "epochs": 2.0}
     whole, _ = train(of_chats(chats, tmp_path / "whole", **common))
@@ -105,7 +104,7 @@ def test_rows_of_several_lengths(chats, tmp_path, capsys, monkeypatch):
     assert len(parts) == 3 and whole.steps == 2 * sum(part.rows // 2 for part in parts) == 2 * len(whole.feed)
     padded = Recipe(**vars(whole.recipe) | {"out": str(tmp_path / "padded"), "buckets": 0})
     assert whole.stage.packing.efficiency > 1.5 * prepare(padded, progress=False).stage.packing.efficiency
-    assert {each.recipe.buckets for each in whole.stage.eval_sets} == {0} and capsys.readouterr().err.count(" rows of ") > 3
+    assert {each.recipe.buckets for each in whole.stage.eval_sets} == {0} and said().count(" rows of ") > 3
     train(of_chats(chats, tmp_path / "halved", **common), until=len(whole.feed) + 3)
     second, _ = train(of_chats(chats, tmp_path / "halved", **common), resume=True)
     assert_same(second, whole)
@@ -146,8 +145,7 @@ def few(chats):
     return chats / "few.jsonl"
 
 
-def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, said):
     """With as many tokens in a micro-batch; --seq and --micro-batch are left as they are."""
     (tmp_path / "long.jsonl").write_text(
         "".join(json.dumps({"prompt": texts()[n][:800], "completion": " the end"}) + "\n" for n in range(10))
@@ -155,7 +153,7 @@ def test_default_rows_are_as_long_as_long_examples(chats, tmp_path, capsys, monk
     long = {"model": "tiny", "data": (str(tmp_path / "long.jsonl"),), "tokenizer": str(chats / "tokenizer"), "device": "cpu"}
     recipe = partial(Recipe, **long, validation=0.0, steps=1)
     stage = prepare(recipe(out=str(tmp_path / "run")), progress=False).stage
-    assert stage.recipe.seq == 1024 and stage.recipe.micro_batch == 4 and "longer than 512" in capsys.readouterr().err
+    assert stage.recipe.seq == 1024 and stage.recipe.micro_batch == 4 and "longer than 512" in said()
     given = prepare(recipe(out=str(tmp_path / "given"), seq=256, micro_batch=2, overlong="truncate_left"), progress=False)
     assert (given.stage.recipe.seq, given.stage.recipe.micro_batch) == (256, 2) and given.feed.packing.truncated == 10
 

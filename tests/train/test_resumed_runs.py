@@ -8,7 +8,6 @@ import textwrap
 
 import pytest
 
-from gpubound import trace
 from gpubound.monitor import RunTape
 from gpubound.train.checkpoint import Checkpoints
 from gpubound.train.prepare import prepare
@@ -157,13 +156,10 @@ def test_with_more_steps_it_is_the_longer_run(corpus, tmp_path, until):
 
 
 @pytest.mark.slow
-def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_more_steps_say_what_the_schedule_does(corpus, tmp_path, said):
     _, before = train(recipe(corpus, tmp_path, steps=8))
     _, after = train(recipe(corpus, tmp_path, steps=12), resume=True)
-    assert message("train/resume:more_steps_say_what_the", f"{before[-1]['lr']:.2e}", f"{after[0]['lr']:.2e}").within(
-        capsys.readouterr().err
-    )
+    assert message("train/resume:more_steps_say_what_the", f"{before[-1]['lr']:.2e}", f"{after[0]['lr']:.2e}").within(said())
 
 
 def test_fewer_steps_than_are_done(corpus, tmp_path):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpubound import trace
 from gpubound.data import Corpus
 from gpubound.errors import DataError, DeviceError
 from gpubound.formatting import readable
@@ -187,10 +186,9 @@ def test_a_corpus_that_was_built_anew_from_other_texts(corpus, tmp_path):
     assert str(error.value) == message("train/run_refusals:a_corpus_that_was_built", tmp_path / "corpus")
 
 
-def test_nothing_to_resume_is_said(corpus, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(trace, "_printed", set())
+def test_nothing_to_resume_is_said(corpus, tmp_path, said):
     prepare(recipe(corpus, tmp_path), resume=True, progress=False)
-    assert message("train/run_refusals:nothing_to_resume_is_sai", tmp_path / "checkpoints").within(capsys.readouterr().err)
+    assert message("train/run_refusals:nothing_to_resume_is_sai", tmp_path / "checkpoints").within(said())
 
 
 def test_checkpoints_that_cannot_be_written_are_refused_before_the_first_step(corpus, tmp_path):

@@ -207,7 +207,6 @@ def feed(
     device: str | torch.device | None = None,
     budget: int | str = "auto",
     slots: int = 3,
-    mutation_guard: bool = True,
     *,
     mode: str = "auto",
     keep: int | str | None = None,
@@ -262,7 +261,7 @@ def feed(
             "feed: streaming: this source may yield other batches every epoch (random order, random transforms); if it never "
             "does, mode='resident' uploads it once."
         )
-    upload = partial(_plan_upload, opened, device, padding, mutation_guard)
+    upload = partial(_plan_upload, opened, device, padding)
     store = try_resident("feed", device, "ring" if unsteady else mode, budget, keep, upload)
     if store is None and (mode == "direct" or (mode == "auto" and device.type == "cpu")):
         store = Direct(opened, device, padding)
@@ -308,13 +307,13 @@ def try_resident(
     return result
 
 
-def _plan_upload(source: Source, device: torch.device, padding: Padding, guard: bool) -> tuple[int, Callable[[], Store]]:
+def _plan_upload(source: Source, device: torch.device, padding: Padding) -> tuple[int, Callable[[], Store]]:
     if isinstance(source, Items) and source.collate is torch.utils.data.default_collate:
         return item_bytes_needed(source, device), lambda: ResidentItems(source, device, padding)
     if source.shuffle and not isinstance(source, BatchList):
         raise CannotStay("shuffle=True with your own collate makes other batches every epoch")
     batches = source if isinstance(source, BatchList) else BatchList(list(source.read(0, 0)), source.seed, False)
-    return bytes_needed(batches.batches, device, padding), lambda: Resident(batches, device, padding, guard)
+    return bytes_needed(batches.batches, device, padding), lambda: Resident(batches, device, padding)
 
 
 def check_slots(what: str, slots: Any) -> None:

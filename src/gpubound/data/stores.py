@@ -98,10 +98,10 @@ class Direct(Store):
 class _GuardedBatch:
     """A resident batch with the version counters of its leaves."""
 
-    def __init__(self, parcel: Parcel, guard: bool):
+    def __init__(self, parcel: Parcel):
         self.tree, self.resident, self.passed = parcel.tree, len(parcel.copied), parcel.passed
         # Inference tensors have no version counter.
-        self.watched = [(i, leaf) for i, leaf in self.tree.tensors() if guard and not leaf.is_inference()]
+        self.watched = [(i, leaf) for i, leaf in self.tree.tensors() if not leaf.is_inference()]
         self.versions = self._versions()
         self.last_use = "before its first use"
 
@@ -136,10 +136,10 @@ class Resident(Store):
 
     mode = "resident"
 
-    def __init__(self, source: BatchList, device: torch.device, padding: Padding, guard: bool):
+    def __init__(self, source: BatchList, device: torch.device, padding: Padding):
         self.source, self.length = source, source.length
         unique = {id(batch): batch for batch in source.batches}  # a batch that is listed several times is stored once
-        stored = {key: _GuardedBatch(_uploaded(batch, device, padding), guard) for key, batch in unique.items()}
+        stored = {key: _GuardedBatch(_uploaded(batch, device, padding)) for key, batch in unique.items()}
         self.batches = [stored[id(batch)] for batch in source.batches]
 
     def serve(self, epoch: int, start: int) -> Generator[Served]:
