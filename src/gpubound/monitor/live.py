@@ -124,13 +124,7 @@ class _Chip:
 
 
 LINES = 10  # a run without a terminal (a log file, CI)
-SELDOM = (
-    "held_out",
-    "eval_reward",
-    "syncs",
-    "power_w",
-    "memory_bytes",
-)  # not measured at every step: the line shows the last figure
+SELDOM = ("held_out", "eval_reward", "syncs", "power_w", "memory_bytes")  # the line shows the last figure of those
 
 # The figures of a line, in this order.
 PARTS: dict[str, Callable[[Any], str]] = {
