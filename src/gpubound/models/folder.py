@@ -25,6 +25,7 @@ from .registry import WRAPPERS
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MASK_ID = "mask_token_id"  # of masked diffusion models
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights that are not quantised
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Names of LLaDA's modules, and of a Decoder's. N is the number of a layer.

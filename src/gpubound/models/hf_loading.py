@@ -24,6 +24,7 @@ from .folder import (
     read_config,
     stored_tensors,
 )
+from .quantized.scheme import Renamed, Scheme
 from .quantized.schemes import Mxfp4, experts_in_codes, scheme_of
 from .registry import is_quantized, load_quantized
 from .storing import fill
@@ -87,17 +88,36 @@ def _load_published(folder: Path, device: Any, dtype: torch.dtype | None, trust_
     if scheme is None:
         return None
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    del config.quantization_config
+    for name in ("quantization_config", "compression_config"):  # a GGUF file's config.json has neither
+        vars(config).pop(name, None)
     target = torch.device(device)
     dtype = dtype or config.dtype or torch.bfloat16
     experts = experts_in_codes() if isinstance(scheme, Mxfp4) else nullcontext()
     with target, no_init_weights(), linears_on_meta(), experts:
         model = auto_class(about).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code).eval()
+    scheme = _in_names_of(model, scheme)
+    if not (scheme.plain_names() | {f"{layer}.weight" for layer in scheme.layers}) & set(model._tied_weights_keys or ()):
+        model.tie_weights()  # which a model without drawn weights has not done
     fill(model, scheme, target, dtype)
     model.name_or_path = str(folder.resolve())
     if (folder / GENERATION).exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def _in_names_of(model: Any, scheme: Scheme) -> Scheme:
+    """Return the scheme under the model's names, which for models of images and text are other ones than their folders have."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
+
+    def rename(name: str) -> str:
+        for step in renamings:
+            name, _ = step.rename_source_key(name)
+        return name
+
+    return Renamed(scheme, rename) if renamings else scheme
 
 
 @contextmanager

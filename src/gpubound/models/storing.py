@@ -31,6 +31,7 @@ from ..trace import fallback, notice
 from .decoding import ends_of
 from .folder import (
     CURE,
+    FLOATS,
     GENERATION,
     INDEX,
     SPECIAL_IDS,
@@ -54,7 +55,6 @@ CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"  # ends of trans
 BUFFERS = "rotary_emb.inv_freq"  # in old checkpoints; computed from the config
 PART, PARTS = "model-{:05d}-of-{:05d}.safetensors", "model-?????-of-?????.safetensors"
 LARGEST_FILE = 5_000_000_000  # bytes of a model that are in host memory while it is written
-FLOATS = ("F64", "F32", "F16", "BF16")
 
 Weights = Iterable[tuple[str, Tensor]]
 """unsharded tensors of `stored_state` by name, in its order"""

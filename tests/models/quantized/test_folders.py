@@ -26,7 +26,8 @@ from gpubound.models.storing import numbers
 from gpubound.train.data import known_tokenizer
 from gpubound.train.recipe import Recipe
 
-from .cases import BLOCKS, FORMATS, gguf_tensor, write, write_gguf
+from .. import wrappers
+from .cases import BLOCKS, FORMATS, fp8_rows, gguf_tensor, write, write_gguf
 
 SMALL = DecoderConfig(hidden=256, intermediate=256, layers=1, heads=4, kv_heads=2, vocabulary=64)
 WORDS = ["<|end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "th", "the", "Ġthe", "in", "ing"]
@@ -62,7 +63,7 @@ def gguf_folder(folder: Path, kinds: dict[str, str], architecture: str = "llama"
             name = f"model.layers.{n}.{part}.{short}_proj"
             tensor, values = gguf_tensor(kinds[short], g, *model.get_submodule(name).weight.shape)
             heads = {"q": SMALL.heads, "k": SMALL.kv_heads}.get(short)
-            if heads and architecture == "llama":  # row r of half h of a head is at 2 r + h
+            if heads and architecture in ("llama", "smollm3"):  # row r of half h of a head is at 2 r + h
                 width = len(values) // heads
                 rows = [head * width + 2 * r + h for head in range(heads) for h in (0, 1) for r in range(width // 2)]
                 values = values[rows]
@@ -104,6 +105,31 @@ def test_a_gguf_file_alone_is_a_model(tmp_path, architecture, kinds):
     kind = BLOCKS[kinds["v"]][3]
     assert format_of(model.get_submodule("model.layers.0.self_attn.v_proj").weight).name == kind
     assert len(gb.decoder(model, max_length=32).generate([[1, 2, 3]], max_new_tokens=4, stop=()).tokens[0]) == 4
+
+
+def test_heads_of_llamas_kin_are_in_their_own_order(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    numbers = gguf_folder(tmp_path, ALL_Q8, "smollm3")
+    config = transformers.SmolLM3Config(
+        hidden_size=SMALL.hidden, intermediate_size=SMALL.intermediate, num_hidden_layers=1, num_attention_heads=SMALL.heads,
+        num_key_value_heads=SMALL.kv_heads, vocab_size=SMALL.vocabulary, tie_word_embeddings=False, pad_token_id=None,
+        bos_token_id=None, eos_token_id=None, architectures=["SmolLM3ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    for name in ("q_proj", "k_proj"):
+        name = f"model.layers.0.self_attn.{name}.weight"
+        assert torch.equal(dequantised([model.get_parameter(name)], torch.float32), numbers[name].float())
+
+
+def test_a_gguf_file_of_weights_that_were_changed_is_named(tmp_path):
+    """llama.cpp adds 1 to the gains of Gemma's norms, whose names are Llama's."""
+    transformers = pytest.importorskip("transformers")
+    gguf_folder(tmp_path, ALL_Q8, "gemma")
+    transformers.GemmaConfig(architectures=["GemmaForCausalLM"]).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="general.architecture: got 'gemma', wanted one of") as error:
+        load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    assert "\n" not in str(error.value)
 
 
 def test_the_tokenizer_of_a_gguf_file(tmp_path):
@@ -157,6 +183,42 @@ def test_a_model_of_transformers_keeps_its_codes(tmp_path, name):
     assert decoder.generate(ids.tolist(), max_new_tokens=8).tokens == [wanted]
 
 
+def test_a_tied_model_of_transformers_has_one_embedding(tmp_path):
+    pytest.importorskip("transformers")
+    numbers = write(tmp_path, "awq")
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    about = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    assert torch.equal(model.lm_head.weight, numbers["lm_head.weight"]), "a folder that has both"
+    del stored["lm_head.weight"]
+    save_file(stored, file)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, numbers["model.embed_tokens.weight"])
+
+
+def test_a_model_of_images_and_text_has_other_names_than_its_folder(tmp_path):
+    pytest.importorskip("transformers")
+    model = wrappers.build("mistral3")
+    model.save_pretrained(tmp_path)
+    file, numbers = tmp_path / "model.safetensors", dict(model.state_dict())
+    stored = load_file(file)
+    for name in [name for name in stored if name.startswith("language_model") and name.endswith("_proj.weight")]:
+        parts, values = fp8_rows(1, *stored.pop(name).shape)
+        stored |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in parts.items()}
+        numbers[f"model.language_model.{name.removeprefix('language_model.model.')}"] = values.float()
+    save_file(stored, file)
+    about = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": FORMATS["fp8-rows"][1]}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    read = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    assert sum(isinstance(m, Base) for m in read.modules()) == 8, "attention's: the MLP's have 40 rows or columns"
+    model.load_state_dict(numbers)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -164,6 +226,7 @@ def test_a_model_of_transformers_keeps_its_codes(tmp_path, name):
         ({"quant_method": "gptq", "bits": 3}, "got 3, wanted 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, r"\(4, 'gemv'\)"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}, "nvfp4"),
+        (FORMATS["packed"][1] | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
         ([], r"got \[\], wanted an object"),
     ],
 )
@@ -187,6 +250,25 @@ def test_missing_and_misshapen_parts_are_named(tmp_path):
     save_file(whole | {name: whole[name][:1].contiguous()}, file)
     with pytest.raises(DataError, match=r"down_proj: got scales \(1, 4\)"):
         load_hf(tmp_path)
+
+
+def test_a_part_that_changes_a_weight_is_named(tmp_path):
+    """ModelOpt's AWQ multiplies what a layer reads; no scheme reads e5m2."""
+    write(tmp_path, "awq")
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.mlp.down_proj"
+    whole = load_file(file)
+    save_file(whole | {f"{layer}.pre_quant_scale": torch.ones(512)}, file)
+    with pytest.raises(DataError, match=f"{layer}.pre_quant_scale"):
+        load_hf(tmp_path)
+    save_file({key: t for key, t in whole.items() if key != f"{layer}.qzeros"}, file)
+    with pytest.raises(DataError, match=f"lacks {layer}.qzeros"):
+        load_hf(tmp_path)
+    other = tmp_path / "other"
+    write(other, "fp8-tensor")
+    whole = load_file(other / file.name)
+    save_file(whole | {f"{layer}.weight": whole[f"{layer}.weight"].float().to(torch.float8_e5m2)}, other / file.name)
+    with pytest.raises(DataError, match="F8_E5M2"):
+        load_hf(other)
 
 
 @pytest.mark.slow

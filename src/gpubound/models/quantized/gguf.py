@@ -6,7 +6,8 @@ A row of a tensor is blocks of 32 or 256 columns. Numbers are as llama.cpp compu
     Q4_K, Q5_K q (d s) - (e m)    d, e fp16; s, m 6 bits for every 32 of 256 columns
     Q6_K (q - 32) (d s)           d fp16; s int8 for every 16 of 256 columns
 
-llama.cpp stores q and k of a Llama with the rows of each head in another order, which is undone.
+llama.cpp stores q and k of a Llama and its kin with the rows of each head in another order, which is undone. It changes weights
+of other architectures, too: it adds 1 to the gains of Gemma's and Nemotron's norms.
 """
 
 from collections.abc import Callable
@@ -108,11 +109,23 @@ TYPES = {
 }  # fmt: skip
 
 
+# general.architecture of the models whose numbers are Hugging Face's: whether the rows of q and k are in llama.cpp's order.
+REORDERED = {
+    "llama": True, "arcee": True, "granite": True, "smollm3": True, "qwen2": False, "qwen3": False, "cohere2": False,
+    "command-r": False, "ernie4_5": False, "stablelm": False,
+}  # fmt: skip
+
+
 class Gguf(Scheme):
     """The tensors of a GGUF file under the names of Hugging Face's models."""
 
     def __init__(self, path: Path) -> None:
         self.file = GgufFile(path)
+        if self.file.architecture not in REORDERED:
+            raise DataError(
+                f"{path}: general.architecture: got {self.file.architecture!r}, wanted one of {', '.join(sorted(REORDERED))}: "
+                "of others llama.cpp may have changed the weights; take another quantisation of the model."
+            )
         self._theirs = {hf_name(name): name for name in self.file.tensors if name != "rope_freqs.weight"}
         stored = {}
         for ours, theirs in self._theirs.items():
@@ -127,7 +140,7 @@ class Gguf(Scheme):
         types = {about.dtype for about in stored.values() if about.dtype not in ("F32", "F16", "BF16")}
         self.name = f"GGUF, {', '.join(sorted(types))}"
         self.heads: dict[str, int] = {}
-        if self.file.architecture == "llama":
+        if REORDERED[self.file.architecture]:
             self.heads["q_proj"] = self.file.value("attention.head_count")
             self.heads["k_proj"] = self.file.value("attention.head_count_kv", self.heads["q_proj"])
         for name, one in stored.items():

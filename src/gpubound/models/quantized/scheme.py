@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from ...errors import DataError
 from ...kernels.packed_weights import TABLE, pack_levels
 from ...layers.quantized_base import KINDS, Frozen, InPacked
-from ..folder import CURE, Stored, opened
+from ..folder import CURE, FLOATS, Stored, opened
+
+OTHER = "take another quantisation of the model"
+# Parts that do not change a layer's weight: its bias, and scales by which others round what it reads and returns.
+IGNORED = ("bias", "input_scale", "output_scale", "k_scale", "v_scale", "input_zero_point", "output_zero_point")
 
 Take = Callable[[str], Tensor]
 """name of a stored tensor -> the tensor, on the device that the model is read to"""
@@ -57,6 +61,7 @@ class Scheme:
 
     def raw(self, name: str) -> Tensor:
         """Read a stored tensor to host memory."""
+        self.shape(name)
         with opened(self.stored[name].file) as tensors:
             return tensors.get_tensor(name)
 
@@ -72,6 +77,16 @@ class Scheme:
         """Return the names of tensors that are not quantised."""
         coded = {name for layer in self.layers for name in self.tensors(layer)}
         return self.stored.keys() - coded
+
+    def check(self) -> None:
+        """Raise DataError for a tensor that changes a weight in a way that `read` does not know, and for codes without scales."""
+        known = {name for layer in self.layers for name in self.tensors(layer)}
+        for name, about in self.stored.items():
+            layer, _, part = name.rpartition(".")
+            if layer in self.layers and name not in known and part not in IGNORED:
+                raise DataError(f"{about.file}: {name}: got a part of a quantised weight that {self.name} does not have; {OTHER}.")
+            if part in ("weight", "bias") and name not in known and about.dtype not in FLOATS:
+                raise DataError(f"{about.file}: {name}: got {about.dtype} without scales, wanted {', '.join(FLOATS)}; {OTHER}.")
 
     def small(self, ends: str) -> dict[str, Tensor]:
         """Read all tensors whose names have this part: those that say how others are stored."""
@@ -89,6 +104,35 @@ class Scheme:
         if name not in self.stored:
             raise DataError(f"{self.folder} lacks {name}, part of a quantised weight; {CURE}.")
         return self.stored[name].shape
+
+
+class Renamed(Scheme):
+    """A folder's layers under the names of a model that transformers loads from other names."""
+
+    def __init__(self, scheme: Scheme, rename: Callable[[str], str]) -> None:
+        super().__init__(scheme.folder, {rename(name): about for name, about in scheme.stored.items()}, scheme.options)
+        self.scheme, self.name = scheme, scheme.name
+        self._theirs = {rename(name): name for name in scheme.plain_names()}
+        self._layers = {rename(f"{layer}.weight").removesuffix(".weight"): layer for layer in scheme.layers}
+        self.layers = {layer: scheme.layers[theirs] for layer, theirs in self._layers.items()}
+
+    def plain_names(self) -> set[str]:
+        return set(self._theirs)
+
+    def tensors(self, layer: str) -> list[str]:
+        return self.scheme.tensors(self._layers[layer])
+
+    def read(self, layer: str, take: Take) -> Weight:
+        return self.scheme.read(self._layers[layer], take)
+
+    def raw(self, name: str) -> Tensor:
+        return self.scheme.raw(name)
+
+    def dense(self, name: str, take: Take) -> Tensor:
+        return self.scheme.dense(self._theirs[name], take)
+
+    def read_modules(self, model: nn.Module, take: Take) -> int:
+        return self.scheme.read_modules(model, take)
 
 
 def hold_levels(levels: Tensor, scale: Tensor, bits: int, zero: int, offset: Tensor | None = None) -> Weight:

@@ -220,7 +220,7 @@ class Awq(Scheme):
                 self.layers[name.removesuffix(".qweight")] = 8 * words, inputs
 
     def read(self, layer: str, take: Take) -> Weight:
-        words, zeros, scale = (take(name) for name in self.tensors(layer))
+        words, zeros, scale = (take(f"{layer}.{part}") for part in self.PARTS)
         levels, zeros = (_in_order(fields(t, 4)) for t in (words, zeros))
         return _hold(levels.t().contiguous(), scale.t(), zeros.t(), 4)
 
@@ -320,7 +320,9 @@ READ = "GPTQ, AWQ, FP8, MXFP4, compressed-tensors of 4 and 8 bits, bitsandbytes 
 def scheme_of(folder: Path, config: dict[str, Any]) -> Scheme | None:
     """Return the scheme of the folder's weights; None if they are not quantised. Raise Beyond for an unknown one."""
     if (file := gguf_in(folder)) is not None:
-        return Gguf(file)
+        scheme: Scheme = Gguf(file)
+        scheme.check()
+        return scheme
     options = config.get("quantization_config", config.get("compression_config"))
     if options is None:
         return None
@@ -333,12 +335,18 @@ def scheme_of(folder: Path, config: dict[str, Any]) -> Scheme | None:
             f"{folder / 'config.json'}: quantization_config: got {what!r}, wanted one of {READ}; take another quantisation of "
             "the model, or its 16-bit weights."
         )
+    if options.get("transform_config"):  # rotations of what layers read and return
+        raise Beyond(
+            f"{folder / 'config.json'}: quantization_config: got a transform_config, wanted weights alone; take another "
+            "quantisation of the model, or its 16-bit weights."
+        )
     scheme = kind(folder, stored_tensors(folder), options)
     if expert := next((layer for layer in scheme.layers if ".experts." in layer), None):
         raise Beyond(
             f"{folder / 'config.json'}: quantization_config: got {scheme.name} of experts, first {expert}, wanted dense "
             "layers, or gpt-oss in MXFP4; take another quantisation of the model, or its 16-bit weights."
         )
+    scheme.check()
     return scheme
 
 
