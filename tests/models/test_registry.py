@@ -81,3 +81,19 @@ def test_names_and_folders_find_their_family(bags, tmp_path):
         llama.load(str(tmp_path), "cpu")
     (tmp_path / "bag.pt").write_text("")
     assert family_of(str(tmp_path)) is bags
+
+
+def test_windows_that_only_the_config_has():
+    """Masks of transformers hide by the config what the layers would see: their decoder is that of other models."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 16}
+    sizes |= {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "sliding_window": 8}
+
+    def refusal(name, **options):
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes | options))
+        return registry.reader_of(model).refusal(64)
+
+    types = ["sliding_attention", "full_attention"]
+    assert "layer 0 is of type 'sliding_attention'" in refusal("SmolLM3", layer_types=types, use_sliding_window=False)
+    assert refusal("SmolLM3", layer_types=types, use_sliding_window=True) is None
+    assert refusal("Mistral", sliding_window=0) == "its sliding_window is 0" and refusal("Mistral") is None

@@ -312,8 +312,23 @@ class Reader:
             return "its heads have an odd width, and rotation works on pairs"
         if getattr(self.config, "use_bidirectional_attention", False) in (True, "all"):  # "vision": within images alone
             return "its tokens attend to later tokens"
+        if why := self.windowless():
+            return why
         if option := unread_option(self.config, READ | self.READS):
             return f"its config has {option}, an option that its reader does not know"
+        return None
+
+    def windowless(self) -> str | None:
+        """Return why the windows of the config are not those of the layers; None if they are.
+
+        Masks of transformers go by the config's types of layers, whatever window a layer has. One of 0 hides every token.
+        """
+        types = list(getattr(self.config, "layer_types", None) or ())
+        if len(types) != len(self.blocks):
+            return "its sliding_window is 0" if config_window(self.config) == 0 else None
+        for number, (kind, block) in enumerate(zip(types, self.blocks)):
+            if kind == WINDOWED and not self.window(self.attention_of(block)):
+                return f"layer {number} is of type {kind!r}, and its attention has no window"
         return None
 
     def longest(self) -> int:
