@@ -17,10 +17,11 @@ FUSED = (
     "arcee", "axk1", "bamba", "cohere", "cohere2", "cwm", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone",
     "exaone4", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm",
     "glm4", "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite",
-    "granitemoehybrid", "helium", "hyperclovax", "jais2", "lfm2", "lfm2_moe", "llama", "mamba2", "minicpm3", "minimax_m2",
-    "ministral", "ministral3", "mistral4", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe",
-    "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-    "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "granitemoehybrid", "helium", "hyperclovax", "jais2", "lfm2", "lfm2_moe", "llama", "mamba2", "mellum", "minicpm3",
+    "minimax_m2", "ministral", "ministral3", "mistral4", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2",
+    "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+    "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "youtu",
 )  # fmt: skip
 # The certificates of the others are those of tests/decode.
 CERTIFIED = (

@@ -48,6 +48,10 @@ SPARSE = {
                 "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True},
     "Dots1": {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2,
               "routed_scaling_factor": 1.5},
+    "Mellum": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "sliding_window": 9,
+               "layer_types": ["sliding_attention", "full_attention"], "rope_parameters": {
+                   "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+                   "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}}},
     "MiniMaxM2": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "DeepseekV2": {**LATENT, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
                    "first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,

@@ -13,7 +13,7 @@ CONFIGS = [
     "llama", "llama tied", "llama biased", "mistral", "qwen2", "qwen3", "smollm3", "gemma", "gemma2", "gemma3", "gemma4",
     "gemma4_unified", "olmo2", "phi3", "ministral", "ministral3", "cwm", "seed_oss", "vaultgemma", "granite", "exaone4", "glm",
     "glm4", "ernie4_5", "olmo3", "cohere", "cohere2", "starcoder2", "phi", "arcee", "helium", "jais2", "olmo", "deepseek_v2",
-    "deepseek_v3", "youtu", "minicpm3", "gpt_oss",
+    "deepseek_v3", "youtu", "minicpm3", "gpt_oss", "mellum",
 ]  # fmt: skip
 GEMMA = {"query_pre_attn_scalar": 5, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -90,6 +90,14 @@ OPTIONS = {
         "topk_group": 1,
         "attention_bias": True,
         "rope_parameters": YARN | {"original_max_position_embeddings": 8},
+    },
+    "mellum": {
+        "layer_types": GEMMA["layer_types"],
+        "sliding_window": 5,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "rope_parameters": TYPED,
     },
     "youtu": LATENT | {"rope_interleave": False},
     "minicpm3": LATENT | {"scale_emb": 3.0, "scale_depth": 0.6, "dim_model_base": 8},

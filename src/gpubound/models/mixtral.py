@@ -1,7 +1,7 @@
 """Llama's attention, and sparse layers, whose router chooses a few experts for each token.
 
-Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE choose by a softmax. MiniMax-M2, and GLM-4-MoE, dots.llm1 and Solar Open within groups,
-choose by sigmoid scores plus a correction. These three and Qwen2-MoE also have an expert of every token.
+Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and Mellum 2 choose by a softmax. MiniMax-M2, and GLM-4-MoE, dots.llm1 and Solar Open
+within groups, choose by sigmoid scores plus a correction. These three and Qwen2-MoE also have an expert of every token.
 
 Placing replaces norms, attention and the loss. Experts and the loop over layers stay those of transformers, and so does a loss
 that includes the router's.
@@ -16,6 +16,7 @@ from ..kernels.experts import ExpertRouting
 from ..layers.fused_weights import hooked
 from .decoding import DenseWeights, ExpertWeights, Linear
 from .hf_modules import HFCausalLM, causal_lm, norm
+from .layer_types import typed_attention
 from .olmo import clipped_attention
 from .reader import Reader, activation_name, linear_of, weight_of
 from .registry import Maker, role_of
@@ -32,7 +33,8 @@ class SparseCausalLM(HFCausalLM):
 
 
 sparse_causal_lm = partial(causal_lm, part=SparseCausalLM)
-SWAPS: dict[str, Maker] = {"RMSNorm": norm, "Attention": clipped_attention, "ForCausalLM": sparse_causal_lm}
+SPARSE: dict[str, Maker] = {"RMSNorm": norm, "Attention": clipped_attention, "ForCausalLM": sparse_causal_lm}
+SWAPS: dict[str, Any] = SPARSE | {"mellum": SPARSE | {"Attention": typed_attention}}
 
 # Roles and parameters of a sparse block's router, and of its experts.
 PARTS = (("TopKRouter", "TopkRouter"), {"weight"}), (("Experts",), {"gate_up_proj", "down_proj"})
@@ -126,4 +128,8 @@ def _is_sparse(mlp: Any) -> bool:
     return role_of(mlp) in ("SparseMoeBlock", "MoE", "Moe")
 
 
-DECODING = {"ForCausalLM": SparseReader}
+class MellumReader(SparseReader):
+    READS = SparseReader.READS | {"mlp_layer_types", "mtp_layer_types", "mtp_mlp_layer_types"}
+
+
+DECODING = {"ForCausalLM": SparseReader, "MellumForCausalLM": MellumReader}

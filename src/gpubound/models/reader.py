@@ -101,7 +101,10 @@ def layer_type(attention: Any) -> str:
     """Return the type of a layer: an attribute for most, another one for OLMo 3, and a flag for EXAONE 4."""
     if hasattr(attention, "is_sliding"):
         return WINDOWED if attention.is_sliding else FULL
-    return attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type
+    for name in ("layer_type", "attention_type"):
+        if hasattr(attention, name):
+            return getattr(attention, name)
+    return attention.config.layer_types[attention.layer_idx]
 
 
 def has_field(config: Any, name: str) -> bool:

@@ -221,6 +221,7 @@ FAMILIES = {
         "dots1": "Dots1",
         "minimax_m2": "MiniMaxM2",
         "solar_open": "SolarOpen",
+        "mellum": "Mellum",
     },
     "gemma": {
         "gemma": "Gemma",

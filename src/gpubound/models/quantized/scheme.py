@@ -79,12 +79,12 @@ class Scheme:
         return self.stored.keys() - coded
 
     def check(self) -> None:
-        """Raise DataError for a tensor that changes a weight in a way that `read` does not know, and for codes without scales."""
+        """Raise DataError for a tensor that changes a weight in a way unknown to `read`, and for codes without scales."""
         known = {name for layer in self.layers for name in self.tensors(layer)}
         for name, about in self.stored.items():
             layer, _, part = name.rpartition(".")
             if layer in self.layers and name not in known and part not in IGNORED:
-                raise DataError(f"{about.file}: {name}: got a part of a quantised weight that {self.name} does not have; {OTHER}.")
+                raise DataError(f"{about.file}: {name}: got a part of a weight that {self.name} does not have; {OTHER}.")
             if part in ("weight", "bias") and name not in known and about.dtype not in FLOATS:
                 raise DataError(f"{about.file}: {name}: got {about.dtype} without scales, wanted {', '.join(FLOATS)}; {OTHER}.")
 
@@ -129,7 +129,7 @@ class Renamed(Scheme):
         return self.scheme.raw(name)
 
     def dense(self, name: str, take: Take) -> Tensor:
-        return self.scheme.dense(self._theirs[name], take)
+        return self.scheme.dense(self._theirs.get(name, name), take)  # one that is missing is named there
 
     def read_modules(self, model: nn.Module, take: Take) -> int:
         return self.scheme.read_modules(model, take)
