@@ -93,9 +93,13 @@ def quantised_folders(kind: str, swaps) -> str:
     return "decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
 
 
-def wrapper_row(kind: str) -> list[str]:
-    grid = kind in GRIDS or kind in TEXTS or kind.startswith("qwen3_5")
-    return [NAMES[kind], "texts" if grid else "texts and images"]
+def wrapper_rows() -> list[list[str]]:
+    """A row for what prompts of models of images and text may have."""
+    grid = {kind: kind in GRIDS or kind in TEXTS or kind.startswith("qwen3_5") for kind in registry.WRAPPERS}
+    return [
+        [what, ", ".join(sorted((NAMES[kind] for kind in grid if grid[kind] == alone), key=str.lower))]
+        for alone, what in ((True, "texts"), (False, "texts and images"))
+    ]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -107,10 +111,8 @@ def text() -> str:
     kinds = [kind for types in registry.FAMILIES.values() for kind in types if kind not in GRIDS]
     head = ["model", "`gb.place` swaps", "loss", "`gb.decoder`", "adapters in a decoder", "folders are read by"]
     head.append("[quantised folders](#quantised-folders)")
-    inside = ["model of images and text", "`gb.decoder` generates from"]
-    return (
-        f"\n{table(head, [row(kind) for kind in kinds])}\n{table(inside, [wrapper_row(kind) for kind in registry.WRAPPERS])}\n"
-    )
+    inside = ["`gb.decoder` generates from", "models of images and text"]
+    return f"\n{table(head, [row(kind) for kind in kinds])}\n{table(inside, wrapper_rows())}\n"
 
 
 def parts() -> tuple[str, str, str]:
