@@ -86,7 +86,7 @@ def test_a_run_records_the_script_s_losses(script):
 
 
 def test_a_run_that_trains_watches_no_module_after_its_first_backward(tmp_path):
-    """Hooks of all modules took a tenth of dqn's step."""
+    """Hooks of all modules take 4 µs a call, and cleanrl's PPO makes 108 calls a step."""
     path = tmp_path / "train.py"
     path.write_text(
         "import torch\nfrom torch.nn.modules import module\nmodel = torch.nn.Linear(3, 1)\n"

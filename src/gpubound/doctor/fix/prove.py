@@ -92,7 +92,7 @@ class Recorder:
         self.ends: list[Any] = []
         self.losses: list[torch.Tensor] = []
         self.train_steps = TrainSteps(lambda _, result: self.lost(result.loss))
-        self._hooks = ExitStack()  # of all modules, until it trains: 4 µs a call, 0.3 of dqn's 3 ms
+        self._hooks = ExitStack()  # of all modules, until it trains: 4 µs a call, of which cleanrl's PPO makes 108 a step
 
     def stepped(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_initialized():
