@@ -326,9 +326,10 @@ def test_one_is_measured_while_no_other_starts(tmp_path):
     first.stepped()
     assert may("") and not may(timed), "several may start, and none is measured while another does"
     first.stepped()
-    assert not may("")
+    assert not may("") and Path(files[0]).read_text() == str(os.getpid())
     first.measured()  # it reports while others start
     assert may("") and not may(timed)
+    assert not Path(files[0]).read_text(), "the next one waits for the end of nobody"
     noted = json.loads((tmp_path / "notes" / "notes.json").read_text())
     assert noted["first"] == first.first > 0 and noted["waited"] == first.waited >= 0 and noted["start"] == first.start >= 0
     first._lock(fcntl.LOCK_UN, alone.ROOM)
@@ -337,6 +338,26 @@ def test_one_is_measured_while_no_other_starts(tmp_path):
     assert may(timed, number=3) and not may(timed, number=2), "runs of one script are measured in their order"
     os.close(first.file)  # as when the process has ended
     assert may(timed, number=2) and first.file >= alone.LAST
+
+
+def test_a_process_has_ended_when_its_threads_have():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not alone.has_ended(child.pid) and not alone.has_ended(os.getpid())
+        child.kill()
+        while not alone.has_ended(child.pid):  # its files are closed, also before anybody asks for its exit code
+            time.sleep(0.01)
+    assert alone.has_ended(child.pid)
+
+
+@pytest.mark.slow
+def test_the_next_one_waits_for_the_end_of_the_last(tmp_path, monkeypatch):
+    (tmp_path / "lock").write_text("1")
+    turn = alone.Turn(str(tmp_path / "lock"), str(tmp_path / "notes"), 1, at=1)
+    asked = []
+    monkeypatch.setattr(alone, "has_ended", lambda process: asked.append(process) or len(asked) == 3)
+    turn.stepped()
+    assert asked == [1, 1, 1] and turn.waited >= alone.SETTLED_S
+    os.close(turn.file)
 
 
 SCRIPT_TEXT = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ QUEUE, ROOM, TURN, ORDER = 0, 1, 2, 3  # bytes of the lock's file; from ORDER on
 LAST = 1000  # number of the lock's file, above those of the driver's
 SOON = 5  # the step after which a process is alone: the first ones choose algorithms
 BEFORE = 20  # steps before the timed ones of a proof's run, in which a loader's queue may empty again
+SETTLED_S = 0.2  # after a process has ended
 MORE = 1.25  # steps of a plain run, of those until the doctor has timed its last
 UNKNOWN = 200  # steps of a plain run if no doctor was before it
 AT_ONCE = 16  # runs of a proof
@@ -36,9 +38,9 @@ class Turn:
     A process waits until that of the number before has been measured, if it has started, and one that starts waits until
     nobody is measured or waits for it: otherwise each start would hold up what is measured next.
 
-    The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them. A
-    process closes its files in order, and the driver takes down a context when its files are closed, which held up the next
-    process's first half second. So the lock's file is the last one.
+    The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them. But
+    it gives them back before the driver takes down the context, which holds up the next process's first half second. So the
+    lock's file has the number of the process that is measured, and the next one waits until it has ended.
     """
 
     def __init__(self, lock: str, folder: str, number: int, at: int = SOON):
@@ -48,6 +50,7 @@ class Turn:
         os.close(file)  # before it is locked
         self.began, self.steps = time.time(), 0
         self.first = self.start = self.waited = 0.0
+        self.measuring = False
         self._wait(self._share)
         self._lock(fcntl.LOCK_EX, ORDER + number)
 
@@ -65,6 +68,13 @@ class Turn:
         self._lock(fcntl.LOCK_UN, ORDER + self.number - 1)
         self._lock(fcntl.LOCK_EX, TURN)
         self._lock(fcntl.LOCK_EX, ROOM)
+        if last := os.pread(self.file, 20, 0):
+            while not has_ended(int(last)):
+                time.sleep(0.01)
+            time.sleep(SETTLED_S)
+            os.ftruncate(self.file, 0)
+        os.pwrite(self.file, str(os.getpid()).encode(), 0)
+        self.measuring = True
 
     def _wait(self, lock: Callable[[], None]) -> None:
         began = time.time()
@@ -89,12 +99,24 @@ class Turn:
             self._wait(self._alone)
 
     def leave(self) -> None:
+        if self.measuring:
+            os.ftruncate(self.file, 0)
+        self.measuring = False
         for part in (ROOM, TURN, ORDER + self.number, QUEUE):
             self._lock(fcntl.LOCK_UN, part)
 
     def measured(self) -> None:
         self.leave()
         self._wait(self._share)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether all threads of a process have ended, and so its files are closed."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX" and len(os.listdir(f"/proc/{process}/task")) <= 1
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def main(argv: list[str]) -> int:
@@ -170,6 +192,9 @@ def plain(turn: Turn, before: str, script: str, *arguments: str) -> int:
             ends[-1].record()
         if turn.steps >= wanted:
             write()
+            for worker in multiprocessing.active_children():
+                worker.kill()
+                worker.join()
             leave(0)
 
     def write() -> None:

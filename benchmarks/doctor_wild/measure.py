@@ -164,10 +164,11 @@ class _Run:
         turns = range(1, self.how.rounds + 1 if alone else 2)
         with ThreadPoolExecutor(2 * len(turns)) as pool:
             doctors, plain = [], []
-            for turn in turns:
-                doctors.append(pool.submit(self.alone, f"doctor-{turn}", 2 * turn - 1, "doctor", *dry, *self.words))
+            for turn in turns:  # the later one of two comes first in the next turn
+                own, other = (2 * turn - 1, 2 * turn) if turn % 2 else (2 * turn, 2 * turn - 1)
+                doctors.append(pool.submit(self.alone, f"doctor-{turn}", own, "doctor", *dry, *self.words))
                 if alone:
-                    plain.append(pool.submit(self.alone, f"plain-{turn}", 2 * turn, "plain", "doctor-1", *self.words))
+                    plain.append(pool.submit(self.alone, f"plain-{turn}", other, "plain", "doctor-1", *self.words))
         doctors[0].result()  # raises what failed; later runs may fail, and are left out
         shutil.copy(self.there / "doctor-1" / "doctor.json", self.verdict)
         self.keep("doctor.html", (self.there / "doctor-1" / "doctor.html").read_text(encoding="utf-8"))

@@ -6,18 +6,21 @@ import pytest
 
 import gpubound
 from gpubound.doctor.finding import KINDS
+from gpubound.doctor.record.located import Samples
 from gpubound.doctor.record.tape import Span
 from gpubound.doctor.rules import compute
 from gpubound.doctor.rules.compute import FEW, FUSED
 from gpubound.doctor.rules.diagnose import RULES, diagnose
 from gpubound.doctor.rules.waits import MASKED, ROUND_TRIP
+from gpubound.watch.events import Site, Stack
 
-from .evidences import STEPS, at, quiet, replace, row, sampled, seen, steps
+from .evidences import STEPS, TORCH, at, quiet, replace, row, sampled, seen, steps
 from .programs import length
 
 LINE = at(88, "loss.item()")
 ITEM = row("sync", "item", LINE)
 OP = "torch/optim/adam.py"
+BUSY = {Stack((at(9, "y = model(x)").site,)): 50}
 
 
 def op(loop, name: str, us: float, kind: str = "op", **launch):
@@ -288,6 +291,24 @@ def test_a_mask_costs_the_kernels_that_gather_and_scatter(index, priced):
     (finding,) = diagnose(seen(steps(body), row_, line=at(88))).findings
     with_it, without = (length(steps(each)) for each in (body, quiet))
     assert with_it > without and finding.ms == pytest.approx(MASKED * priced, rel=0.1)
+
+
+def test_a_distribution_s_checks_cost_what_they_launch(check="distributions/distribution.py", line=LINE.site):
+    """Not what the distribution itself launches, and not the checks of another line."""
+    place = at(88, line.code, "distributions/categorical.py", "__init__")
+    item = row("sync", "item", place, 2)
+
+    def priced(*files: str, line=line):
+        late = {Stack((line,), Site(TORCH + file, n, "check", "", n)): 8 for n, file in enumerate(files)}
+        evidence = seen(steps(lambda loop: loop.sync()), item, line=place, samples=Samples(late | BUSY, late), step_ms=[4.0])
+        verdict = diagnose(evidence)
+        (found,) = [each for each in (*verdict.findings, *verdict.harmless) if each.kind == "sync"]
+        return found
+
+    checked, alone = priced(check, "distributions/constraints.py"), priced("distributions/categorical.py")
+    assert checked.ms == 4.0 * 16 / 66 and checked.certainty == "estimate" and "0.97 ms" in checked.evidence
+    other = priced(check, line=at(87).site)
+    assert alone.ms == other.ms < checked.ms and alone.certainty == other.certainty == "replayed"
 
 
 def test_a_round_trip_takes_its_copies_with_it():

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -214,6 +215,8 @@ def main(argv: list[str]) -> int:
     def enough() -> None:
         save()
         wait_for_ranks()
+        for worker in multiprocessing.active_children():  # a loader's: they would work on beside the next run
+            worker.kill()
         sys.stdout.flush()
         leave(0)  # at once: the script writes no checkpoint, and none of its handlers runs
 

@@ -10,10 +10,11 @@ from functools import lru_cache
 from ...watch.events import DRAWING, HOST_DATA, MASKING, NUMBER, SCALARS, Site, cause_of
 from ...watch.ledger import LedgerRow
 
+UNVALIDATED = "pass validate_args=False, or Distribution.set_default_validate_args(False) once at the start"
 LOGGED = "log the tensor itself, as x.detach(): a number is copied to the GPU"
 # Files, and functions, in which a library reads or copies, and what its caller can do about it.
 LIBRARIES = {
-    "torch/distributions/": "pass validate_args=False, or Distribution.set_default_validate_args(False) once at the start",
+    "torch/distributions/": UNVALIDATED,
     "torch/nn/modules/transformer.py": "pass is_causal (True for a causal mask), so that the mask is not compared",
     "torch/nn/utils/rnn.py": "keep the lengths on the CPU, and sort the batch by them before (enforce_sorted=True)",
     "torch/utils/tensorboard/": "write scalars every n steps, not in every one",

@@ -13,7 +13,7 @@ from ...watch.ops import DOWN, UP
 from ..finding import KINDS
 from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
-from .remedies import ANEW, OFTEN, RAISED, RARE, RARELY, SELDOM, index_of, of_copy, of_read
+from .remedies import ANEW, OFTEN, RAISED, RARE, RARELY, SELDOM, UNVALIDATED, index_of, of_copy, of_read
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,27 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         if (fix in (RARELY, RAISED) or SELDOM in fix) and line is not None and evidence.parts.get(line, 1.0) <= OFTEN:
             fix = RARE  # several values in few steps
         claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=fix, waits=True)
+        if fix == UNVALIDATED and (ms := validating(evidence, first.place)) > (prices.saved(calls)[0] or 0.0):
+            text = f"{claim.evidence}, and the checks take {ms:.3g} ms a step with what they launch"
+            claim = replace(claim, ms=ms, certainty="estimate", evidence=text)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
+
+
+CHECKS = ("torch/distributions/distribution.py", "torch/distributions/constraints.py")
+
+
+def validating(evidence: Measurements, place: Place) -> float:
+    """Estimate the milliseconds a step in which the device is idle while this line validates a distribution.
+
+    A replay without the reads keeps the launches of what is read. Without both PPO's steps took 12.8 ms instead of 16.8 (H200).
+    """
+    late = 0
+    for stack, count in evidence.samples.late.items():
+        checks = stack.torch is not None and stack.torch.file.replace("\\", "/").endswith(CHECKS)
+        late += count if checks and line_of(Place(stack.user)) == line_of(Place(place.site)) else 0
+    return evidence.sampled_ms(late)
 
 
 def masking(evidence: Measurements, prices: Prices) -> float | None:
