@@ -93,3 +93,16 @@ def test_validation_that_the_file_chooses_itself_is_left(tmp_path):
     path.write_text(ROLLOUT.replace("Categorical(logits=logits)", "Categorical(logits=logits, validate_args=True)"))
     made = repair([Target("sync", str(path), 14, via="/venv/torch/distributions/distribution.py")])
     assert "chooses itself" in str(made) and not made.changes
+
+
+@pytest.mark.parametrize("made", ["torch.cat(images)", "images[0] / 255", "(images[0] == images[1]).float()"])
+def test_what_a_line_makes_of_batches_is_pinned_there(tmp_path, made):
+    """A loader's pinned memory is none of its result, also if an earlier or a later value of that name is a batch."""
+    before = (
+        "import torch\nloader = DataLoader(data, pin_memory=True)\nfor images in loader:\n"
+        f"    images = {made}\n    images = images.float()\n    images = images.to(device)  # here\n    images = images[0]\n"
+    )
+    text, _ = mended(tmp_path, before, ("h2d", "# here"))
+    assert "images = pinned(images).to(device, non_blocking=True)  # here" in text
+    plain, _ = mended(tmp_path, before.replace(made, "images[0]"), ("h2d", "# here"))
+    assert "    images = images.to(device, non_blocking=True)  # here" in plain

@@ -153,6 +153,10 @@ USES = {
     "loss[rows[:, 0], rows[:, 1]]": "INDEX",
     "torch.cat([torch.ones(1), rows[0]]).to(device)": "",
     "torch.utils.data.DataLoader([1]); mask = torch.zeros(3); loss * mask.to(device)": "MADE",
+    "torch.utils.data.DataLoader([1]); x = rows; x = torch.cat([x, x]); x = x.to(device); x = rows": "",
+    "torch.utils.data.DataLoader([1]); x = rows; x = (x == x[0]).float(); x = x.to(device)": "",
+    "ends = torch.ones(3).to(device).requires_grad_(); for i in range(3):\n        torch.autograd.grad(ends.sum(), ends)\n"
+    "        right = torch.eq(ends, ends[i]).sum().item()\n        seen[0] = seen[0] + right": "SUMMED",
 }
 
 

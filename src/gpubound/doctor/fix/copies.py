@@ -120,6 +120,7 @@ LOADER = Patch("loader", frozenset({"data"}), "workers prepare the batches ahead
 
 
 COPYING = ("to", "cuda")
+DEVICE = re.compile(r"device$|rank$|gpu$|^[\"']cuda")  # texts of what is a device alone
 
 
 def _copies(source: SourceText, line: int) -> list[ast.Call]:
@@ -154,7 +155,7 @@ def propose_copies(source: SourceText, line: int) -> list[Edit]:
     copies = _copies(source, line)
     for call in copies:
         if maker := _maker(source, call.func.value, frozenset()):  # type: ignore[attr-defined]
-            raise NotHere(f"the line copies what {maker}() makes, which no loader pins")
+            raise NotHere(f"the line copies what {maker} makes, which no loader pins")
     try:
         loaders = loaders_at(source, line)
     except Refused as why:
@@ -170,25 +171,53 @@ TURNING = frozenset((
 ))  # fmt: skip  # these give a batch in another form
 
 
+CONVERTING = frozenset(("float", "long", "int", "half", "double", "bool"))  # with the same bits on any device
+
+
 def _maker(source: SourceText, node: ast.expr, met: frozenset[str]) -> str:
-    """Return what makes the value that is copied, if it cannot be a loader's batch: "arange"; empty if it may be."""
+    """Return what makes the value that is copied, if it cannot be a loader's batch: "arange()"; empty if it may be."""
     while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Call):
             if (name := last_name(node)) not in TURNING:
-                return name
+                return f"{name}()"
             node = node.func.value if isinstance(node.func, ast.Attribute) else (node.args or [node.func])[0]
         else:
             node = node.value
+    if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
+        return "the computation"  # its result is new memory
     if not isinstance(node, ast.Name) or node.id in met:
         return ""
-    scope = source.scope(node)  # the module's names are not those of its functions
-    values = [value for value in source.assigned(source.statement(node), node.id) if source.scope(value) is scope]
+    scope, statement = source.scope(node), source.statement(node)  # the module's names are not those of its functions
+    if (last := _just_before(source, statement, node.id)) is not None:
+        return _maker(source, last, met)
+    values = [value for value in source.assigned(statement, node.id) if source.scope(value) is scope]
     makers = [_maker(source, value, met | {node.id}) for value in values if isinstance(value, (ast.Call, ast.Subscript))]
     return makers[0] if makers and all(makers) and len(makers) == len(values) else ""
 
 
+def _just_before(source: SourceText, statement: ast.stmt, name: str) -> ast.expr | None:
+    """Return what the last statement before, in the same block, that assigns a name gives it; None if that is not so plain."""
+    body = source.block(statement)
+    before = [each for each in body[: body.index(statement)] if name in stored(each)]
+    last = before[-1] if before else None
+    plain = isinstance(last, ast.Assign) and [name_of(target) for target in last.targets] == [name]
+    return last.value if plain and isinstance(last, ast.Assign) else None
+
+
 def _without_waiting(source: SourceText, copies: list[ast.Call]) -> list[Edit]:
-    return [edit for call in copies for edit in with_keywords(source, call, non_blocking="True")]
+    """Return edits that pass non_blocking=True, and convert behind the copy: `x.float().cuda()` copies new memory, no batch."""
+    edits = []
+    for call in copies:
+        edits += with_keywords(source, call, non_blocking="True")
+        inner = call.func.value  # type: ignore[attr-defined]
+        words = [source.text(word.value) for word in call.keywords if word.arg != "non_blocking"]
+        where = [*map(source.text, call.args), *words]
+        converts = isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and last_name(inner) in CONVERTING
+        if converts and not inner.args and not inner.keywords and all(map(DEVICE.search, where)) and len(where) < 2:
+            before, after = source.end(inner.func.value), source.end(inner)
+            conversion = source.data[before:after].decode()
+            edits += [Edit(before, after, ""), Edit(source.end(call), source.end(call), conversion)]
+    return edits
 
 
 def propose_pinned(source: SourceText, line: int) -> list[Edit]:
@@ -221,7 +250,7 @@ def propose_device_factory(source: SourceText, line: int) -> list[Edit]:
             raise Refused("arange of fractions is rounded elsewhere on the device")
         values = [*call.args, *(word.value for word in call.keywords if word.arg == "device")]
         where = source.text(values[0]) if values else '"cuda"'
-        if len(call.args) + len(call.keywords) > 1 or (values and not re.search(r"device$|rank$|gpu$|^[\"']cuda", where)):
+        if len(call.args) + len(call.keywords) > 1 or (values and not DEVICE.search(where)):
             raise Refused(f"{where} is not known to be a device alone")
         edits += [*with_keywords(source, inner, device=where), Edit(source.end(call.func.value), source.end(call), "")]
     if not edits:

@@ -186,7 +186,7 @@ def _of_several(statement: ast.AST, count: float, scope: ast.AST) -> str:
 def _goes_over_rows(line: int, scope: ast.AST) -> bool:
     """Return whether a line reads what a loop around it takes from a tensor, by its counter or as a row of it."""
     for loop in (n for n in ast.walk(scope) if isinstance(n, ast.For) and _covers(n, line)):
-        trains = any(_called(call) in ("backward", "step") for call in _calls(loop))
+        trains = any(_called(call) in ("backward", "step", "grad") for call in _calls(loop))
         if trains or _covers(loop.iter, line) or LISTING.search(ast.unparse(loop.iter)):
             continue
         own = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
@@ -379,12 +379,29 @@ def _joined(call: ast.Call, calls: list[ast.Call]) -> bool:
 
 
 def _of_loader(site: Site) -> bool:
-    """Return whether a line of a file with a DataLoader copies a tensor that it does not make there."""
-    statement, _ = _statement(site)
+    """Return whether a line of a file with a DataLoader copies a tensor that its function does not make."""
+    statement, scope = _statement(site)
     calls = _calls(statement or ast.Module([], []))
     copied, tree = _copied(calls), parsed(site.file)
-    on_host = any("(" in text for text in copied) or any(_makes_on_host(n, copied) for n in ast.walk(tree))
+    on_host = any("(" in text or _is_computed(text, statement, scope) for text in copied)
+    on_host |= any(_makes_on_host(n, copied) for n in ast.walk(tree))
     return bool(copied) and not on_host and any(_called(call) == "DataLoader" for call in _calls(tree))
+
+
+MAKING = FACTORIES | TENSORS | {"cat", "concat", "hstack", "stack", "vstack"}
+
+
+def _is_computed(name: str, statement: ast.stmt | None, scope: ast.AST | None) -> bool:
+    """Return whether the last statement before that assigns a name gives it a new tensor: torch.cat(), or a result."""
+    line = getattr(statement, "lineno", 0)
+    given = [n for n in ast.walk(scope or ast.Pass()) if isinstance(n, ast.Assign) and n.lineno < line]
+    values = [n.value for n in given if [ast.unparse(target) for target in n.targets] == [name]]
+    value = values[-1] if values else None
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _called(value) not in MAKING:
+        value = value.func.value  # `(a == b).float()`
+    return isinstance(value, (ast.BinOp, ast.Compare, ast.UnaryOp)) or (
+        isinstance(value, ast.Call) and _called(value) in MAKING
+    )
 
 
 def index_of(row: LedgerRow) -> str:
