@@ -119,3 +119,35 @@ def test_autocast_around_forward_and_loss_on_request(tmp_path):
 def test_where_autocast_does_not_fit(tmp_path, old, new, why):
     _, made = mended(tmp_path, LOOP.replace(old, new), ("precision", "# here"), asked=["bf16"])
     assert not made.changes and why in str(made), made
+
+
+LISTED = """\
+import torch
+
+device = torch.accelerator.current_accelerator()
+x, out = torch.arange(12.0, device=device), []
+losses, sums = [], []
+for step in range(12):
+    loss = x[step] / 7
+    losses.append(loss.item())  # here
+    sums.append(loss.sum().item())  # here, too
+    if step % 4 == 3:
+        recent = losses[-4:]
+        for value in sums:
+            out.append(value)
+        print(sum(recent) / len(losses), max(losses), len(sums))
+kept = [*losses, *sums, *out]
+"""
+
+
+def test_a_list_is_read_before_it_is_shown(tmp_path, sim, capsys):
+    """What was appended until then is converted in place, in the steps that show it alone."""
+    text, made = mended(tmp_path, LISTED, ("sync", "# here"), ("sync", "# here, too"))
+    assert not made.refused and made.equal, made
+    results = []
+    for name, source in (("before", LISTED), ("after", text)):
+        (tmp_path / f"{name}.py").write_text(source)
+        results.append((runpy.run_path(str(tmp_path / f"{name}.py"))["kept"], capsys.readouterr().out))
+    assert results[0] == results[1] and len(results[0][0]) == 12 + 12 + 4 + 8 + 12
+    lines = [line for line in text.splitlines() if "[:] = " in line]
+    assert len(lines) == 5 and lines.count("        losses[:] = [float(value) for value in losses]") == 2

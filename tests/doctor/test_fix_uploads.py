@@ -106,3 +106,9 @@ def test_what_a_line_makes_of_batches_is_pinned_there(tmp_path, made):
     assert "images = pinned(images).to(device, non_blocking=True)  # here" in text
     plain, _ = mended(tmp_path, before.replace(made, "images[0]"), ("h2d", "# here"))
     assert "    images = images.to(device, non_blocking=True)  # here" in plain
+
+
+def test_a_variable_of_older_scripts_is_a_tensor(tmp_path):
+    before = "import torch\nfor step in range(9):\n    x = Variable(torch.LongTensor(rows))\n    x = x.cuda()  # here\n"
+    text, _ = mended(tmp_path, before, ("h2d", "# here"))
+    assert "x = pinned(x).cuda(non_blocking=True)  # here" in text

@@ -124,6 +124,7 @@ USES = {
     "losses.append(loss.detach().cpu().numpy())": "SUMMED",
     "value = trained(loss); print(value)": "RARELY",
     "total += trained(loss)": "SUMMED",
+    "value = trained(loss); total += value; print(value) if step % 9 == 0 else None": "SUMMED",
     "sys.stdout.write('%f' % loss.item())": "RARELY",
     "action = select(loss); env.step(action)": "ACTED",
     "print(loss.item()) if step % 1 == 0 else None": "RARELY",

@@ -273,7 +273,8 @@ def _formatted(source: SourceText, use: ast.expr, kind: str) -> bool:
 
 
 def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kind: str) -> list[Edit]:
-    """Return one more line after the loop, which converts the appended values in place, for all holders of the list."""
+    """Return one more line after the loop, which converts the appended values in place, for all holders of the list, and before
+    each statement under an `if` in the loop that uses it."""
     if isinstance(statement, ast.AugAssign):  # values += [loss.item()]
         name = name_of(statement.target)
     else:
@@ -286,18 +287,22 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
         isinstance(outer, (ast.Try, ast.TryStar)) for outer in source.above(loop) if source.scope(outer) is source.scope(loop)
     ):
         raise Refused(f"the loop is inside a try: an exception would leave tensors in {name}")
+    before = set[ast.stmt]()
     for use in uses_of(source, statement, name):
         parent = source.parents[use]
         counted = isinstance(parent, ast.Call) and name_of(parent.func) == "len"
         appended = isinstance(parent, ast.Attribute) and parent.attr == "append"
         if loop in source.above(use) and not counted and not appended:
-            raise Refused(f"{name} is used inside the loop, in line {use.lineno}")
+            if in_every_step(source, use, loop):
+                raise Refused(f"{name} is used in every step, in line {use.lineno}")
+            before.add(source.statement(use))
     values = source.assigned(statement, name)
     lists = [v for v in values if isinstance(v, (ast.List, ast.ListComp)) or name_of(getattr(v, "func", v)) == "list"]
     if not values or len(lists) < len(values):
         raise Refused(f"{name} is not made as a list in this function")
-    line = f"{source.indent(loop)}{name}[:] = [{kind}(value) for value in {name}]"
-    return [source.inserted_line((loop.end_lineno or 0) + 1, line)]
+    line = f"{name}[:] = [{kind}(value) for value in {name}]"
+    places = [(source.indent(loop), (loop.end_lineno or 0) + 1), *((source.indent(each), each.lineno) for each in before)]
+    return [source.inserted_line(number, indent + line) for indent, number in places]
 
 
 def propose_tensor(source: SourceText, line: int) -> list[Edit]:

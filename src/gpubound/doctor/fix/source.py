@@ -257,7 +257,7 @@ def check_moves_tensors(source: SourceText, call: ast.Call) -> None:
     assignments = [node for node in ast.walk(source.tree) if isinstance(node, ast.Assign)]
     values += [node.value for node in assignments if name and name in map(name_of, node.targets)]
     for maker in (maker for value in values for maker in makers(value)):
-        if maker[:1].isupper() and not maker.endswith("Tensor"):
+        if maker[:1].isupper() and not maker.endswith("Tensor") and maker != "Variable":
             raise Refused(f"it moves what {maker}() makes; move a module once, before the loop")
 
 

@@ -126,7 +126,8 @@ def _of_value(site: Site, count: float) -> str:
         return BRANCHES
     if uses and all(SHOWN.search(ast.unparse(use)) for use in uses):
         return _shown(site, count)
-    if uses and all(isinstance(use, ast.AugAssign) or SUMS.search(ast.unparse(use)) for use in uses):
+    summed = [isinstance(use, ast.AugAssign) or bool(SUMS.search(ast.unparse(use))) for use in uses]
+    if any(summed) and all(sums or SHOWN.search(ast.unparse(use)) for sums, use in zip(summed, uses)):
         return SUMMED.format("the tensor")
     return ""
 
