@@ -205,7 +205,7 @@ def _just_before(source: SourceText, statement: ast.stmt, name: str) -> ast.expr
 
 
 def _without_waiting(source: SourceText, copies: list[ast.Call]) -> list[Edit]:
-    """Return edits that pass non_blocking=True, and convert behind the copy: `x.float().cuda()` copies new memory, no batch."""
+    """Return edits that pass non_blocking=True, and convert after the copy: `x.float().cuda()` copies new memory, no batch."""
     edits = []
     for call in copies:
         edits += with_keywords(source, call, non_blocking="True")

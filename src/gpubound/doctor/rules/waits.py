@@ -238,9 +238,10 @@ def reads(evidence: Measurements, prices: Prices) -> Iterator[StallCandidate]:
         if (fix in (RARELY, RAISED) or SELDOM in fix) and line is not None and evidence.parts.get(line, 1.0) <= OFTEN:
             fix = RARE  # several values in few steps
         claim = StallCandidate("sync", first.place, count, f"waits in {what}", calls, fix=fix, waits=True)
-        if fix == UNVALIDATED and (ms := validating(evidence, first.place)) > (prices.saved(calls)[0] or 0.0):
-            text = f"{claim.evidence}, and the checks take {ms:.3g} ms a step with what they launch"
-            claim = replace(claim, ms=ms, certainty="estimate", evidence=text)
+        checks = validating(evidence, first.place) if fix == UNVALIDATED else 0.0
+        if checks > (prices.saved(calls)[0] or 0.0):
+            text = f"{claim.evidence}, and the checks take {checks:.3g} ms a step with what they launch"
+            claim = replace(claim, ms=checks, certainty="estimate", evidence=text)
         if masks == [line_of(first.place)] and (ms := masking(evidence, prices)) is not None:
             claim = replace(claim, ms=ms, certainty="estimate")
         yield claim
