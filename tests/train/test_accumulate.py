@@ -47,6 +47,17 @@ def test_micro_batches_are_one_big_batch(parts, tied):
     assert torch.linalg.vector_norm(sums.gradient).item() == pytest.approx(total.item(), rel=1e-6), "the padding is not zero"
 
 
+def test_sparse_gradients_are_summed():
+    ids = torch.tensor([1, 3, 3, 0])
+    table = torch.nn.Embedding(5, 4, sparse=True)
+    sums = Accumulators(table.named_parameters())
+    sums.zero()
+    for _ in range(2):
+        table(ids).sum().backward()
+    wanted = 2.0 * torch.bincount(ids, minlength=5).float()[:, None].expand(5, 4)
+    assert table.weight.main_grad.equal(wanted)
+
+
 def test_a_gradient_from_before_does_not_count():
     model = small()
     summed(model, draw(2))[0].backward()

@@ -359,3 +359,23 @@ def test_steps_that_are_skipped_now_and_then_are_not_reported(monkeypatch):
     step = TrainStep(small(), lambda model, batch: (summed if batch[2] else spoiled)(model, batch[:2]), precision="fp32")
     for number in range(12):
         step((*draw(2), number % 3 == 2))
+
+
+@pytest.mark.parametrize("items, sentence", [(0, "counted 0 items"), (-8, "counted -8 items"), (None, "all labels are -100")])
+def test_steps_without_an_item_that_counts_are_reported_once(monkeypatch, items, sentence):
+    """They move no weight and are not skipped: 30 of them said nothing."""
+    said = []
+    monkeypatch.setattr("gpubound.train.step.say", lambda text, level: said.append(text))
+    if items is None:
+        step, batch = TrainStep(decoder(), "next_token", precision="fp32"), tokens(labels=torch.full((2, 8), -100))
+    else:
+        step, batch = TrainStep(small(), lambda model, batch: (summed(model, batch)[0], items), precision="fp32"), draw(2)
+    for number in range(1, 7):
+        assert step(batch).read().updates == 0
+        assert len(said) == (number > 3), f"after {number} steps: a report is read one step late"
+    assert sentence in said[0]
+
+
+def test_one_text_without_its_row_is_refused():
+    ids = torch.tensor([1, 2, 3])
+    assert "wanted (rows, tokens)" in message(lambda: TrainStep(decoder(), "causal_lm")({"input_ids": ids, "labels": ids}))

@@ -338,6 +338,8 @@ class _TakeGradient(Taker):
         gradient, sums = parameter.grad, self._sums
         if gradient is None:
             return
+        if gradient.is_sparse:  # of nn.Embedding(sparse=True): a buffer of sums is dense
+            gradient = gradient.to_dense()
         with sums._lock:
             if not sums._pending:
                 Variable._execution_engine.queue_callback(sums._settle)  # type: ignore[attr-defined]

@@ -476,7 +476,7 @@ class TrainStep(NotCopyable):
 
 
 class SkippedSteps:
-    """Warns of steps skipped in a row, from reports that have reached the host: it never waits for the device."""
+    """Warns of steps in a row that were skipped or had no items, from reports that have reached the host: it never waits."""
 
     def __init__(self, precision: str, loss: Loss | Objective, model: nn.Module):
         self.loss, self.model = loss, model
@@ -484,6 +484,8 @@ class SkippedSteps:
         self._pending: StepResult | None = None
         self._skipped = self._updates = 0  # as reported at the last step that was not skipped
         self._warned = False
+        self._without_items = 0  # reports in a row
+        self._warned_of_items = False
 
     def watch(self, report: StepResult, batches: Sequence[Any]) -> None:
         """Check the pending report if it has reached the host; then `report` is the pending one."""
@@ -494,6 +496,7 @@ class SkippedSteps:
         if pending is None:
             return
         values = pending.read()
+        self._count_items(values.tokens)
         if values.updates != self._updates or values.skipped < self._skipped:  # the weights moved, or a state was loaded
             self._updates, self._skipped, self._warned = values.updates, values.skipped, False
         in_a_row = values.skipped - self._skipped
@@ -505,6 +508,16 @@ class SkippedSteps:
             f"try a lower learning rate (now {values.lr:.2e}) or clip=1.0, and look for inputs that are not finite."
         )
         say(f"train: {in_a_row} steps in a row were skipped, because their {bad} is not finite: {why}", logging.WARNING)
+
+    def _count_items(self, items: float) -> None:
+        self._without_items = 0 if items > 0 else self._without_items + 1
+        if self._without_items < REPORTED_SKIPS or self._warned_of_items:
+            return
+        self._warned_of_items = True
+        of_objective = isinstance(self.loss, Objective)
+        why = "all labels are -100" if of_objective and not items else f"the loss function counted {items:g} items"
+        text = f"train: {REPORTED_SKIPS} steps in a row had no item that counts, so they moved no weight: {why}"
+        say(f"{text}; look at what the labels of a batch hold.", logging.WARNING)
 
     def explain(self, batches: Sequence[Any]) -> str | None:
         """Return the objective's error for these batches, if it has one. Waits for the device."""

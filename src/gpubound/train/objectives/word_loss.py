@@ -249,6 +249,8 @@ def check_tokens(who: str, model: nn.Module, ids: Tensor, labels: Tensor, classe
         raise ValueError(f"{who}: input_ids are {ids.dtype}, wanted token ids in torch.int64.")
     if labels.dtype not in INTEGERS:
         raise ValueError(f"{who}: labels are {labels.dtype}, wanted token ids in torch.int64.")
+    if ids.dim() != 2:
+        raise ValueError(f"{who}: input_ids have the shape {tuple(ids.shape)}, wanted (rows, tokens); one text is ids[None].")
     if not ids.numel():
         raise ValueError(f"{who}: input_ids are empty, of shape {tuple(ids.shape)}; wanted at least one token.")
     rows, head = embedding_rows(model), getattr(head_of(model), "out_features", None)
