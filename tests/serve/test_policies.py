@@ -1,5 +1,6 @@
 """Policies: each is trained as if it were alone, sampled by rows, saved and loaded exactly; what is refused."""
 
+import json
 from functools import cache
 
 import pytest
@@ -171,6 +172,7 @@ def test_a_quantised_base_stays_as_it_is():
         ("forward_backward", {"name": "first", "examples": FIRST, "objective": "grpo", "klo": 1}),
         ("optim_step", {"name": "first"}),
         ("sample", {"name": "first", "prompts": []}),
+        ("sample", {"name": ["first"], "prompts": [[1], [2]]}),
         ("create", {"name": "first"}),
         ("create", {"name": "third", "clip": -1}),
         ("load_state", {"name": "third", "folder": "nowhere"}),
@@ -224,6 +226,9 @@ def test_a_state_without_a_moment_is_refused_whole(pair, tmp_path):
     state = load_file(file)
     gone = next(name for name in state if name.startswith("v."))
     save_file({name: tensor for name, tensor in state.items() if name != gone}, file)
+    assert "is not of the save" in refusal(DataError, lambda: pair.load_state("first", tmp_path / "first"))
+    facts = json.loads((tmp_path / "first" / "policy.json").read_text())
+    (tmp_path / "first" / "policy.json").write_text(json.dumps(facts | {"crc32": None}))
     train(pair, ["first", "second"], 1)
     before = [weights(pair, name) for name in ("first", "second")]
     for name in ("first", "third"):
@@ -239,6 +244,52 @@ def test_a_state_of_another_precision_is_refused_whole(pair, tmp_path):
     other = policies(precision="bf16")
     assert "bf16" in refusal(ValueError, lambda: other.load_state("first", tmp_path / "first"))
     assert other.status() == {}
+
+
+def test_a_save_that_was_interrupted_over_another_one_is_refused(pair, tmp_path):
+    """New adapters beside the optimizer's state of the save before."""
+    train(pair, ["first"], 1)
+    pair.save_state("first", tmp_path / "first")
+    train(pair, ["first"], 1)
+    gb.lora.save(pair.model, tmp_path / "first", "first", overwrite=True)
+    assert "is not of the save" in refusal(DataError, lambda: pair.load_state("third", tmp_path / "first"))
+    assert set(pair.status()) == {"first", "second"}
+    pair.save_state("first", tmp_path / "first", overwrite=True)
+    assert pair.load_state("first", tmp_path / "first")["updates"] == 2
+
+
+def test_log_probabilities_are_of_all_examples_or_of_none():
+    """Where one had none its tokens were measured as if they had been certain: a ratio of 0.02 instead of 1."""
+    found, (one, *_) = policies("first"), FIRST
+    known = one | {"old_logprobs": -4.0}
+    for mixed in ([known, one], [one, known]):
+        assert "has no old_logprobs" in refusal(ValueError, lambda mixed=mixed: found.forward_backward("first", mixed, "grpo"))
+    each = [found.forward_backward("first", [example], "grpo")["loss"] for example in (known, one)]
+    assert found.forward_backward("first", [known, known], "grpo")["loss"] == pytest.approx(each[0], rel=1e-5)
+    assert each[1] == pytest.approx(-1, rel=1e-5)
+
+
+def test_an_update_without_an_item_is_none():
+    found = policies("first")
+    found.forward_backward("first", [FIRST[0] | {"learnt": 0}])
+    assert found.optim_step("first")["updates"] == found.status()["first"]["updates"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+def test_an_embeddings_adapter_is_loaded_under_another_name(tmp_path):
+    found = policies()
+    found.create("first", rank=2, targets=["embed_tokens"], lr=1e-2)
+    train(found, ["first"], 1)
+    found.save_state("first", tmp_path / "first")
+    assert found.load_state("second", tmp_path / "first")["updates"] == 1
+    assert_equal(weights(found, "second"), weights(found, "first"))
+
+
+def test_a_policy_whose_step_cannot_be_leaves_its_name_free():
+    found = policies(precision="fp8")  # wants several blocks
+    for _ in range(2):
+        assert "fp8" in refusal(ValueError, lambda: found.create("first", rank=2))
+    assert found.status() == {} and not gb.lora.parameters(found.model)
 
 
 @pytest.mark.gpu
@@ -289,6 +340,8 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
         (lambda found: found.sample("first", [[1]], adapters=["first"]), "adapters"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 10**400}]), "advantage"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 1e39}]), "advantage"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"prompt": [1.5]}]), "1.5"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"logprobs": 0.5}]), "logprobs: got 0.5"),
         (lambda found: found.forward_backward("first", FIRST, "grpo", kl=10**400), "kl"),
         (lambda found: found.forward_backward("first", FIRST, "dr_grpo", max_tokens=True), "max_tokens"),
         (lambda found: found.optim_step("first", lr=10**400), "no gradients"),

@@ -24,12 +24,13 @@ from .. import decode, lora
 from ..decode.rollout import Rollout
 from ..errors import DataError
 from ..files import check_replaceable, read_json, reading, regular, replacing, write_atomic
-from ..formatting import hint
+from ..formatting import hint, shown
 from ..layers.embedding_and_head import head_of
 from ..lora.files import CONFIG, WEIGHTS
 from ..lora.layers import adapted_layers, names_in
 from ..lora.model import adapter_names, set_active
 from ..train import AdamW, TrainStep
+from ..train.checkpoint.files import checksum
 from ..train.graph_cache import MODES as GRAPH_MODES
 from ..train.precision import check_precision, precision as precision_named, spelled
 from ..train.schedule import is_rate
@@ -37,12 +38,18 @@ from .requests import LOSS, RequestedLoss, loss_named, pack, read_examples
 
 OPTIMIZER, FACTS = "optimizer.safetensors", "policy.json"
 FILES = (WEIGHTS, CONFIG, OPTIMIZER, FACTS)
-HALF = re.compile(r"\.(lora_[AB])\.weight")  # of a tensor's name in OPTIMIZER
+HALF = re.compile(r"\.(lora_(?:embedding_)?[AB])(?=\.weight$|$)")  # of an adapter, in a name without the adapter's own
 
 
 def read_saved(folder: Path) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
     """Return the options of the optimizer, the number of updates, and the optimizer's state."""
     facts = read_json(folder / FACTS, "save the policy again")
+    sums = facts.get("crc32")
+    for name in (WEIGHTS, OPTIMIZER) if isinstance(sums, dict) else ():
+        with reading(folder / name):
+            found = checksum(regular(folder / name))
+        if sums.get(name) != found:  # a save over another one may have been interrupted
+            raise DataError(f"{folder / name}: is not of the save that wrote {FACTS}; save the policy again.")
     options, updates = optimizer_options(facts.get("optimizer")), facts.get("updates")
     if type(updates) is not int:
         raise DataError(f"{folder / FACTS}: updates is {updates!r}, wanted a whole number; save the policy again.")
@@ -166,7 +173,12 @@ class Policies:
         with self._remaking("create"), torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
             torch.manual_seed(seed)
             lora.add(self.model, rank, alpha, list(targets) if isinstance(targets, tuple) else targets, name=name)
-        self._make(name, optimizer)
+        try:
+            self._make(name, optimizer)
+        except Exception:  # a step that cannot be: without its adapter the name is free again
+            with self._remaking("create"):
+                lora.remove(self.model, name)
+            raise
         return self.status()[name]
 
     def forward_backward(
@@ -217,7 +229,7 @@ class Policies:
         self._turn_to(name)
         policy.pending = 0
         values = policy.step.update().read()
-        policy.updates += 1
+        policy.updates = values.updates
         return {
             "loss": values.loss, "grad_norm": values.grad_norm, "items": values.tokens, "lr": values.lr,
             "updates": values.updates, "skipped": values.skipped,
@@ -267,6 +279,8 @@ class Policies:
         if unknown := [key for key in settings if key not in SETTINGS]:
             raise ValueError(f"sample: {unknown[0]!r} is unknown; {hint(unknown[0], SETTINGS, 'the other settings are')}")
         names = list(name) if isinstance(name, list | tuple) else [name] * len(ids)
+        if len(names) != len(ids):
+            raise ValueError(f"sample: name: got {len(names)} for {len(ids)} prompts, wanted a policy or None for each.")
         for each in names:
             if each is not None:
                 self._policy(each, "sample")
@@ -301,11 +315,13 @@ class Policies:
         check_replaceable(folder, "save_state", FILES, overwrite=overwrite)
         lora.save(self.model, folder, name, overwrite=True)
         # Tensors are stored without the policy's name, which may be another later.
-        live = policy.step.state_dict()
-        state = {key.replace(f".{name}.weight", ".weight"): t.detach().cpu().contiguous() for key, t in live.items()}
+        named, live = re.compile(rf"\.(lora_(?:embedding_)?[AB])\.{re.escape(name)}(?=\.weight$|$)"), policy.step.state_dict()
+        state = {named.sub(r".\1", key): t.detach().cpu().contiguous() for key, t in live.items()}
         with replacing(folder / OPTIMIZER) as file:
             file.write(bytes_of(state))
-        write_atomic(folder / FACTS, json.dumps({"optimizer": policy.options, "updates": policy.updates}, indent=2) + "\n")
+        sums = {each: checksum(folder / each) for each in (WEIGHTS, OPTIMIZER)}
+        facts = {"optimizer": policy.options, "updates": policy.updates, "crc32": sums}
+        write_atomic(folder / FACTS, json.dumps(facts, indent=2) + "\n")
         policy.saved = policy.updates
         return {"name": name, "updates": policy.updates}
 
@@ -315,7 +331,7 @@ class Policies:
         folder = Path(folder)
         optimizer, updates, state = read_saved(folder)
         check_precision(spelled(self._settings["precision"]), state)
-        state = {HALF.sub(lambda m: f".{m[1]}.{name}.weight", key): tensor for key, tensor in state.items()}
+        state = {HALF.sub(lambda m: f".{m[1]}.{name}", key): tensor for key, tensor in state.items()}
         known = self._policies.get(name)
         if known is None:
             with self._remaking("load_state"):
@@ -371,7 +387,7 @@ class Policies:
             return list(value)
         if isinstance(value, str) and self.tokenizer is not None:
             return list(self.tokenizer.encode(value))
-        what = "a text, and there is no tokenizer" if isinstance(value, str) else f"a {type(value).__name__}"
+        what = "a text, and there is no tokenizer" if isinstance(value, str) else shown(value)
         raise ValueError(f"{where}: got {what}, wanted token ids{' or a text' if self.tokenizer is not None else ''}.")
 
     def _make(self, name: str, options: dict[str, Any]) -> TrainedPolicy:

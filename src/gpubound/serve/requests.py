@@ -18,6 +18,7 @@ from ..train.objectives import Objective
 from ..train.objectives.policy import VARIANTS, Policy
 
 LARGEST = float(np.finfo(np.float32).max)
+ROUNDING = 0.01  # by which a log-probability that was computed in 16 bits may be above 0
 LOGPROBS = ("logprobs", "old_logprobs", "reference_logprobs")
 FIELDS = {"logprobs": "sampler_logprobs", "old_logprobs": "old_logprobs", "reference_logprobs": "reference_logprobs"}
 
@@ -46,7 +47,12 @@ def read_examples(examples: Any, encode: Any, longest: int, vocab: int) -> list[
     """Check the examples of a request, and return them. encode: (text or ids, the example's place in an error) -> ids"""
     if not isinstance(examples, Sequence) or isinstance(examples, str) or not examples:
         raise ValueError(f"examples: got {shown(examples)}, wanted a list of at least one {{'prompt': ..., 'answer': ...}}.")
-    return [_read(one, encode, longest, vocab, f"examples[{number}]") for number, one in enumerate(examples)]
+    read = [_read(one, encode, longest, vocab, f"examples[{number}]") for number, one in enumerate(examples)]
+    for name, field in FIELDS.items():
+        without = [number for number, one in enumerate(read) if field not in one.logprobs]
+        if 0 < len(without) < len(read):  # one loss measures all ratios alike
+            raise ValueError(f"examples[{without[0]}]: has no {name}, and others have; give them to all examples or to none.")
+    return read
 
 
 def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Example:
@@ -76,6 +82,9 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
         return [float(v) for v in values]
 
     logprobs = {FIELDS[name]: each(name, one[name]) for name in LOGPROBS if one.get(name) is not None}
+    for name, field in FIELDS.items():
+        if wrong := [value for value in logprobs.get(field, ()) if value > ROUNDING]:
+            raise ValueError(f"{where}: {name}: got {wrong[0]:g}, wanted logarithms of probabilities, at most 0.")
     counts = each("learnt", one.get("learnt", 1))
     if wrong := [value for value in counts if value not in (0, 1)]:
         raise ValueError(f"{where}: learnt: got {wrong[0]:g}, wanted 1 for a token that counts, else 0; advantage weighs it.")
