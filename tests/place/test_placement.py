@@ -158,3 +158,14 @@ def test_the_kernels_train_a_placed_model(monkeypatch, device):
     assert kernels["model.layers.0.self_attn"] == message("place/interpreted:the_kernels_train_a_plac")
     assert kernels["(the model)"] == message("place/interpreted:the_kernels_train_a_plac.2")
     assert_close(training_run(model, inputs), want, 1e-4)
+
+
+@pytest.mark.parametrize("classes", [["no", "yes"], ["value"]])
+def test_a_model_with_a_head_of_classes_is_verified(classes):
+    """Token ids were the labels of its loss, which was NaN: not verified, and an error under strict."""
+    torch.manual_seed(0)
+    judge = gb.Decoder(gb.DecoderConfig(hidden=16, intermediate=32, layers=1, heads=2, kv_heads=1, vocabulary=40))
+    judge.classify(classes)
+    with gb.strict():
+        placement = gb.place(judge)
+    assert "Whole model, forward and backward: output off by" in str(placement)

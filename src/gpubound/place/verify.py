@@ -440,6 +440,8 @@ def run_of(model: Any, example: Any = None) -> Callable[..., Named] | None:
         return lambda: _sketched(model, lambda: _call(model, example), training=model.training)
     if isinstance(getattr(model, "lm_head", None), LMLoss):  # a model of gpubound's (models/)
         ids = partial(made_up, model)
+        if model.lm_head.out_features != model.config.vocabulary:  # a head of classes, of which token ids are no labels
+            return lambda seed=0: _sketched(model, lambda: _call(model, ids(seed)), training=True)
         return lambda seed=0: _sketched(model, lambda: ({"loss": model.loss(ids(seed), ids(seed))}, {}), training=True)
     if not reads_tokens(model):
         return None
