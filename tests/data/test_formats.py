@@ -272,6 +272,14 @@ def test_bad_rows_are_named(row, fact):
     assert sentence.startswith("a.jsonl:7") and fact in sentence and "\n" not in sentence
 
 
+def test_the_keys_of_a_format_that_was_named_are_wanted():
+    row, label = {"messages": [ASK, TELL]}, {"text": "x", "label": None}
+    sentence = refusal(DataError, lambda: RowParser(format="alpaca")(row, "a.jsonl:7"))
+    assert "has the keys 'messages', wanted 'instruction' with 'output', by its format 'alpaca';" in sentence
+    sentence = refusal(DataError, lambda: RowParser(format="classification")(label, "a.jsonl:7"))
+    assert "its 'label' is null, wanted a class" in sentence
+
+
 def test_empty_answers_are_left_out():
     for row in (
         {"instruction": "x", "output": " "}, {"prompt": "x", "completion": ""}, {"chosen": "a b", "rejected": "a "},

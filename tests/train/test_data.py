@@ -19,7 +19,7 @@ from gpubound.models import PRESETS, Decoder, save_hf
 from gpubound.train.data import check_data, open_data, source_names
 from gpubound.train.prepare import ALLOWED, prepare
 from gpubound.train.recipe import PHASED, Recipe
-from gpubound.train.stages import EvalSet, Stage, hold_out, stage_of
+from gpubound.train.stages import EvalSet, Stage, hold_out, hold_out_examples, stage_of
 from tests.messages import message, refusal
 
 from .runs import recipe, texts, train
@@ -244,6 +244,13 @@ def test_a_small_held_out_set_is_evaluated_as_a_whole(corpus, tmp_path, micro_ba
     rows = EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch, pack="stream"))
     assert (rows.micro_batch, rows.batches) == (size, batches)
     assert EvalSet("", small, recipe(corpus, tmp_path, micro_batch=micro_batch, pack="stream", eval_batches=1)).batches == 1
+
+
+def test_one_example_at_least_is_trained_on(tmp_path):
+    """99 % of 30 examples is all of them."""
+    few = Corpus.build([f"number {n}" for n in range(30)], train_tokenizer(["number"], 262), tmp_path / "few", progress=False)
+    training, held_out = hold_out_examples(few, recipe("data", tmp_path, validation=0.99))
+    assert (training.documents, held_out.documents) == (1, 29)
 
 
 def test_held_out_rows_without_labels_are_refused(tmp_path, monkeypatch):

@@ -298,7 +298,7 @@ class RowParser:
 
     def _missing(self, row: Mapping[str, Any], keys: Iterable[str]) -> str:
         if null := [key for key in keys if key in row and row[key] is None]:
-            return f"its {null[0]!r} is null, wanted a text or a chat; leave the row out."
+            return f"its {null[0]!r} is null, wanted {'a class' if null[0] == 'label' else 'a text or a chat'}; leave the row out."
         more = f" and {len(row) - MAX_LISTED} more" if len(row) > MAX_LISTED else ""
         names = ", ".join(map(repr, list(row)[:MAX_LISTED])) + more
         return f"has {'the keys ' + names if row else 'no keys'}, {self._wanted()}"
@@ -307,7 +307,8 @@ class RowParser:
         if self.text_key is not None:
             return f"wanted {self.text_key!r}; name another with text_key (--text-key)."
         keys = [" with ".join(map(repr, known.keys)) for known in self.formats]
-        return f"wanted {', '.join(keys[:-1])} or {keys[-1]}; name the key of a text or chat with text_key (--text-key)."
+        wanted = f"{', '.join(keys[:-1])} or {keys[-1]}" if keys[1:] else f"{keys[0]}, by its format {self.formats[0].name!r}"
+        return f"wanted {wanted}; name the key of a text or chat with text_key (--text-key)."
 
 
 def _text_or_chat(item: Any, where: str) -> Document:

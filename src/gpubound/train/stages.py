@@ -352,7 +352,7 @@ def hold_out_examples(corpus: Corpus, recipe: Recipe) -> tuple[Corpus, Corpus]:
             f"validation: {examples:,} examples are too few to hold one out; give more, eval_data, or --validation 0 for no "
             f"held-out loss."
         )
-    return corpus.split(round(count) / examples)
+    return corpus.split(min(round(count), examples - 1) / examples)
 
 
 PART = "reference"  # of a checkpoint's tensors
