@@ -479,7 +479,7 @@ def test_signals_save_and_say_how_to_go_on(config, tmp_path):
         assert message(
             "cli_train:signals_save_and_say_how", signal.Signals(number).name, found.step, out / "checkpoints"
         ).within(said)
-        assert f"go on with: {shlex.join(['gpubound', *command[3:], '--resume'])}\n" in said
+        assert said.endswith(f"go on with: {shlex.join(['gpubound', *command[3:], '--resume'])}\n")
         assert (out / "report.html").exists() and lines(out) == found.step > before
         stopped.append(found.step)
 

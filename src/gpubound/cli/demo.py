@@ -71,10 +71,10 @@ def main(argv: Sequence[str]) -> int:
             if sample := tape.about.get("sample"):
                 say(f"\nIt goes on from {PROMPT!r}:\n\n{sample}\n")
             say(f"export: {run.export(out / 'model')} (a Hugging Face folder, weights of step {run.best or run.done:,})")
-        elif not run.diverged:
-            say(f"go on with: {resume_command('demo', argv)}")
         finish(tape)
-        if run.finished:
+        if not (run.finished or run.diverged):
+            say(f"go on with: {resume_command('demo', argv)}")
+        elif run.finished:
             tape.tell(**{FILES: list_files(out)})
     return 1 if outcome.failed else 0
 

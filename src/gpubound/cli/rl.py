@@ -86,10 +86,10 @@ def main(argv: Sequence[str]) -> int:
     keys = {field.name: getattr(recipe, field.name) for field in dataclasses.fields(recipe) if field.name != "model"}
     with log_level(options.quiet):
         run = train(recipe.model, resume=options.resume, log=options.log, **keys)
+        say(f"report: {run.folder / 'report.html'}")
         if not run.finished:
             say(f"go on with: {resume_command('rl', command_line)}", needed=True)
-        say(f"report: {run.folder / 'report.html'}")
-        if export is not None and run.finished:
+        elif export is not None:
             say(f"export: {write_export(run, export, options.merge)}, the weights of step {run.best or run.done:,}")
     if options.json:
         steps = run.tape.steps()

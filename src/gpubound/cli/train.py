@@ -167,14 +167,14 @@ def train_one(options: Train, recipe: Recipe, export: Path | None, advice: str) 
                 write_export(run, export, options.merge)
             return Trained(run, failed)
         outcome = session.train(run, Path(recipe.out).resolve().name, log=options.log)
-        if not (run.finished or run.diverged):
-            say(advice, needed=True)
         report = session.finish(outcome.tape)
         if export and outcome.failed:
             say(f"export: nothing was written to {export}, for the training is not sound", needed=True)
             export = None
         elif export:
             say(f"export: {write_export(run, export, options.merge)}, the weights of step {run.best or run.done:,}")
+        if not (run.finished or run.diverged):
+            say(advice, needed=True)
     return Trained(run, outcome.failed, outcome, report, export)
 
 
