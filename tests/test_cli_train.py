@@ -175,6 +175,20 @@ def test_hints_of_options(capsys):
     assert main(["help", "train"]) == 0 and capsys.readouterr().out.startswith("usage: gpubound train")
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["train", "--lora", "8"], "lora"), (["train", "--lora.rank=8"], "lora"), (["plan", "--lora", "8"], "lora"),
+        (["train", "--objective-options.beta", "0.1"], "objective_options"), (["rl", "--rewards", "exact_match"], "rewards"),
+    ],
+)  # fmt: skip
+def test_keys_of_config_files_alone(words, key, capsys):
+    """--lora 8 was "neither an option nor the value of one", and --lora.rank was taken for --local_rank."""
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert f"there is no option {words[1].split('=')[0]}: {key} is a key of config files alone;" in said
+
+
 def test_a_model_folder_is_kept(folder_of_model, tmp_path, capsys):
     """A run in the folder of its model was taken for the model afterwards; a model without a tokenizer was given a new one."""
     (tmp_path / "text.txt").write_text("some text " * 100)

@@ -225,6 +225,10 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
                 f"{name} is given twice, and the second would replace the first; give all values after one {name}."
             )
         before.add(name)
+        if (key := name.partition(".")[0]) in hidden:
+            key = key[2:].replace("-", "_")
+            cure = "write it into one, as gpubound init prints them"
+            raise ValueError(f"there is no option {name}: {key} is a key of config files alone; {cure}.")
         if name.startswith("--") and name not in {*values, "--help"} and f"--{name.removeprefix('--no-')}" not in values:
             known = [f"no-{one[2:]}" if one in flags and values[one] else one[2:] for one in values.keys() - hidden]
             near = hint(name[2:], known, "").replace("mean '", "mean '--")  # equal dashes would make all names similar

@@ -177,7 +177,8 @@ def split_aliases(argv: Sequence[str], known: Collection[str], command: str = "t
             if is_alias(key, known):
                 theirs.setdefault(name := key, []).extend([text] if equals else [])
                 continue
-            if not {key, key.removeprefix("no_")} & {*known, "help", "from", "print"} and "?" in (
+            ours_or_part = {key, key.removeprefix("no_"), key.partition(".")[0]}
+            if not ours_or_part & {*known, "help", "from", "print"} and "?" in (
                 meant := advice(key, {*known} - {"objective_options", "lora"})  # keys of configs alone
             ):
                 meant = meant.replace("mean '", "mean '--")
