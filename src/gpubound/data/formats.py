@@ -298,7 +298,8 @@ class RowParser:
 
     def _missing(self, row: Mapping[str, Any], keys: Iterable[str]) -> str:
         if null := [key for key in keys if key in row and row[key] is None]:
-            return f"its {null[0]!r} is null, wanted {'a class' if null[0] == 'label' else 'a text or a chat'}; leave the row out."
+            wanted = "a class" if null[0] == "label" else "a text or a chat"
+            return f"its {null[0]!r} is null, wanted {wanted}; leave the row out."
         more = f" and {len(row) - MAX_LISTED} more" if len(row) > MAX_LISTED else ""
         names = ", ".join(map(repr, list(row)[:MAX_LISTED])) + more
         return f"has {'the keys ' + names if row else 'no keys'}, {self._wanted()}"
