@@ -4,6 +4,7 @@ import json
 from functools import cache
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -61,7 +62,7 @@ def test_a_policy_is_a_train_step_of_its_adapter():
     step = TrainStep(model.train(), loss, optimizer, accumulate=2, clip=1.0, precision="fp32")
     for examples in (FIRST, FIRST + SECOND):
         result = found.forward_backward("first", examples)
-        batches, _ = pack(read_examples(examples, lambda ids, _: ids, LENGTH, WORDS), LENGTH, 2, found.device)
+        batches, _ = pack(read_examples(examples, lambda ids, _, rest=False: ids, LENGTH, WORDS), LENGTH, 2, found.device)
         want = step(batches).read()
         taken = found.optim_step("first")
         assert taken["loss"] == want.loss == pytest.approx(result["loss"]) and taken["grad_norm"] == want.grad_norm
@@ -267,6 +268,19 @@ def test_log_probabilities_are_of_all_examples_or_of_none():
     each = [found.forward_backward("first", [example], "grpo")["loss"] for example in (known, one)]
     assert found.forward_backward("first", [known, known], "grpo")["loss"] == pytest.approx(each[0], rel=1e-5)
     assert each[1] == pytest.approx(-1, rel=1e-5)
+
+
+def test_an_answers_text_begins_with_no_special_token():
+    """A tokenizer like Llama's begins each text with <s>, which was learnt as the answer's first token."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2, "c": 3}, unk_token="<s>"))
+    inner.add_special_tokens(["<s>"])
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    found, ids = policies("first", tokenizer=inner), policies("first")
+    texts = found.forward_backward("first", [{"prompt": "a b", "answer": "c a"}, {"prompt": "<s> a b", "answer": "c a"}])
+    assert texts == ids.forward_backward("first", [{"prompt": [0, 1, 2], "answer": [3, 1]}] * 2)
+    said = refusal(DataError, lambda: found.forward_backward("first", [{"prompt": "a", "answer": "\ud800"}]))
+    assert "examples[0]: answer: holds half a surrogate pair" in said
 
 
 def test_an_update_without_an_item_is_none():

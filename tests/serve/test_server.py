@@ -5,7 +5,7 @@ import json
 import socket
 import struct
 import threading
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 import gpubound as gb
 from gpubound.serve import Client, Server
 from gpubound.serve.policies import Policies
+from gpubound.serve.server import MOST_WAITING
 from tests.messages import message, refusal
 
 from .conftest import FIRST, SECOND, policies
@@ -175,6 +176,16 @@ def test_requests_are_answered_in_order_and_those_that_wait_at_the_end_are_refus
             thread.join(30)
     assert slow.order == ["first"] and answers["first"] == (200, {"result": {"value": 1}})
     assert {answers[name][0] for name in ("second", "third")} == {503}
+
+
+def test_as_many_clients_connect_at_once_as_may_wait(echo, tmp_path):
+    """Before any of them is accepted: those beyond 5 were reset."""
+    server = Server(echo, port=0, folder=tmp_path)
+    host, port = server.address.removeprefix("http://").split(":")
+    with ExitStack() as clients:
+        clients.callback(server._http.server_close)
+        for _ in range(MOST_WAITING + 1):
+            clients.enter_context(socket.create_connection((host, int(port)), timeout=5))
 
 
 def test_a_token_is_asked_for(echo, tmp_path):

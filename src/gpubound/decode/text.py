@@ -46,6 +46,10 @@ class TextCodec:
                 return plain
         return self._ids(text)
 
+    def encode_rest(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on from another one: no special token is added."""
+        return self._ids(text, add_special_tokens=False) if self.has_special else self._ids(text)
+
     def decode(self, tokens: Sequence[int]) -> str:
         decoder = self.inner if self._decode_options and not self.is_transformers else self.tokenizer
         return decoder.decode(tokens, **self._decode_options)

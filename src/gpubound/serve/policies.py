@@ -21,7 +21,9 @@ from safetensors.torch import load as tensors_of, save as bytes_of
 from torch import Tensor, nn
 
 from .. import decode, lora
+from ..data.formats import as_text
 from ..decode.rollout import Rollout
+from ..decode.text import TextCodec
 from ..errors import DataError
 from ..files import check_replaceable, read_json, reading, regular, replacing, write_atomic
 from ..formatting import hint, shown
@@ -131,6 +133,7 @@ class Policies:
             if (type(value) is not int or value < least) and not (what == "rows" and value is None):
                 raise ValueError(f"policies: {what}: got {value!r}, wanted a whole number, {least} or more.")
         self.model, self.tokenizer = model.requires_grad_(False), tokenizer
+        self._text = TextCodec.of(tokenizer, "policies")
         self.max_length, self.max_batch, self.rows = max_length, max_batch, rows or max(1, TOKENS // max_length)
         self.device, self.ends = next(model.parameters()).device, ends
         precision = ("bf16" if self.device.type == "cuda" else "fp32") if precision == "auto" else precision
@@ -382,11 +385,12 @@ class Policies:
             raise ValueError(f"{who}: there is no policy {name!r}; {why}")
         return self._policies[name]
 
-    def _ids(self, value: Any, where: str) -> list[int]:
+    def _ids(self, value: Any, where: str, rest: bool = False) -> list[int]:
+        """Return the tokens of a prompt, or of the `rest` of one, which no special token begins."""
         if isinstance(value, Sequence) and not isinstance(value, str) and all(type(token) is int for token in value):
             return list(value)
-        if isinstance(value, str) and self.tokenizer is not None:
-            return list(self.tokenizer.encode(value))
+        if isinstance(value, str) and self._text is not None:
+            return self._text.encode_rest(as_text(value, where)) if rest else self._text.encode(as_text(value, where))
         what = "a text, and there is no tokenizer" if isinstance(value, str) else shown(value)
         raise ValueError(f"{where}: got {what}, wanted token ids{' or a text' if self.tokenizer is not None else ''}.")
 

@@ -44,7 +44,10 @@ class Example:
 
 
 def read_examples(examples: Any, encode: Any, longest: int, vocab: int) -> list[Example]:
-    """Check the examples of a request, and return them. encode: (text or ids, the example's place in an error) -> ids"""
+    """Check the examples of a request, and return them.
+
+    encode  (text or ids, the example's place in an error, rest=whether it goes on from a prompt) -> ids
+    """
     if not isinstance(examples, Sequence) or isinstance(examples, str) or not examples:
         raise ValueError(f"examples: got {shown(examples)}, wanted a list of at least one {{'prompt': ..., 'answer': ...}}.")
     read = [_read(one, encode, longest, vocab, f"examples[{number}]") for number, one in enumerate(examples)]
@@ -61,7 +64,7 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
         raise ValueError(f"{where}: got {shown(one)}, wanted a dict with prompt and answer.")
     if unknown := [key for key in one if key not in known]:
         raise ValueError(f"{where}: {unknown[0]!r} is unknown; {hint(str(unknown[0]), known, 'the keys are')}")
-    prompt, answer = (encode(one[name], f"{where}: {name}") for name in ("prompt", "answer"))
+    prompt, answer = encode(one["prompt"], f"{where}: prompt"), encode(one["answer"], f"{where}: answer", rest=True)
     if not prompt or not answer:
         raise ValueError(f"{where}: got {len(prompt)} tokens of prompt and {len(answer)} of answer, wanted at least one each.")
     if len(prompt) + len(answer) > longest:
