@@ -358,8 +358,8 @@ def test_a_resumed_run_reports_what_changed(config, tmp_path, capsys):
 
 
 def test_the_same_from_python(config, tmp_path, capsys):
-    """With the names of other trainers; the run can be used afterwards."""
-    trained = gb.train(config, num_train_epochs=0.1, export=str(tmp_path / "hf"))
+    """With the names of other trainers, and paths of pathlib; the run can be used afterwards."""
+    trained = gb.train(config, num_train_epochs=0.1, out=tmp_path / "run", export=tmp_path / "hf")
     assert trained.run.finished and not trained.failed and trained.export == tmp_path / "hf"
     assert trained.outcome.verdict in capsys.readouterr().err and trained.report.exists()
     assert trained.run.best_weights and next(trained.run.model.parameters()).isfinite().all()

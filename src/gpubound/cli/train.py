@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from ..files import check_replaceable
@@ -122,10 +122,19 @@ def train(config: str | Path | None = None, /, **keys: Any) -> Trained:
     """
     known = {name: field for name, field in OPTIONS.items() if name in CALLED or name in Recipe.__dataclass_fields__}
     default = Train() if config is None else from_file(str(config))
-    options = override_length(dataclasses.replace(default, **convert(keys, known, "train")), default)
+    options = override_length(dataclasses.replace(default, **convert(_as_in_yaml(keys), known, "train")), default)
     check_log(options.log)
     advice = "go on with resume=True"
     return train_one(options, options.recipe(), export_folder(options), advice)
+
+
+def _as_in_yaml(value: Any) -> Any:
+    """Return keys of Python with the texts of paths, as a config file has them."""
+    if isinstance(value, dict):
+        return {key: _as_in_yaml(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_in_yaml(each) for each in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 CALLED = ("resume", "allow", "auto_batch", "memory", "export", "merge", "log", "quiet", "timeout")  # options of `train`

@@ -47,10 +47,10 @@ def read_saved(folder: Path) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
     """Return the options of the optimizer, the number of updates, and the optimizer's state."""
     facts = read_json(folder / FACTS, "save the policy again")
     sums = facts.get("crc32")
-    for name in (WEIGHTS, OPTIMIZER) if isinstance(sums, dict) else ():
+    for name, wanted in [(name, sums.get(name)) for name in (WEIGHTS, OPTIMIZER)] if isinstance(sums, dict) else ():
         with reading(folder / name):
             found = checksum(regular(folder / name))
-        if sums.get(name) != found:  # a save over another one may have been interrupted
+        if found != wanted:  # a save over another one may have been interrupted
             raise DataError(f"{folder / name}: is not of the save that wrote {FACTS}; save the policy again.")
     options, updates = optimizer_options(facts.get("optimizer")), facts.get("updates")
     if type(updates) is not int:
@@ -194,7 +194,8 @@ class Policies:
 
         examples   dicts with prompt and answer, texts or token ids, and if you like `advantage` (a number, or one for each of
                    the answer's tokens; 1), `learnt` (0 for each token that a tool or an environment wrote), and
-                   log-probabilities of the answer's tokens: `logprobs` of the sampler, `old_logprobs`, `reference_logprobs`
+                   log-probabilities of the answer's tokens, in all examples or in none: `logprobs` of the sampler,
+                   `old_logprobs`, `reference_logprobs`. An answer's text gets no special tokens: write the end of its turn
         objective  "cross_entropy", or a variant of the objective `policy`: "reinforce", "grpo", "dr_grpo", "dapo" or "gspo",
                    whose `options` are clip, clip_high, kl, entropy, average, truncate, temperature and max_tokens
         """
