@@ -412,10 +412,10 @@ def test_a_host_without_memory_is_one_sentence(capsys, monkeypatch):
         cli.guarded("train", lambda argv: (_ for _ in ()).throw(RuntimeError("something else")), [])
 
 
-@pytest.mark.parametrize("command", ["init", "completion"])
-def test_an_argument_that_is_one_of_a_few_is_asked_for(command, capsys):
+@pytest.mark.parametrize("command, few", [("init", "sft, lora, dpo, "), ("completion", "bash, zsh, fish. See")])
+def test_an_argument_that_is_one_of_a_few_is_asked_for(command, few, capsys):
     assert cli.main([command]) == 2
-    assert capsys.readouterr().err.startswith(f"gpubound {command}: got nothing, wanted one of ")
+    assert capsys.readouterr().err.startswith(f"gpubound {command}: got nothing, wanted one of {few}")
 
 
 @pytest.fixture(scope="module")

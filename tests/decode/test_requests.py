@@ -136,6 +136,12 @@ def test_an_empty_stop_string():
     )
 
 
+def test_a_text_is_no_flag():
+    """exact="false" was true."""
+    said = refusal(ValueError, lambda: gb.decoder(cases.shared().model, exact="false"))
+    assert said == "decoder: exact: got 'false', wanted True or False."
+
+
 def test_wrong_builds():
     model = cases.shared().model
     refusals(

@@ -379,3 +379,9 @@ def test_steps_without_an_item_that_counts_are_reported_once(monkeypatch, items,
 def test_one_text_without_its_row_is_refused():
     ids = torch.tensor([1, 2, 3])
     assert "wanted (rows, tokens)" in message(lambda: TrainStep(decoder(), "causal_lm")({"input_ids": ids, "labels": ids}))
+
+
+@pytest.mark.parametrize("name", ["overlap", "update_in_backward", "offload_optimizer", "exact"])
+def test_a_text_is_no_flag(name):
+    """exact="false" was true."""
+    assert f"{name} must be True or False, got 'false'." in message(lambda: TrainStep(small(), summed, **{name: "false"}))

@@ -260,12 +260,12 @@ def arguments(kind: type[Config], argv: Sequence[str], command: str, default: Co
 
 
 # A refusal of tyro's -> the same as this package writes it.
-REFUSALS = {
+REFUSALS: dict[str, str | Callable[[re.Match[str]], str]] = {
     r"Error parsing (\S+):": r"\1:",
     r"Missing value for argument '(\S+)'\. Expected 1 values": r"\1: got no value",
     r"Missing value for argument '(\S+)'\. Expected (\d+) values": r"\1: got fewer than \2 values",
     r"invalid choice '(.*)' for argument '(.*)'\. Expected one of \((.*)\)": r"\2: got '\1', wanted one of \3",
-    r"Missing from [\w ]+: \{(\S+)\} .* \(required\)": r"got nothing, wanted one of \1",
+    r"Missing from [\w ]+: \{(\S+)\} .* \(required\)": lambda m: f"got nothing, wanted one of {m[1].replace(',', ', ')}",
     r"Missing from [\w ]+: (\S+) (.*) \(required\)": r"\1 is missing: \2",
     r"Unrecognized options: (\S+\.(?:ya?ml|json))": r"got '\1' after the options; a config file comes first",
     r"Unrecognized options: (.*)": r"got '\1', which is neither an option nor the value of one",

@@ -354,6 +354,8 @@ def decoder(
     text = None if tokenizer is None else TextCodec.of(tokenizer)
     if verify not in (True, "quick", False, None):
         raise ValueError(f"decoder: verify: got {verify!r}, wanted True, 'quick' or False.")
+    if not isinstance(exact, bool):
+        raise ValueError(f"decoder: exact: got {exact!r}, wanted True or False.")
     if k != "auto" and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
         raise ValueError(f"decoder: k: got {k!r}, wanted 'auto' or a number of tokens a launch.")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)

@@ -119,6 +119,10 @@ class TrainStep(NotCopyable):
         seed: int = 0,
     ):
         _check(model, accumulate, clip, graph, schedule)
+        flags = {"update_in_backward": update_in_backward, "offload_optimizer": offload_optimizer}
+        for name, value in {**flags, "overlap": overlap, "exact": exact}.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"TrainStep: {name} must be True or False, got {value!r}.")
         model, ranks = unwrapped(model, ranks)
         dtypes, config, loss_fn = precision_named(precision), _optimizer(optimizer, graph), _loss(loss)
         if isinstance(loss_fn, Objective):
