@@ -4,18 +4,22 @@ import _thread
 import ctypes
 import inspect
 import re
+import sys
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from gpubound.errors import GraphError
 from gpubound.graph import capture, recording
 from gpubound.graph.audit import audit
 from gpubound.graph.runner import GraphRunner, open_gate
 from gpubound.models.registry import cache_in, cache_word
+from gpubound.watch.events import Place, site_of
 from tests.graph.tape import TapeRunner
 from tests.messages import message
 
@@ -208,6 +212,66 @@ def test_waits_come_with_their_lines_and_other_warnings_pass(modes):
     assert modes == ["warn", 0] * 2
     with pytest.warns(UserWarning, match="the function's own"):
         assert runner.waits(lambda: warnings.warn("the function's own", stacklevel=1)) == []
+
+
+class BreaksOnce(TapeRunner):
+    """Refuses the first capture, as a GPU does one that waits, or that loads a kernel."""
+
+    def __init__(self, lines):
+        self.lines, self.calls = lines, []
+
+    def run(self, call):
+        self.calls.append("run")
+        return call()
+
+    def waits(self, call):
+        self.run(call)
+        self.calls.append("waits")
+        return self.lines
+
+    def record(self, name, call, generators, external):
+        self.calls.append("record")
+        if self.calls.count("record") == 1:
+            call()
+            raise GraphError("operation not permitted when stream is capturing")
+        return super().record(name, call, generators, external)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_capture_that_breaks_is_tried_again_after_a_call_that_is_not_watched(waits, monkeypatch):
+    runner = BreaksOnce([Place(site_of(sys._getframe()))] if waits else [])
+    monkeypatch.setattr(recording, "runner_for", lambda device, pool: runner)
+    total, weight = torch.zeros(3), nn.Parameter(torch.ones(3))
+
+    def fn(x):
+        total.add_(x)
+        loss = (x * weight).sum()
+        loss.backward()
+        return loss.detach()
+
+    if waits:
+        with pytest.raises(GraphError, match="waits for the device"):
+            capture(fn, drawn(3))
+    else:
+        captured = capture(fn, drawn(3))
+        assert captured.certificate.bitwise and set(captured.certificate.mutated) == {"total", "weight.grad"}
+    at = runner.calls.index("record")
+    assert runner.calls[at : at + 4] == ["record", "run", "waits", "record"][: 3 if waits else 4]
+    assert not total.any() and (weight.grad is None) == waits
+
+
+@pytest.mark.parametrize(("compilers", "gate", "needed"), [
+    ({}, open_gate, False),
+    ({1: None}, open_gate, False),
+    ({1: None, 2: print}, open_gate, True),
+    (None, open_gate, True),
+    ({}, lambda: None, True),
+])  # fmt: skip
+def test_what_is_compiled_is_called_before_it_is_captured(compilers, gate, needed, monkeypatch):
+    """Compiled functions run uncompiled while they are watched. Other processes make as many calls, whoever compiles."""
+    module = SimpleNamespace() if compilers is None else SimpleNamespace(cached_backends=compilers)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.eval_frame", module)
+    assert runner_of_calls(gate).needs_plain_call() == needed
 
 
 @pytest.mark.parametrize("whose", ["autograd's", "another"])

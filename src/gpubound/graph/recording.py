@@ -215,12 +215,17 @@ class Recording:
                         f"{path.name}: fn changes this Python value ({value!r} became {now!r}), which a replay would not do "
                         "again; keep it in a tensor on the device and update it in place."
                     )
-            self.runner.release_cached()
-            # on a GPU: also a wait inside an operation, which no operation shows
-            with timed("call that shows waits"):
-                lines = self.runner.waits(self._warm_call)
-            if lines:
-                raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
+            self.called_plainly = self.runner.needs_plain_call()
+            if self.called_plainly:
+                self._refuse_waits()
+
+    def _refuse_waits(self) -> None:
+        """Raise if a call that is not watched waits for the device, also inside an operation, which no operation shows."""
+        self.runner.release_cached()
+        with timed("call that shows waits"):
+            lines = self.runner.waits(self._warm_call)
+        if lines:
+            raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
 
     def _refuse_changed_inputs(self) -> None:
         """Raise if fn writes to an input: the write would reach only the graph's copy."""
@@ -325,9 +330,31 @@ class Recording:
         )
 
     def _record(self) -> None:
+        """Capture a call. One that waits cannot be captured: then a call that is not watched names the lines. It may also have
+        been the first to do what only first calls do, such as loading a kernel, so the capture is tried once more."""
+        try:
+            self._record_once()
+        except GraphError:
+            if self.called_plainly:
+                raise
+            for leaf in self.leaves:  # which may have gradients in the broken capture's memory
+                leaf.tensor.grad = leaf.start
+            self._refuse_waits()
+            self._restore_state()
+            self._record_once()
+
+    def _record_once(self) -> None:
+        lines: list[Place] = []
+
+        def call() -> Any:
+            with self.runner.noting_waits(lines):  # on a stream that does not join the capture, which does not break it
+                return self._call()
+
         for leaf in self.leaves:
             leaf.tensor.grad = leaf.start
-        self.outputs = self.runner.record(self.name, self._call, self.generators.custom, self.external)
+        self.outputs = self.runner.record(self.name, call, self.generators.custom, self.external)
+        if lines:
+            raise refuse(self.name, [Hazard(line, WAIT) for line in lines])
         for index, output in enumerate(tree_leaves(self.outputs)):
             check_open(f"output {index}", output)
         for leaf in self.leaves:
