@@ -74,8 +74,10 @@ def drawn(layer: str, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def adapted(job: Job, attach: Attach = add) -> Contender:
-    """Our step with adapters, whose values are drawn before its clock starts, and PEFT imported (0.7 s), as its peers' are."""
+    """Our step with adapters. Before its clock starts their values are drawn, PEFT is imported (0.7 s), and the conversions are
+    listed that transformers lists when it loads a model (0.3 s), as its peers' are."""
     import_module("peft")
+    import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     shape = SHAPES[job.shape]
     widths = {"self_attn.o_proj": shape.heads * shape.head_dim, "mlp.down_proj": shape.intermediate}
     for layer in range(shape.layers):

@@ -162,6 +162,27 @@ def test_a_long_update_of_few_launches_is_no_graph(optimizer, graph, names, monk
     assert all(a.equal(b) for a, b in zip(*(step.model.parameters() for step in steps)))
 
 
+@pytest.mark.parametrize(("long", "names"), [(0, ["micro_batch"]), (1, ["micro_batch", "update"])])
+def test_frozen_weights_count_for_the_length_of_a_step(long, names, monkeypatch):
+    """As those below adapters: a launched update is hidden behind the micro-batch, which reads them."""
+
+    def step_of() -> TrainStep:
+        model = small()
+        for parameter in frozen(model):
+            parameter.requires_grad_(False)
+        return TrainStep(model, summed, precision="fp32")
+
+    def frozen(model):
+        return [*model.parameters()][1:]
+
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
+    first = step_of()
+    state, others = first._graphs.step.state(), frozen(first.model)
+    monkeypatch.setattr(graph_cache, "LONG", sum(t.nbytes for t in (*state, *others)) - 1 + long)
+    (step := step_of())(draw(2))
+    assert [captured.name for captured in step.captured] == names
+
+
 class TestShapes:
     def test_each_is_captured_once(self):
         step = TrainStep(small(), summed, accumulate=2, precision="fp32", graph="require")

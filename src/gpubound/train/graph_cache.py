@@ -49,7 +49,9 @@ MOST = 8  # shapes of micro-batch: each takes seconds to capture, and some memor
 NOISE = 5e-2
 # In 8 bits a value that flips moves by an eighth or a quarter of itself: two eager steps of 350m were 1.2e-1 apart.
 NOISE_FP8 = 3e-1
-LONG = 4 << 30  # bytes of state: 1.5 ms of an update on an H200, whose launches take the host 0.2
+# Bytes of state and of frozen weights, which take an H200 1 ms or more: a step that long hides the 0.2 ms in which the host
+# launches an update. To capture one takes as many walks through the model as the micro-batch's graph.
+LONG = 4 << 30
 HOST_SHARE = 0.8  # of the free host memory that a certificate's copies may take
 MOST_NOISE = 5e-1  # at any rate: a limit of the value's size would let through what is baked in
 
@@ -75,7 +77,7 @@ class GraphCache:
             not self._required
             and step.optimizer.fused_update
             and step.ranks.alone
-            and (sum(tensor.nbytes for tensor in step.state()) > LONG)
+            and sum(t.nbytes for t in (*step.state(), *(p for p in step.model.parameters() if not p.requires_grad))) > LONG
         )
         self.memory: LentMemory | None = None  # in whose pool the graphs are captured
         self._sharing = [self]  # the caches of one memory pool
