@@ -8,6 +8,7 @@ from gpubound.errors import FallbackError
 from gpubound.kernels import plans
 from gpubound.kernels.lora import Drop, Owners, OwnRanks, adapter_gradients, drawn, dropped
 from gpubound.kernels.plans.types import Job, ProductPlan
+from gpubound.kernels.registry import OPS
 from gpubound.kernels.triton import lora as fast
 from gpubound.kernels.triton.lora import _product
 from tests.messages import message
@@ -257,3 +258,13 @@ def test_real_sizes_on_the_gpu(shape, dropping, device):
         for name, got, want in zip(("y", "dx", "da", "db"), layer(fast, *given), layer(reference, *given)):
             same(name, got, want, ROUNDED[dtype])
         assert all(one.equal(other) for one, other in zip(layer(fast, *given), layer(fast, *given)))
+
+
+@pytest.mark.parametrize("along", [True, False], ids=["b", "a transposed"])
+def test_the_self_test_of_up_has_the_strides_of_its_caller(along, monkeypatch):
+    """A stride of 1 is a constant of the compiled kernel: dx of a quantised base compiled one that no self-test had begun."""
+    shapes = []
+    monkeypatch.setattr(kernels.lora, "implementation", lambda op, x, why, shape: shapes.append(shape) or (lambda y, *_: y))
+    kernels.lora.lora_up(torch.zeros(4, 48), torch.ones(4, 5), torch.ones(48, 5) if along else torch.ones(5, 48).t())
+    b = OPS["lora_up"].example(torch.Generator().manual_seed(0), *shapes[0])[2]
+    assert b.shape == (48, 5) and b.stride() == ((5, 1) if along else (1, 48))

@@ -232,12 +232,13 @@ def lora_up(y: Tensor, h: Tensor, b: Tensor, drop: Drop | None = None, blocks: S
     h_shape = y.shape[0], b.shape[-1] * count
     check_call("lora_up", y, drop, blocks, y.shape[-1], b=(b, (y.shape[-1], "R")), h=(h, h_shape))
     check_output("lora_up", "y", y)
-    return implementation("lora_up", y, None, (b.shape[1], drop is not None, count))(y, h, b, drop, blocks)
+    return implementation("lora_up", y, None, (b.shape[1], drop is not None, count, b.stride(-1) == 1))(y, h, b, drop, blocks)
 
 
-def _draw_up(g, rank=5, dropping=True, blocks=1):
+def _draw_up(g, rank=5, dropping=True, blocks=1, along=True):
     """y has the dtype of the call: an fp32 product of 64 ranks spills 11 kB a thread, for which CUDA keeps 2.8 GB."""
-    return frozen(draw(g, 64, 48)), draw(g, 64, rank * blocks), draw(g, 48, rank), _drop(dropping), _blocks(blocks)
+    b = draw(g, 48, rank) if along else draw(g, rank, 48).t()
+    return frozen(draw(g, 64, 48)), draw(g, 64, rank * blocks), b, _drop(dropping), _blocks(blocks)
 
 
 @definition(_draw_up)

@@ -92,8 +92,8 @@ def _of_every_batch(lows: Sequence[LowRank], coded: bool) -> Iterator[Call]:
     yield "lora_down", (ranks, dropping, routed, 1, True)
     yield "lora_down", (rank, False, routed, count, False)
     if coded:
-        yield "lora_up", (rank, False, count)
-        yield "lora_up", (ranks, dropping, 1)
+        yield "lora_up", (rank, False, count, True)
+        yield "lora_up", (ranks, dropping, 1, False)
     if routed:  # the gradients of a layer's b are adjacent columns
         yield from (("lora_gradients", (inputs, low.b.shape[0], rank, dropping, 1, True, False)) for low in lows)
     else:
