@@ -406,9 +406,7 @@ def _all_logits(body: Any, ids: Tensor, rows: int) -> tuple[Tensor, list[Routing
     The logits are those after each token, and once more those after the last token, with the others prefilled.
     """
     body.poison()
-    limits = torch.zeros(rows, device=ids.device, dtype=torch.int32)
-    limits[-1] = len(ids)  # only this row's logits are read: the pages may not suffice for all rows
-    body.reserve(limits)
+    body.reserve([0] * (rows - 1) + [len(ids)])  # only this row's logits are read: the pages may not suffice for all rows
     with body.trace_routing() as stepped:
         logits = [_logits_after(body, ids, position, rows) for position in range(len(ids))]
     with body.trace_routing() as prefilled:

@@ -149,7 +149,7 @@ class ExactRunner(ViewRunner):
 
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
-        self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
+        self.reserve([len(ids) - 1])
         scores: list[Tensor] = []
         for logits in self.logits_after(ids[:-1]):
             first = 1 + sum(map(len, scores))
@@ -160,7 +160,7 @@ class ExactRunner(ViewRunner):
         """Compare steps after a prefill with the forward of the whole sequence."""
         tokens = min(TRIED, self.max_length)
         ids = random_ids(self.vocab, tokens, self.device)
-        self.reserve(torch.full((1,), tokens, device=self.device, dtype=torch.int32))
+        self.reserve([tokens])
         with torch.no_grad(), mode(self.model, training=False), BatchInvariant():
             full = hidden_of(self.model, {"input_ids": ids[None]})[0]
         filled = max(0, tokens - STEPS)

@@ -262,12 +262,15 @@ class FastDecoder(NotCopyable):
         return self.lent
 
     def begin(self, request: Request, ids: Tensor, lengths: Tensor, prefill: Callable[[Tensor, Tensor], None]) -> None:
-        """Prefill the first rows with prompts (B, T) of these lengths, which are without their last tokens."""
+        """Prefill the first rows with prompts (B, T) of these lengths, which are without their last tokens.
+
+        The prefill is launched first: writing the request into the rows takes the host 0.4 ms, in which the GPU has work.
+        """
         rows = len(ids)
-        self.slots.fill(request, rows, self.max_length)
         self.body.choose(request.adapters)
-        self.body.reserve(self.slots.rows.limit[:rows])
+        self.body.reserve([min(len(prompt) + request.max_new_tokens, self.max_length) for prompt in request.prompts])
         prefill(ids, lengths)
+        self.slots.fill(request, rows, self.max_length)
         self.stepper.prefill(ids, lengths)
         self.body.begin(self.slots.rows.token[:rows])
 

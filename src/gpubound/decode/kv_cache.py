@@ -420,15 +420,15 @@ class Cache:
             total += store.bytes_a_token * layers * sum(read)
         return total
 
-    def reserve(self, limits: Tensor) -> None:
-        """Assign pages to the first rows for `limits` tokens each (int32, on the device), and none to other rows."""
+    def reserve(self, limits: Sequence[int]) -> None:
+        """Assign pages to the first rows for `limits` tokens each, and none to other rows."""
         if self.pages is None:
             return
-        counts = (limits.long() + PAGE - 1) // PAGE
-        first = counts.cumsum(0) - counts + 1
-        page = torch.arange(self.pages.shape[1], device=limits.device)
-        self.pages.zero_()
-        self.pages[: len(limits)] = torch.where(page < counts[:, None], first[:, None] + page, 0).int()
+        table, first = torch.zeros(self.pages.shape, dtype=self.pages.dtype, device="cpu"), 1
+        for row, limit in zip(table, limits):
+            row[: pages_for(limit)] = torch.arange(first, first + pages_for(limit), device="cpu")
+            first += pages_for(limit)
+        self.pages.copy_(to_device(table, self.pages.device))
 
     def check_request(self, limits: list[int]) -> None:
         """Raise a ValueError where rows of up to these lengths need more pages than there are."""

@@ -151,7 +151,7 @@ class ModelRunner(ABC):
     @torch.no_grad()
     def score(self, ids: Tensor) -> Tensor:
         """Return the log-probabilities (T - 1,) of ids[1:], each given the tokens before it."""
-        self.reserve(torch.full((1,), len(ids) - 1, device=ids.device))
+        self.reserve([len(ids) - 1])
         self.choose(None)
         scores, start = [], 1
         for logits in self.logits_after(ids[:-1]):
@@ -179,8 +179,8 @@ class ModelRunner(ABC):
         """The cache, if its rows share pages."""
         return None
 
-    def reserve(self, limits: Tensor) -> None:  # noqa: B027
-        """Reserve cache for rows of up to `limits` tokens, (B,) int32 on the device. Called before each prefill."""
+    def reserve(self, limits: Sequence[int]) -> None:  # noqa: B027
+        """Reserve cache for the first rows, of up to `limits` tokens each. Called before each prefill."""
 
     def check_request(self, limits: list[int]) -> None:  # noqa: B027
         """Raise a ValueError where rows of up to these lengths do not fit together."""

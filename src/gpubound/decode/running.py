@@ -13,11 +13,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 
 from ..errors import GenerateError
-from .request import Generated, Generation, Request, check_adapters, pad, prompt_width, to_device
+from .request import Generated, Generation, Request, check_adapters, pad, prompt_width
 from .runner import SamplingVariant, Tokens
 from .text import TextStream
 
@@ -221,12 +220,12 @@ class RunningRequest:
         decoder.bound.follow()
         if request.adapters is not None:  # a stream may begin long after it was asked for
             check_adapters(request.adapters, len(request.prompts), decoder.body)
-        lengths = [len(prompt) - 1 for prompt in request.prompts]  # a prompt's last token goes through the first step
-        longest, unused = max(lengths), self.rows - len(lengths)
-        width = min(prompt_width(longest), decoder.max_length)
-        ids = pad([prompt[:-1] for prompt in request.prompts] + [[]] * unused, width, decoder.body.device)
-        lengths_B = to_device(torch.tensor(lengths + [0] * unused, device="cpu"), decoder.body.device)
-        decoder.begin(request, ids, lengths_B, self.prefill)
+        # A prompt's last token goes through the first step. Lengths and tokens are one transfer.
+        rows = [[len(prompt) - 1, *prompt[:-1]] for prompt in request.prompts]
+        width = min(prompt_width(max(map(len, rows)) - 1), decoder.max_length)
+        table = pad(rows + [[0]] * (self.rows - len(rows)), 1 + width, decoder.body.device)
+        lengths_B, ids = table.split([1, width], 1)
+        decoder.begin(request, ids, lengths_B[:, 0], self.prefill)
 
     def _steps_left(self) -> int:
         """Return the steps that the longest row still needs after those in flight, at the tokens a step so far."""

@@ -360,7 +360,7 @@ class ViewRunner(ModelRunner):
     def moved(self) -> str | None:
         return self.live.moved()
 
-    def reserve(self, limits: Tensor) -> None:
+    def reserve(self, limits: Sequence[int]) -> None:
         self.cache.reserve(limits)
 
     def check_request(self, limits: list[int]) -> None:
@@ -598,9 +598,9 @@ class FusedRunner(ViewRunner):
         """Embed the first tokens. The sampler embeds those that follow."""
         self.x[: len(token)] = F.embedding(token, self.live.embed)
 
-    def reserve(self, limits: Tensor) -> None:
+    def reserve(self, limits: Sequence[int]) -> None:
         for group in self.spans:
-            group.cache.reserve(limits.to(group.device))
+            group.cache.reserve(limits)
 
     def keep_hidden_states(self, states: Any) -> None:
         """Write the stream before some layers to `states`, a HiddenStates of draft_head.py, in each step and prefill."""

@@ -360,7 +360,7 @@ class SlicedRunner(ViewRunner):
         for peer in self.peers:  # wait again after a device had failed
             peer.wait()
 
-    def reserve(self, limits: Tensor) -> None:
+    def reserve(self, limits: Sequence[int]) -> None:
         for one in self.slices:
             one.reserve(limits)
 
