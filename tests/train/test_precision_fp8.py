@@ -97,6 +97,7 @@ def test_scales_are_found_before_the_first_step_and_leave_no_sums():
     assert not on_device.accumulators.gradient.any() and not on_device.summed.any()
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted_bit_for_bit():
     data = list(windows(8))
     first = step_of(decoder())
