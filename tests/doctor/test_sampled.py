@@ -1,5 +1,6 @@
 """The launching thread's stack while the GPU is idle: its lines, the loop, and numbers that add up to the step."""
 
+import linecache
 import sys
 import threading
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from gpubound.doctor.record.phases import Period, Phases
 from gpubound.doctor.report.words import adds_up, ceilings, conclusion, parts, screen
 from gpubound.doctor.rules.compute import ENVIRONMENTS, HOST_ELSEWHERE, in_the_way, loop_around, loop_of
 from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.doctor.rules.remedies import parsed
 from gpubound.watch.events import Site, Stack, stack_of
 
 from .evidences import STEPS, at, replace, row, seen, steps
@@ -132,6 +134,10 @@ def test_a_loop_that_no_measured_step_ran_is_absent(tmp_path):
     (what,) = diagnose(evidence).absent
     assert "ppo.py:4" in what and "for step in range(128):" in what
     assert not diagnose(replace(evidence, samples=Samples({update: 30, rollout: 1}, {update: 20}))).absent
+    path.write_text(path.read_text().replace("act()", "seen[i] = i"))
+    linecache.checkcache(str(path))
+    parsed.cache_clear()
+    assert not diagnose(evidence).absent, "a loop that calls nothing takes no time to sample"
 
 
 def test_an_environment_s_own_time_is_a_finding_beside_the_read_of_its_action(tmp_path):

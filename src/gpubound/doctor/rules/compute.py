@@ -349,13 +349,16 @@ def other_loops(evidence: Measurements, loop: Loop) -> list[Loop]:
 
 def unseen_loops(evidence: Measurements) -> list[Site]:
     """Return the loops that run again and again next to the steps' loop, and in which no sample was taken: those of a rollout
-    that is made every hundreds of steps, or of an evaluation."""
+    that is made every hundreds of steps, or of an evaluation. One that calls nothing is over before a sample is taken."""
     if (loop := loop_of(evidence)) is None:
         return []
     inner, (loops, functions) = loop.site, _blocks(loop.site.file)
     first, last = max(((a, b) for a, b in functions if a <= inner.line <= b), default=(0, inner.line + 10**6))
     around = [(a, b) for a, b in loops if first <= a < inner.line and inner.end <= b <= last]
     beside = [(a, b) for a, b in loops if (b < inner.line or a > inner.end) and any(c < a and b <= d for c, d in around)]
+    nodes = (n for n in ast.walk(parsed(inner.file)) if isinstance(n, (ast.For, ast.While, ast.AsyncFor)))
+    calling = {n.lineno for n in nodes if any(isinstance(part, ast.Call) for each in n.body for part in ast.walk(each))}
+    beside = [(a, b) for a, b in beside if a in calling]
     outer = [(a, b) for a, b in beside if not any(c < a and b <= d for c, d in beside)]
     seen = [site.line for stack in evidence.samples.stacks for site in stack.sites if site.file == inner.file]
     return [
