@@ -1,10 +1,24 @@
 """Rewards that the library gives, how others are read, and code in a process with limits."""
 
 import pytest
+import tokenizers
 
-from gpubound.errors import RewardError
+from gpubound.data import Tokenizer
+from gpubound.errors import DataError, RewardError
 from gpubound.rl import Episode, ExactMatch, Regex, UnitTests, run_code
-from gpubound.rl.rewards import AnswerGroup, RLPrompt, Scoring, means_of_parts, read_rewards, with_signal
+from gpubound.rl.rewards import AnswerGroup, RLPrompt, Scoring, means_of_parts, read_prompts, read_rewards, with_signal
+
+
+def test_a_prompt_that_a_template_has_written_begins_once():
+    """A tokenizer like Llama's begins each text with <s>; one that began with it had two, unlike the same text generated."""
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="<s>"))
+    inner.add_special_tokens(["<s>"])
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = Tokenizer(inner, "<s>")
+    assert [prompt.ids for prompt in read_prompts(["a b", "<s> a b"], tokenizer)] == [[0, 1, 2]] * 2
+    with pytest.raises(DataError, match="half a surrogate pair"):
+        read_prompts(["\ud800"], tokenizer)
 
 
 def test_exact_match_compares_all_of_an_answer_or_what_is_extracted():

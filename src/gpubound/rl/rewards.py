@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ..data.formats import as_text
 from ..errors import DataError, RewardError
 from ..files import reading
 from ..formatting import counted, hint, shown
@@ -97,7 +98,9 @@ def _prompt(row: Any, tokenizer: "Tokenizer | None", where: str) -> RLPrompt:
     if tokenizer is None:
         raise ValueError(f"{where}: got a text, and there is no tokenizer; pass tokenizer=, or prompts of token ids.")
     if isinstance(text, str):
-        return RLPrompt(text, tokenizer.encode(text), columns)
+        from ..decode.text import TextCodec  # here, because it brings torch
+
+        return RLPrompt(text, TextCodec(tokenizer, "rl").encode(as_text(text, where)), columns)
     ids = tokenizer.inner.encode(tokenizer.render(list(text), prompt=True), add_special_tokens=False).ids
     return RLPrompt(text, ids, columns)
 
