@@ -290,8 +290,8 @@ def check_add(op: str, h: Tensor, weight: Tensor | Packed, bias: Tensor | None, 
 
 def refuse(op: str, what: str, **others: Any) -> None:
     """Raise ValueError if one of `others` is passed together with `what`."""
-    if found := [name for name, value in others.items() if isinstance(value, Tensor) or value]:
-        raise ValueError(f"{op}: got {found[0]} with {what}, which no kernel takes together; leave one of them out.")
+    if refused := [name for name, value in others.items() if isinstance(value, Tensor) or value]:
+        raise ValueError(f"{op}: got {refused[0]} with {what}, which no kernel takes together; leave one of them out.")
 
 
 def check_rows(op: str, x: Tensor) -> None:

@@ -49,8 +49,8 @@ def read_saved(folder: Path) -> tuple[dict[str, Any], int, dict[str, Tensor]]:
     sums = facts.get("crc32")
     for name, wanted in [(name, sums.get(name)) for name in (WEIGHTS, OPTIMIZER)] if isinstance(sums, dict) else ():
         with reading(folder / name):
-            found = checksum(regular(folder / name))
-        if found != wanted:  # a save over another one may have been interrupted
+            digest = checksum(regular(folder / name))
+        if digest != wanted:  # a save over another one may have been interrupted
             raise DataError(f"{folder / name}: is not of the save that wrote {FACTS}; save the policy again.")
     options, updates = optimizer_options(facts.get("optimizer")), facts.get("updates")
     if type(updates) is not int:

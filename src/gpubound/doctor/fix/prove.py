@@ -215,7 +215,7 @@ def main(argv: list[str]) -> int:
     def enough() -> None:
         save()
         wait_for_ranks()
-        for worker in multiprocessing.active_children():  # a loader's: they would work on beside the next run
+        for worker in multiprocessing.active_children():  # a loader's: they would go on during the next run
             worker.kill()
         sys.stdout.flush()
         leave(0)  # at once: the script writes no checkpoint, and none of its handlers runs

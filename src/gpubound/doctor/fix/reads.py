@@ -301,8 +301,8 @@ def _converted_list(source: SourceText, statement: ast.stmt, loop: ast.stmt, kin
     if not values or len(lists) < len(values):
         raise Refused(f"{name} is not made as a list in this function")
     line = f"{name}[:] = [{kind}(value) for value in {name}]"
-    places = [(source.indent(loop), (loop.end_lineno or 0) + 1), *((source.indent(each), each.lineno) for each in before)]
-    return [source.inserted_line(number, indent + line) for indent, number in places]
+    insertions = [(source.indent(loop), (loop.end_lineno or 0) + 1), *((source.indent(each), each.lineno) for each in before)]
+    return [source.inserted_line(number, indent + line) for indent, number in insertions]
 
 
 def propose_tensor(source: SourceText, line: int) -> list[Edit]:

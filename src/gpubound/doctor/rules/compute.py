@@ -355,11 +355,11 @@ def unseen_loops(evidence: Measurements) -> list[Site]:
     inner, (loops, functions) = loop.site, _blocks(loop.site.file)
     first, last = max(((a, b) for a, b in functions if a <= inner.line <= b), default=(0, inner.line + 10**6))
     around = [(a, b) for a, b in loops if first <= a < inner.line and inner.end <= b <= last]
-    beside = [(a, b) for a, b in loops if (b < inner.line or a > inner.end) and any(c < a and b <= d for c, d in around)]
+    others = [(a, b) for a, b in loops if (b < inner.line or a > inner.end) and any(c < a and b <= d for c, d in around)]
     nodes = (n for n in ast.walk(parsed(inner.file)) if isinstance(n, (ast.For, ast.While, ast.AsyncFor)))
     calling = {n.lineno for n in nodes if any(isinstance(part, ast.Call) for each in n.body for part in ast.walk(each))}
-    beside = [(a, b) for a, b in beside if a in calling]
-    outer = [(a, b) for a, b in beside if not any(c < a and b <= d for c, d in beside)]
+    others = [(a, b) for a, b in others if a in calling]
+    outer = [(a, b) for a, b in others if not any(c < a and b <= d for c, d in others)]
     seen = [site.line for stack in evidence.samples.stacks for site in stack.sites if site.file == inner.file]
     return [
         Site(inner.file, a, inner.function, linecache.getline(inner.file, a).strip(), b)

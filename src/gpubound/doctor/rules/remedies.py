@@ -395,8 +395,8 @@ MAKING = FACTORIES | TENSORS | {"cat", "concat", "hstack", "stack", "vstack"}
 def _is_computed(name: str, statement: ast.stmt | None, scope: ast.AST | None) -> bool:
     """Return whether the last statement before that assigns a name gives it a new tensor: torch.cat(), or a result."""
     line = getattr(statement, "lineno", 0)
-    given = [n for n in ast.walk(scope or ast.Pass()) if isinstance(n, ast.Assign) and n.lineno < line]
-    values = [n.value for n in given if [ast.unparse(target) for target in n.targets] == [name]]
+    assignments = [n for n in ast.walk(scope or ast.Pass()) if isinstance(n, ast.Assign) and n.lineno < line]
+    values = [n.value for n in assignments if [ast.unparse(target) for target in n.targets] == [name]]
     value = values[-1] if values else None
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and _called(value) not in MAKING:
         value = value.func.value  # `(a == b).float()`
