@@ -62,6 +62,7 @@ OPTIONS = {
     "Falcon 2": ("Falcon", {"num_ln_in_parallel_attn": 1}),
     "StarCoder": ("GPTBigCode", {"multi_query": True}),
     "GPT-J": ("GPTJ", {"scale_attn_weights": False}),
+    "GPT-NeoX with a key that it does not read": ("GPTNeoX", {"num_key_value_heads": 2}),
 }
 
 

@@ -70,6 +70,10 @@ class NeoXReader(FusedReader):
     EMBEDDING, FINAL, ATTENTION, OUTPUT = "embed_in", "final_layer_norm", "attention", "dense"
     LAYERS = ("dense_h_to_4h", "dense_4h_to_h")
 
+    def kv_heads(self, attention: Any) -> int:
+        """Return the number of query heads: the family has no other, and its modules do not read the config's."""
+        return self.config.num_attention_heads
+
 
 class GPT2Reader(FusedReader, LearntReader):
     NORMS = GPT
