@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from gpubound.data import Corpus, Tokenizer, chat as chats, python_stdlib_texts, torch_source_texts, train_tokenizer
 from gpubound.data.chat import NAMED, render
+from gpubound.data.formats import Completion
 from gpubound.data.tokenizer import END_OF_TEXT, LONGEST_WORD, SPECIALS, adapt, ends_of_turn, split_endless_words
 from gpubound.errors import DataError
 from tests.messages import message, refusal
@@ -105,6 +107,24 @@ def test_truncation_set_for_a_model_does_not_cut_documents(tokenizer):
     inner.enable_padding(length=4)
     assert len(adapt(inner).encode("nothing is new " * 10)) > 30
     assert inner.truncation is not None, "the user's own is as it was"
+
+
+def test_a_text_that_a_chat_template_has_written_begins_once(tokenizer):
+    """With the token that the library prepends, as Llama's does, such a text began twice."""
+    inner = pickle.loads(pickle.dumps(tokenizer)).inner
+    inner.add_special_tokens(["<s>", "</s>"])
+    begin, end = (inner.token_to_id(token) for token in ("<s>", "</s>"))
+    inner.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", begin), ("</s>", end)])
+    adapted = Tokenizer(inner, "</s>", bos_token="<s>")
+    plain = adapted.encode("what is new?")
+    assert plain[0] == begin and plain[-1] == end and begin not in plain[1:]
+    assert adapted.encode("<s>what is new?") == plain
+    assert adapted.encode_batch(["<s>what is new?", "what is new?"]) == [plain, plain]
+    (ids, mask), (others, other_mask) = adapted.encode_completions(
+        [Completion("<s>what is", " new?"), Completion("what is", " new?")]
+    )
+    assert ids == others == plain and np.array_equal(mask, other_mask) and mask[-1] == 1 and not mask[0]
+    assert tokenizer.encode("what")[0] == tokenizer.encode("what what")[0], "without such a token nothing is left out"
 
 
 def test_a_template_of_another_house_with_its_own_tokens(tokenizer):
