@@ -423,7 +423,8 @@ def test_a_plain_run_is_python_s_and_makes_the_steps_of_the_doctor_s(tmp_path, k
         "main.py",
         "--x",
     ]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    folders = os.pathsep.join(filter(None, (str(Path(alone.__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": folders}, check=True, capture_output=True)
     wanted = 40 if known is None else min(int(alone.MORE * known), 40)
     assert len(json.loads((tmp_path / "plain" / "steps.json").read_text())) == wanted - 1, "of the first optimizer alone"
 

@@ -73,8 +73,9 @@ class EagerRunner:
         """There is no cache."""
 
     def needs_plain_call(self) -> bool:
-        """There is no device to wait for."""
-        return False
+        """Return True: there is no device to wait for, so a recording that fails is not tried again, which ranks would not do
+        together."""
+        return True
 
     def waits(self, call: Callable[[], Any]) -> list[Place]:
         """There is no device to wait for."""

@@ -464,6 +464,7 @@ class SimEvent:
 class SimModule(getattr(backend_registration, "_DummyBackendModule", object)):  # type: ignore[misc]
     """Module `torch.simgpu`: torch's stand-in for one device that always exists, with the functions that it lacks."""
 
+    __name__ = "torch.simgpu"
     Stream = SimStream
     Event = SimEvent
 
