@@ -147,6 +147,21 @@ def test_the_first_graph_of_a_shape_finds_sums_of_zero(monkeypatch):
     assert zero == [("micro_batch", True), ("update", False), ("micro_batch", True)]
 
 
+def test_a_shape_that_was_refused_costs_later_steps_no_memset(monkeypatch):
+    def refused(*_, **__):
+        raise GraphError("no graph for this")
+
+    monkeypatch.setattr(graph_cache, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graph_cache, "capture", refused)
+    step = TrainStep(small(), summed, precision="fp32")
+    zero, sums = [], step._graphs.step.accumulators
+    monkeypatch.setattr(sums, "zero", lambda own=sums.zero: (zero.append(1), own()))
+    step(draw(4))
+    first = len(zero)
+    step(draw(4))
+    assert first and len(zero) == first and fallbacks.pop(("train step as one graph", "no graph for this")) == 1
+
+
 def test_a_models_passes_before_its_first_step_is_taken(monkeypatch):
     """Each is a forward of all layers, 0.4 s with backward on an H200 at 8B with adapters. They only go down."""
     attended, attend, layers = [], F.scaled_dot_product_attention, 2

@@ -94,7 +94,8 @@ class GraphCache:
             return graph(*batches[0].tensors)
         if step.early is not None:
             return self._give_up(partial(step.run, [batches[0].whole()]))
-        if any((PART, batch.key) not in self._known for batch in batches):
+        keys = [(PART, batch.key) for batch in batches]
+        if self._full is None and any(key not in self._known and key not in self._broken for key in keys):
             step.accumulators.zero()  # the last step's sums, which the first capture of another shape would copy
         if not self._capture_parts(batches, first):
             return step.run([batch.whole() for batch in batches])
