@@ -124,12 +124,12 @@ def build(
         with Progress(f"tokenising into {path}", progress, source.size) as report:
             for number, documents in groupby(remaining, lambda _: source.source):
                 writer.source = number
-                for text, encoded in (
-                    pair for batch in _batches(documents) for pair in zip(batch, encode(encoder, batch, train_on, classes))
-                ):
-                    writer.add(text, encoded)
-                    speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
-                    report.show(source.read, f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens", speed)
+                for batch in _batches(documents):
+                    for text, encoded in zip(batch, encode(encoder, batch, train_on, classes)):
+                        writer.add(text, encoded)
+                        speed = f"{(writer.tokens - before) / report.seconds / 1e6:.2f} M a second"
+                        counts = f"{writer.position.texts:,} texts", f"{writer.tokens / 1e6:,.2f} M tokens"
+                        report.show(source.read, *counts, speed)
                 writer.close_shard()  # a shard holds documents of one source
             if not writer.names:
                 names = ", ".join(dict.fromkeys(str(file) for file in (source.files or ())[:3])) or "the texts"

@@ -89,21 +89,20 @@ class Tokenizer:
         return Tokenizer(inner, self.eos_token, self.chat_template, **self.special | {"mask_token": text})
 
     def encode(self, text: str) -> list[int]:
-        ids = self.inner.encode(text).ids
-        return ids[self._repeated(ids) :]
+        return self._begun_once(self.inner.encode(text).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text. The library's threads use all cores."""
-        return [encoding.ids[self._repeated(encoding.ids) :] for encoding in self.inner.encode_batch_fast(texts)]
+        return [self._begun_once(encoding.ids) for encoding in self.inner.encode_batch_fast(texts)]
 
     @cached_property
     def _prepended(self) -> list[int]:
         """The special token that the library writes before each text, if it writes any."""
         return self.inner.encode("").ids[:1]
 
-    def _repeated(self, ids: list[int]) -> int:
-        """Return 1 where a text that a chat template has written begins with the token that the library has prepended."""
-        return int(bool(self._prepended) and ids[:2] == self._prepended * 2)
+    def _begun_once(self, ids: list[int]) -> list[int]:
+        """Return ids without their first where a chat template has already written the token that the library prepends."""
+        return ids[1:] if self._prepended and ids[:2] == self._prepended * 2 else ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         return self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special)
@@ -144,10 +143,11 @@ class Tokenizer:
         for encoding, document in zip(encodings, documents):
             begin = 0 if train_on == "all" else len(document.prompt)
             mask = np.array([end > begin for _, end in encoding.offsets], np.uint8)
-            if encoding.ids and encoding.ids[-1] == self.eos:  # added by the tokenizer
+            ids = self._begun_once(encoding.ids)
+            mask = mask[len(mask) - len(ids) :]
+            if ids and ids[-1] == self.eos:  # added by the tokenizer
                 mask[-1] = 1
-            begin = self._repeated(encoding.ids)
-            result.append((encoding.ids[begin:], mask[begin:]))
+            result.append((ids, mask))
         return result
 
     @cached_property
