@@ -206,13 +206,12 @@ def place(
         try:
             shared = candidates.shared_memory(model) if fuse else {}
             cache_limit = max(CACHED, sum(p.nbytes for p in model.parameters()) // KEPT)
-            with timed(f"{len(leaves)} modules, each beside itself"):
+            with timed(f"comparison of {len(leaves)} modules with their replacements"):
                 for c in leaves:
                     check = partial(verify, c.module, c.swap.cases, c.adopt, cache_limit)
                     notes[c.name] = _swap(c, strict, _leaf_refusal(c, shared), check)
-                    facts.release_cached(
-                        target, cache_limit
-                    )  # stacked weights have left theirs, in pieces too small for others
+                    # Stacked weights have left their memory, in pieces too small for others.
+                    facts.release_cached(target, cache_limit)
             for c in candidates.wholes(model) if fuse else ():
                 notes[c.name] = _swap(c, strict, _trial_refusal(c), partial(_exercised, c, complete))
             refusals = Counter((type(note.module).__name__, note.why) for note in notes.values() if note.refused)
