@@ -11,8 +11,10 @@ from gpubound.errors import GenerateError
 from gpubound.layers.quantized_base import KINDS, Base, InPacked
 from gpubound.lora.base import dequantize_base, quantize_base
 from gpubound.models import Decoder
+from gpubound.models.hf_loading import load_foreign
 from gpubound.models.llama.checkpoint import as_transformers, load_hf
 from tests.kernels.test_quantized_product import weight
+from tests.models.quantized import test_mxfp4 as mxfp4
 from tests.models.quantized.cases import CONFIG, write
 
 from .cases import build, prompts
@@ -142,6 +144,17 @@ def test_the_kernels_give_the_same_tokens(interpret, kind):
     wanted = greedy(model, texts := prompts(5), 2)
     interpret()
     assert gb.decoder(model, 1, 32, verify=False).generate(texts, max_new_tokens=2).tokens == wanted
+
+
+@pytest.mark.slow
+def test_the_kernels_give_the_same_tokens_of_experts_in_mxfp4(interpret, tmp_path):
+    twin = mxfp4.write(tmp_path)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    wanted = mxfp4.greedy(twin, texts := prompts(5), 2)
+    interpret()
+    decoder = gb.decoder(model, 1, 32, verify=False)
+    assert decoder.generate(texts, max_new_tokens=2, stop=()).tokens == wanted
+    assert ("2 x down of experts", "triton: quantized_column_down, add_slots", "") in decoder.body.report()
 
 
 def test_rounding_what_is_quantised_is_refused(device):

@@ -15,7 +15,7 @@ from gpubound.place.candidates import STACKS
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
 NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-EXPERTS = {"gpt_oss": "MXFP4 kept, decoded by its own forward"}
+EXPERTS = {"gpt_oss": "MXFP4 decoded by the codes"}
 CODED = (  # whose MLPs no part of placing swaps
     "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "mamba2", "nemotron", "nemotron_h", "opt", "phi",
     "qwen3_5", "stablelm", "starcoder2",

@@ -75,6 +75,8 @@ SHAPED = {
     "quantize": (torch.float8_e5m2, False),
     "quantize_rows": (False,),
     "quantized_add_routed": ("fp4",),
+    "quantized_column_down": ("fp4",),
+    "quantized_column_gate_up": ("fp4",),
     "quantized_decode_attention": (3, 1, 32),
     "quantized_norm_gate_up": (1.0, "gelu_tanh"),
     "quantized_norm_product": (1.0, 30.0),

@@ -7,7 +7,7 @@ cannot, more rows take the three launches too, and prompts go through every expe
 Legend: N tokens, S experts a token (its slots), E experts in all, I width of an expert.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,11 +28,13 @@ from ..kernels import (
 )
 from ..kernels.experts import chosen_experts, clamped_unit, likeliest
 from ..kernels.gated import gated
+from ..kernels.packed_weights import Packed
 from ..layers.moe import by_group, not_grouped
 from ..models.decoding import DenseAndExpertWeights, DenseWeights, ExpertWeights
 from .layer import DenseMLP, Part, Workspace, normed
 
 PIECE = 4096  # tokens sorted at a time: their rows are S times in memory
+WIDE = 1 << 28  # weights of experts that are dequantised at a time: 512 MB in 16 bits
 Mixture = Callable[[Tensor, Tensor, Tensor], Tensor]
 """h (N, hidden), ids and shares (N, S) -> the experts' sum (N, hidden), in fp32"""
 
@@ -44,7 +46,7 @@ class MoELayer(Part):
         super().__init__(weights, number, form, workspace)
         rows, slots = workspace.rows, weights.slots
         self.count = len(weights.router.weight)
-        self.ungrouped = not_grouped(weights.gate_up, weights.down)
+        self.ungrouped = self._not_grouped()
         self.captures_prompts = not self.ungrouped  # every expert separately would be thousands of nodes
         self._scores = workspace.buffer("scores", rows, self.count)
         self._scored = workspace.buffer("scored", rows, dtype=torch.int32)
@@ -53,6 +55,9 @@ class MoELayer(Part):
         self._spare: Any = workspace.buffer("spare", rows, 2, self.count) if weights.routing is not None else None
         self.shared: SharedExpert | None = None
         self._read_experts()
+
+    def _not_grouped(self) -> str | None:
+        return not_grouped(self.weights.gate_up, self.weights.down)
 
     def _read_experts(self) -> None:
         w, workspace, width = self.weights, self.workspace, self.weights.gate_up.shape[1] // 2
@@ -226,15 +231,31 @@ class DenseAndExperts(Part):
 
 
 class ColumnMoELayer(MoELayer):
-    """A mixture whose experts have biases and a clamped unit, and weights stored by column."""
+    """A mixture whose experts have biases and a clamped unit, and weights stored by column, or packed by row.
+
+    A step reads packed weights as they are. Prompts dequantise those of some experts at a time, into memory of all layers.
+    """
+
+    def _not_grouped(self) -> str | None:
+        w = self.weights
+        self.coded = isinstance(w.gate_up, Packed)
+        if not self.coded:
+            return super()._not_grouped()
+        self._packed = [(packed, packed.rows // self.count) for packed in (w.gate_up, w.down)]
+        self._at_once = max(1, min(self.count, WIDE // sum(packed.columns * rows for packed, rows in self._packed)))
+        self._scratch = [
+            self.form.scratch(self._at_once * rows, packed.columns, packed.device).view(self._at_once, rows, packed.columns)
+            for packed, rows in self._packed
+        ]
+        return not_grouped(*self._scratch)
 
     def _read_experts(self) -> None:
         w, workspace, rows = self.weights, self.workspace, self.workspace.rows
-        self.routes_all = bool(self.ungrouped)
+        self.routes_all = bool(self.ungrouped) or self.coded
         self._units = workspace.buffer("units", rows, w.slots, w.down.shape[1], dtype=workspace.dtype)
         self._slots = workspace.buffer("slots", rows, w.slots, workspace.shape.hidden)
-        self.gate_up_bytes = w.slots * w.gate_up[0].nbytes
-        self.expert_bytes = w.gate_up[0].nbytes + w.down[0].nbytes
+        self.expert_bytes = (w.gate_up.nbytes + w.down.nbytes) // self.count
+        self.gate_up_bytes = w.slots * w.gate_up.nbytes // self.count
 
     def step(self, x: Tensor, mode: int) -> None:
         w, units, y = self.weights, self._units[: len(x)], self._slots[: len(x)]
@@ -247,34 +268,54 @@ class ColumnMoELayer(MoELayer):
     def mixture(self) -> Mixture:
         return self._mixed
 
+    def _stacks(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the first expert of each part, and the part's gate_up and down, stored by column. Parts share their memory."""
+        if not self.coded:
+            yield 0, self.weights.gate_up, self.weights.down
+            return
+        for first in range(0, self.count, self._at_once):
+            last = min(first + self._at_once, self.count)
+            stacks = [stack[: last - first] for stack in self._scratch]
+            for (packed, rows), stack in zip(self._packed, stacks):
+                self.form.unpack(packed.part(slice(first * rows, last * rows)), stack.flatten(0, 1))
+            gate_up, down = (stack.transpose(1, 2) for stack in stacks)
+            yield first, gate_up, down
+
     def _mixed(self, h: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
         """Return the experts' sum (N, hidden) fp32 for h (N, hidden)."""
-        w = self.weights
+        parts = [self._mixed_part(h, ids, shares, *part) for part in self._stacks()]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+    def _mixed_part(self, h: Tensor, ids: Tensor, shares: Tensor, first: int, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Return the sum (N, hidden) fp32 of the experts from `first` on that gate_up and down hold."""
+        w, some = self.weights, len(gate_up) < self.count
         if self.ungrouped:
             total = torch.zeros(h.shape, device=h.device, dtype=torch.float32)
-            for number in range(self.count):
+            for number, (own_gate_up, own_down) in enumerate(zip(gate_up, down), first):
                 mine = ids == number
-                unit = clamped_unit(h @ w.gate_up[number] + w.gate_up_bias[number], w.alpha, w.limit)
-                y = (unit @ w.down[number] + w.down_bias[number]) * torch.where(mine, shares, 0.0).sum(1, keepdim=True)
+                unit = clamped_unit(h @ own_gate_up + w.gate_up_bias[number], w.alpha, w.limit)
+                y = (unit @ own_down + w.down_bias[number]) * torch.where(mine, shares, 0.0).sum(1, keepdim=True)
                 total += torch.where(mine.any(1, keepdim=True), y, 0.0)
             return total
-        order, back, ends = by_group(ids, self.count)
+        mine = (ids >= first) & (ids < first + len(gate_up))
+        order, back, ends = by_group(torch.where(mine, ids - first, len(gate_up)) if some else ids, len(gate_up))
         expert = ids.flatten().index_select(0, order)
-        both = F.grouped_mm(h.index_select(0, order // ids.shape[1]), w.gate_up, offs=ends)
+        both = F.grouped_mm(h.index_select(0, order // ids.shape[1]), gate_up, offs=ends)  # not of experts in other parts
         unit = clamped_unit(both + w.gate_up_bias.index_select(0, expert), w.alpha, w.limit)
-        y = F.grouped_mm(unit, w.down, offs=ends) + w.down_bias.index_select(0, expert)
+        y = F.grouped_mm(unit, down, offs=ends) + w.down_bias.index_select(0, expert)
         y = y.index_select(0, back).view(*ids.shape, -1)
-        return torch.bmm(shares[:, None], y.float())[:, 0]
+        return torch.bmm(shares[:, None], (torch.where(mine[..., None], y, 0.0) if some else y).float())[:, 0]
 
     def exact(self) -> Any:
         return self.weights
 
     def ops(self) -> list[tuple[str, str, str]]:
+        prefix, kept = ("quantized_", "the model's own codes") if self.coded else ("", "read where they lie")
         return [
             ("norm, router", "norm_product", ""),
             ("choice", "select_experts", f"{self.weights.slots} of {self.count} experts a row"),
-            ("norm, gate, up of experts", "column_gate_up", "read where they lie"),
-            ("down of experts", "column_down, add_slots", ""),
+            ("norm, gate, up of experts", f"{prefix}column_gate_up", kept),
+            ("down of experts", f"{prefix}column_down, add_slots", ""),
         ]
 
 

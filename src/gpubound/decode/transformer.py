@@ -27,6 +27,7 @@ from ..kernels import add_rms_norm, keep_stream, layer_norm_rows
 from ..kernels.decode_product import EARLY, LATE, Norm, call_shape, can_chain, capped_
 from ..kernels.dispatch import SIXTEEN_BITS, Call, can_launch
 from ..kernels.experts import routing_shape
+from ..kernels.packed_weights import Packed
 from ..kernels.row_ops import LayerNorm
 from ..kernels.split_product import MOST_PARTS, parts_of
 from ..models.decoding import (
@@ -176,11 +177,10 @@ def kernel_calls(
         unit: tuple = () if sparse[0].activation == "silu" else (sparse[0].activation,)
         calls += [(f"{rounded}routed_gate_up", unit if not rounded else ()), (f"{rounded}add_routed", ())]
     if isinstance(live.layers[0].mlp, ColumnExpertWeights):
-        routing = live.layers[0].mlp.routing
-        calls += [
-            ("select_experts", routing_shape(routing)),
-            *((op, ()) for op in ("column_gate_up", "column_down", "add_slots")),
-        ]
+        routing, stack = live.layers[0].mlp.routing, live.layers[0].mlp.gate_up
+        calls += [("select_experts", routing_shape(routing)), ("add_slots", ())]
+        coded, shape = ("quantized_", (stack.kind,)) if isinstance(stack, Packed) else ("", ())
+        calls += [(f"{coded}{op}", shape) for op in ("column_gate_up", "column_down")]
     if isinstance(mlp, UngatedWeights):
         calls.append((product, call_shape(in_product(mlp.norm), 0.0, unit=() if prefix else (mlp.activation, False))))
     else:

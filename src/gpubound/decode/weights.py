@@ -434,9 +434,7 @@ class UnpackedExperts:
         self.packed, self.shape = packed, shape
 
     def index_select(self, dim: int, ids: Tensor) -> Tensor:
-        words, scale = (t.view(*self.shape[:2], -1).index_select(dim, ids) for t in (self.packed.words, self.packed.scale))
-        chosen = self.packed._replace(words=words.flatten(0, 1), scale=scale.flatten(0, 1))
-        return unpack(chosen).view(len(ids), *self.shape[1:])
+        return unpack(self.packed.experts(ids, self.shape[1])).view(len(ids), *self.shape[1:])
 
 
 FORMATS: dict[str | None, Any] = {None: LiveFormat, **dict.fromkeys(KINDS, PackedFormat)}

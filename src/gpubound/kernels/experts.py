@@ -5,7 +5,7 @@ the chosen experts' are read, once for each row that chose them. It takes three 
 `add_routed`, with no other launch between them where they use PDL.
 
 `select_experts` chooses from a router's logits, and `gate_rows` is the gate of a shared expert. `column_gate_up`, `column_down`
-and `add_slots` are for experts with biases, a clamped gated unit, and weights stored by column.
+and `add_slots` are for experts with biases, a clamped gated unit, and weights stored by column, or packed by row.
 
 Legend: B rows, S experts a row (its slots), E experts in all, I width of an expert.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 from .decode_product import ACTIVATIONS, WRITTEN, Norm, check_activation, check_stream, draw_stream, rms_normed
 from .dispatch import implementation, require
 from .gated import INFINITE, check_limit
-from .packed_weights import Packed, check_experts, check_packed
+from .packed_weights import Packed, check_experts, check_packed, unpack
 from .registry import definition, doubles, draw, ints, zeros
 
 STACKED = "an expert's weight follows the other's"
@@ -297,7 +297,7 @@ def clamped_unit(both: Tensor, alpha: float, limit: float) -> Tensor:
 def column_gate_up(
     x: Tensor,
     norm: Norm,
-    gate_up: Tensor,
+    gate_up: Tensor | Packed,
     bias: Tensor,
     ids: Tensor,
     out: Tensor,
@@ -305,18 +305,23 @@ def column_gate_up(
     limit: float,
     dependent: int = 0,
 ) -> Tensor:
-    """out (B, S, I, in gate_up's dtype): the clamped units of each expert of each row, of rms_norm(x).
+    """out (B, S, I, in gate_up's dtype, of packed ones in any): the clamped units of each expert of each row, of rms_norm(x).
 
-    gate_up (E, hidden, 2 I) and bias (E, 2 I): a unit's gate, then its up. ids (B, S) int32: an unknown one makes its slot NaN
+    gate_up  (E, hidden, 2 I): a unit's gate, then its up; or those columns packed as rows, (E 2 I, hidden)
+    bias     (E, 2 I)
+    ids      (B, S) int32: an unknown one makes its slot NaN
     """
-    op, (experts, _, columns) = "column_gate_up", gate_up.shape
-    check_stream(op, x, norm)
+    op, columns = "column_gate_up", 2 * out.shape[-1]
+    check_stream(op, x, norm, *((gate_up,) if isinstance(gate_up, Packed) else ()))
     check_plain(op, norm)
-    require(op, "gate_up", gate_up, None, ("experts", x.shape[1], 2 * out.shape[-1]), x.device, STACKED)
-    require(op, "bias", bias, gate_up.dtype, (experts, columns), x.device, "it has one number for each column")
+    dtype = check_columns(op, "gate_up", gate_up, x.shape[1], bias, columns, x.device)
     require(op, "ids", ids, torch.int32, (len(x), "slots"), x.device, "select_experts writes it")
-    require(op, "out", out, gate_up.dtype, (*ids.shape, columns // 2), x.device, WRITTEN)
-    return implementation(op, gate_up)(x, norm, gate_up, bias, ids, out, alpha, limit, dependent)
+    require(op, "out", out, dtype, (*ids.shape, columns // 2), x.device, WRITTEN)
+    if isinstance(gate_up, Packed):
+        kernel = implementation("quantized_column_gate_up", out, None, (gate_up.kind,))
+    else:
+        kernel = implementation(op, gate_up)
+    return kernel(x, norm, gate_up, bias, ids, out, alpha, limit, dependent)
 
 
 @definition(lambda g: (*draw_stream(g, 48), draw(g, 5, 48, 80), draw(g, 5, 80), draw_routes()[0], zeros(2, 3, 40), 1.5, 2.0))
@@ -328,14 +333,18 @@ def column_gate_up_reference(x, norm, gate_up, bias, ids, out, alpha, limit, dep
     return out
 
 
-def column_down(h: Tensor, down: Tensor, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
-    """out (B, S, hidden, fp32) = h downᵀ + bias of each slot, for h (B, S, I), down (E, I, hidden) and bias (E, hidden)."""
-    op, (experts, units, columns) = "column_down", down.shape
+def column_down(h: Tensor, down: Tensor | Packed, bias: Tensor, ids: Tensor, out: Tensor, dependent: int = 0) -> Tensor:
+    """out (B, S, hidden, fp32) = h downᵀ + bias of each slot, for h (B, S, I), down (E, I, hidden) and bias (E, hidden).
+
+    down may be packed, (E hidden, I)
+    """
+    op, columns = "column_down", out.shape[-1]
     require(op, "ids", ids, torch.int32, (len(h), "slots"), h.device, "select_experts writes it")
-    require(op, "h", h, None, (*ids.shape, units), h.device, "a row of it belongs to each expert that was chosen")
-    require(op, "down", down, None, (experts, units, columns), h.device, STACKED)
-    require(op, "bias", bias, down.dtype, (experts, columns), h.device, "it has one number for each column")
+    require(op, "h", h, None, (*ids.shape, down.shape[1]), h.device, "a row of it belongs to each expert that was chosen")
+    check_columns(op, "down", down, h.shape[-1], bias, columns, h.device)
     require(op, "out", out, torch.float32, (*ids.shape, columns), h.device, WRITTEN)
+    if isinstance(down, Packed):
+        return implementation("quantized_column_down", h, None, (down.kind,))(h, down, bias, ids, out, dependent)
     return implementation(op, down)(h, down, bias, ids, out, dependent)
 
 
@@ -359,9 +368,32 @@ def add_slots_reference(y, shares, x, dependent=0):
     return x.add_((y * shares[..., None]).sum(1))
 
 
-def _times_columns(stack: Tensor, bias: Tensor, ids: Tensor, x: Tensor) -> Tensor:
+def check_columns(
+    op: str, name: str, stack: Tensor | Packed, inputs: int, bias: Tensor, columns: int, device: torch.device
+) -> torch.dtype | None:
+    """Check experts (E, inputs, columns), or packed (E columns, inputs), and their biases. Return the dtype of dense ones."""
+    if isinstance(stack, Packed):
+        check_packed(op, stack, bias)
+        check_experts(op, name, stack, columns)
+        experts, dtype = stack.rows // columns, None
+    else:
+        require(op, name, stack, None, ("experts", inputs, columns), device, STACKED)
+        experts, dtype = len(stack), stack.dtype
+    require(op, "bias", bias, dtype, (experts, columns), device, "it has one number for each column")
+    return dtype
+
+
+def chosen_columns(stack: Tensor | Packed, ids: Tensor, columns: int) -> Tensor:
+    """Return the weights (n, inputs, columns) of the experts `ids`, of packed ones in fp32."""
+    if isinstance(stack, Packed):
+        return unpack(stack.experts(ids, columns)).unflatten(0, (len(ids), columns)).transpose(1, 2)
+    return stack.index_select(0, ids)
+
+
+def _times_columns(stack: Tensor | Packed, bias: Tensor, ids: Tensor, x: Tensor) -> Tensor:
     """Each row of x times the expert that `ids` (B,) names for it, plus its bias; NaN where there is no such expert."""
-    known = (ids >= 0) & (ids < len(stack))
+    known = (ids >= 0) & (ids < len(bias))
     index = torch.where(known, ids, 0)
-    y = torch.bmm(x[:, None], stack.index_select(0, index).to(x.dtype))[:, 0] + bias.index_select(0, index).to(x.dtype)
+    weights = chosen_columns(stack, index, bias.shape[1]).to(x.dtype)
+    y = torch.bmm(x[:, None], weights)[:, 0] + bias.index_select(0, index).to(x.dtype)
     return torch.where(known[:, None], y, torch.nan)

@@ -134,6 +134,11 @@ class Packed(NamedTuple):
         extra = self.extra[rows] if self.extra is not None and TABLE[self.kind].offset else self.extra
         return self._replace(words=self.words[rows], scale=self.scale[rows], extra=extra)
 
+    def experts(self, ids: Tensor, rows: int) -> "Packed":
+        """Return the weights of the experts `ids`, each of which has so many rows of this one."""
+        words, scale = (t.unflatten(0, (-1, rows)).index_select(0, ids).flatten(0, 1) for t in self[:2])
+        return self._replace(words=words, scale=scale)
+
 
 def check_packed(op: str, weight: Packed, x: Tensor) -> None:
     """Check that the weight comes from `pack`, is on x's device and has all of its rows."""

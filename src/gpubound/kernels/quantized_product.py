@@ -29,6 +29,8 @@ from .decode_product import (
 from .dispatch import implementation, require
 from .experts import (
     add_routed_reference,
+    column_down_reference,
+    column_gate_up_reference,
     draw_routes,
     routed_gate_up_reference,
 )
@@ -116,6 +118,23 @@ def quantized_routed_gate_up_reference(x, norm, gate_up, ids, out, dependent=0, 
 )
 def quantized_add_routed_reference(h, down, ids, weights, x, dependent=0):
     return add_routed_reference(h, unpack(down).unflatten(0, (-1, x.shape[1])), ids, weights, x)
+
+
+@definition(lambda g, kind="fp4": (
+    *draw_stream(g, 96), draw_packed(g, 5 * 80, 96, kind), draw(g, 5, 80), draw_routes()[0], zeros(2, 3, 40), 1.5, 2.0
+), variant_of="column_gate_up")  # fmt: skip
+def quantized_column_gate_up_reference(x, norm, gate_up, bias, ids, out, alpha, limit, dependent=0):
+    return column_gate_up_reference(x, norm, gate_up, bias, ids, out, alpha, limit)
+
+
+@definition(
+    lambda g, kind="fp4": (
+        draw(g, 2, 3, 96), draw_packed(g, 5 * 48, 96, kind), draw(g, 5, 48), draw_routes()[0], zeros(2, 3, 48)
+    ),
+    variant_of="column_down",
+)  # fmt: skip
+def quantized_column_down_reference(h, down, bias, ids, out, dependent=0):
+    return column_down_reference(h, down, bias, ids, out)
 
 
 def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:

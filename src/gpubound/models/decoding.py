@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.decode_product import ACTIVATIONS, Norm, capped_, rms_normed
-from ..kernels.experts import ExpertRouting, clamped_unit, selection, shares_of
-from ..kernels.packed_weights import round_inputs
+from ..kernels.experts import ExpertRouting, chosen_columns, clamped_unit, selection, shares_of
+from ..kernels.packed_weights import Packed, round_inputs
 from ..kernels.rope import apart, rotate
 from ..kernels.row_ops import ACTIVATED, LayerNorm, layer_normed
 from ..layers.linear_product import format_of
@@ -365,16 +365,16 @@ class DenseAndExpertWeights(PartWeights):
 
 @dataclass(frozen=True)
 class ColumnExpertWeights(PartWeights):
-    """Experts with biases, whose weights are stored by column, and whose gated unit is clamped.
+    """Experts with biases, whose weights are stored by column or packed, and whose gated unit is clamped.
 
     A unit is (up + 1) · gate · sigmoid(alpha · gate), of gate at most `limit` and up within it.
     """
 
     norm: Norm
     router: Linear  # (E, hidden)
-    gate_up: Tensor  # (E, hidden, 2 I): a unit's gate, then its up
+    gate_up: Tensor | Packed  # (E, hidden, 2 I): a unit's gate, then its up; packed by row, (E 2 I, hidden)
     gate_up_bias: Tensor  # (E, 2 I)
-    down: Tensor  # (E, I, hidden)
+    down: Tensor | Packed  # (E, I, hidden); packed by row, (E hidden, I)
     down_bias: Tensor  # (E, hidden)
     slots: int
     alpha: float
@@ -396,9 +396,10 @@ class ColumnExpertWeights(PartWeights):
         ids = choices.judged(number, scores) if choices else scores.topk(self.slots).indices
         updates = []
         for row, chosen, share in zip(h, ids, shares_of(scores, ids, self.routing)):
-            both = torch.einsum("k,ekn->en", row, self.gate_up.index_select(0, chosen).float())
-            unit = clamped_unit(both + self.gate_up_bias[chosen].float(), self.alpha, self.limit)
-            y = torch.einsum("ei,ein->en", unit, self.down.index_select(0, chosen).float()) + self.down_bias[chosen].float()
+            gate_up = chosen_columns(self.gate_up, chosen, self.gate_up_bias.shape[1]).float()
+            both = torch.einsum("k,ekn->en", row, gate_up) + self.gate_up_bias[chosen].float()
+            down = chosen_columns(self.down, chosen, len(row)).float()
+            y = torch.einsum("ei,ein->en", clamped_unit(both, self.alpha, self.limit), down) + self.down_bias[chosen].float()
             updates.append(share @ y)
         return plain_norm(torch.stack(updates), self.post_norm)
 

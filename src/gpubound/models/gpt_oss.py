@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, a window in every other layer, and experts with biases and clamped units.
+"""gpt-oss: attention with sinks, a window in every other layer, and experts with biases and clamped units, in 16 bits or MXFP4.
 
 Placing swaps norms, attention, the loss and the loop over layers, which moves tokens to their experts. transformers computes
 attention with sinks over whole masks in memory; the loop makes none for a batch without padding.
@@ -31,6 +31,7 @@ from .hf_modules import HFNorm, attention, norm
 from .language_model import SEGMENTS, restarts
 from .layer_types import TypedStack, typed_stack
 from .mixtral import sparse_causal_lm
+from .quantized.schemes import MxExperts
 from .reader import Reader, SingleAngles, weight_of
 from .registry import Maker, Swap, role_of
 
@@ -191,8 +192,8 @@ class GptOssReader(Reader):
         for number, block in enumerate(self.blocks):
             for name, kind, wanted in (("experts", "Experts", PARAMETERS), ("router", "TopKRouter", {"weight", "bias"})):
                 module = getattr(block.mlp, name)
-                known = role_of(module) == kind and set(module._parameters) == wanted and "forward" not in vars(module)
-                if not known or hooked(module):
+                known = type(module) is MxExperts or (role_of(module) == kind and set(module._parameters) == wanted)
+                if not known or "forward" in vars(module) or hooked(module):
                     return f"model.layers.{number}.mlp.{name}: {type(module).__name__}, not the family's own, or with hooks"
         return super().refusal(max_length)
 
@@ -202,12 +203,13 @@ class GptOssReader(Reader):
     def mlp(self, block: Any) -> ColumnExpertWeights:
         router, experts = block.mlp.router, block.mlp.experts
         weights: Any = experts._parameters
+        coded = type(experts) is MxExperts
         return ColumnExpertWeights(
             norm=self.norm(block.post_attention_layernorm),
             router=Linear(weight_of(router), router.bias),
-            gate_up=weights["gate_up_proj"],
+            gate_up=experts.packed("gate_up") if coded else weights["gate_up_proj"],
             gate_up_bias=weights["gate_up_proj_bias"],
-            down=weights["down_proj"],
+            down=experts.packed("down") if coded else weights["down_proj"],
             down_bias=weights["down_proj_bias"],
             slots=int(router.top_k),
             alpha=float(experts.alpha),

@@ -5,8 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gpubound as gb
+from gpubound.decode import moe
 from gpubound.models.hf_loading import load_foreign
 from gpubound.models.quantized import experts as fp4
 from gpubound.models.quantized.schemes import MxExperts
@@ -49,6 +52,13 @@ def write(folder):
     return model
 
 
+def greedy(twin, texts, count):
+    """transformers' tokens."""
+    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": count}
+    each = ((torch.tensor([text]), len(text)) for text in texts)
+    return [twin.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, n:].tolist() for ids, n in each]
+
+
 @pytest.mark.slow
 def test_experts_stay_in_mxfp4(tmp_path, monkeypatch):
     twin = write(tmp_path)
@@ -70,10 +80,78 @@ def test_experts_stay_in_mxfp4(tmp_path, monkeypatch):
             together = length == 3 and most > 6 * 192 * 64 * 4  # the chosen experts alone, or one expert at a time
             assert {isinstance(one, torch.Tensor) for one in asked} == {together}
     decoder = gb.decoder(model, max_length=48)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = twin.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, **settings)[0, 4:].tolist()
-    assert decoder.generate(ids.tolist(), max_new_tokens=8, stop=()).tokens == [wanted]
+    asked.clear()
+    assert decoder.path == "" and "quantized_column_gate_up" in repr(decoder), decoder.path
+    assert decoder.generate([[5, 6, 7, 8]], max_new_tokens=8, stop=()).tokens == greedy(twin, [[5, 6, 7, 8]], 8)
+    assert not asked, "a step reads the codes"
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a floating-point tensor that an operation allocated."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("at_once", [3, 8])
+def test_a_decoder_dequantises_some_experts_at_a_time(tmp_path, monkeypatch, at_once):
+    """Rows of one launch, more rows than it takes, and prompts, with experts of several parts."""
+    twin = write(tmp_path)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(moe, "WIDE", at_once * 3 * 96 * 64)
+    texts = [[int(i) for i in torch.randint(2, 96, (n,), generator=torch.Generator().manual_seed(n))] for n in range(1, 13)]
+    with Largest() as largest:
+        decoder = gb.decoder(model, 12, 48, verify=False)
+        found = [decoder.generate(texts[:rows], max_new_tokens=6, stop=()).tokens for rows in (1, 12)]
+    assert found == [greedy(twin, texts[:rows], 6) for rows in (1, 12)]
+    assert largest.elements <= max(at_once * 2 * 96 * 64, 12 * 2 * 2 * 96 * 64)
+    report = decoder.body.report()
+    assert ("2 x norm, gate, up of experts", "reference: quantized_column_gate_up", "the model's own codes") in report
+    assert ("experts of more rows", "as of one row", "a row reads its experts' packed weights alone") in report, report
+
+
+def test_experts_of_sizes_that_no_grouped_product_takes(tmp_path, monkeypatch):
+    twin = write(tmp_path)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(moe, "WIDE", 3 * 3 * 96 * 64)
+    monkeypatch.setattr(moe, "not_grouped", lambda *stacks: "a reason")
+    decoder = gb.decoder(model, 2, 48, verify=False)
+    assert decoder.generate(texts := [[5, 6, 7, 8], [9]], max_new_tokens=6, stop=()).tokens == greedy(twin, texts, 6)
+
+
+def test_a_placed_model_is_trained_and_decoded(tmp_path):
+    """The adapters of attention train over the codes, and a decoder of the same model adds them."""
+    twin = write(tmp_path)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    gb.place(model, device="cpu")
+    for one in (model, twin):
+        gb.lora.add(one, rank=2, targets=["q_proj", "v_proj"])
+        torch.manual_seed(3)
+        for p in gb.lora.parameters(one):
+            torch.nn.init.normal_(p, std=0.3)
+    ids = torch.randint(96, (2, 12), generator=torch.Generator().manual_seed(0))
+    losses = [one(input_ids=ids, labels=ids).loss for one in (model, twin)]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
+    for loss in losses:
+        loss.backward()
+    for p, q in zip(gb.lora.parameters(model), gb.lora.parameters(twin)):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
+    decoder = gb.decoder(model.eval(), 1, 48, verify=False)
+    assert decoder.path == ""
+    assert decoder.generate([[5, 6, 7]], max_new_tokens=6, stop=()).tokens == greedy(twin, [[5, 6, 7]], 6)
+
+
+def test_experts_with_hooks_are_left_to_the_models_own_forward(tmp_path):
+    write(tmp_path)
+    model = load_foreign(tmp_path, torch.device("cpu"), torch.float32)
+    model.model.layers[1].mlp.experts.register_forward_hook(lambda *_: None)
+    assert "layers.1.mlp.experts: MxExperts, not the family's own, or with hooks" in gb.decoder(model, 1, 16).path
 
 
 def test_experts_add_to_one_sum_in_place(tmp_path):

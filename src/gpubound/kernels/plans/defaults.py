@@ -237,7 +237,10 @@ def product(job: Job) -> MatrixPlan:
 LONE_PROGRAMS = 4  # at least, for each multiprocessor
 LANE_WORDS = 4  # of a row of a packed weight that a thread reads at once: 16 bytes
 # Words of a tile that a thread holds. Each row of x wants as many registers again for its products.
-THREAD_WORDS = {"add": 32, "qkv": 32, "gate_up": 64, "head": 64, "routed_gate_up": 32, "add_routed": 32, "routed_down": 16}
+THREAD_WORDS = {
+    "add": 32, "qkv": 32, "gate_up": 64, "head": 64, "routed_gate_up": 32, "add_routed": 32, "routed_down": 16,
+    "column_gate_up": 32, "column_down": 16,
+}  # fmt: skip
 
 
 def packed_product(job: Job) -> MatrixPlan:

@@ -314,6 +314,14 @@ def _weight_tile(w_ptr, row, col, rows, columns, N: tl.constexpr):
 
 
 @triton.jit
+def _clamped_unit(both, alpha, limit, R: tl.constexpr):
+    """Return the clamped units of R / 2 pairs of gate and up."""
+    gate, up = tl.split(tl.reshape(both, [R // 2, 2]))
+    gate, up = _limited(gate, up, limit)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
 def _column_gate_up_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, ids_ptr, out_ptr, eps, alpha, limit, experts, S: tl.constexpr,
                            K: tl.constexpr, N: tl.constexpr, C: tl.constexpr, R: tl.constexpr,
                            DEPENDENT: tl.constexpr):  # fmt: skip
@@ -336,9 +344,7 @@ def _column_gate_up_kernel(x_ptr, norm_ptr, w_ptr, bias_ptr, ids_ptr, out_ptr, e
     _end(DEPENDENT)
     bias = tl.load(bias_ptr + expert * N + first + col, mask=col < left, other=0.0).to(tl.float32)
     both = tl.sum(total, 0) / tl.sqrt(tl.sum(square, 0) / K + eps) + bias
-    gate, up = tl.split(tl.reshape(both, [R // 2, 2]))
-    gate, up = _limited(gate, up, limit)
-    y = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)) * poison
+    y = _clamped_unit(both, alpha, limit, R) * poison
     unit = tl.arange(0, R // 2)
     tl.store(out_ptr + pair * (N // 2) + first // 2 + unit, y.to(out_ptr.dtype.element_ty), mask=2 * unit < left)
 

@@ -47,7 +47,7 @@ from ._packed import (
     _words,
 )
 from .decode_product import _gated, _norm_parts, _stacked
-from .experts import _expert
+from .experts import _clamped_unit, _expert
 from .gated import _limited
 
 
@@ -192,6 +192,46 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
     tl.store(to, tl.load(to, mask=row < rows, other=0.0) + total, mask=row < rows)
 
 
+@triton.jit
+def _expert_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, id_ptr, one, eps, experts, rows, K: tl.constexpr,
+                 KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
+    """Return the sums of R rows of an expert with their biases, and NaN in place of 1 for an id that no expert has."""
+    expert, poison = _expert(id_ptr, experts)
+    row, first = tl.program_id(1) * R + tl.arange(0, R), expert * rows
+    w_ptr, scale_ptr = w_ptr + first * _words(K, KIND), scale_ptr + first * _scales(K, KIND)
+    sums = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, GAIN, WHOLE, 0)
+    return sums[0] + _bias(bias_ptr + first, row, rows, R, True), poison
+
+
+@triton.jit
+def _column_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr, one, eps, alpha, limit, experts, rows,
+                           S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+                           WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    _wait(DEPENDENT)
+    _begin(DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    both, poison = _expert_sums(x_ptr + pair // S * K, norm_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr + pair, one, eps, experts,
+                                rows, K, KIND, R, C, 0.0, WHOLE)  # fmt: skip
+    _end(DEPENDENT)
+    y, unit = _clamped_unit(both, alpha, limit, R) * poison, tl.program_id(1) * (R // 2) + tl.arange(0, R // 2)
+    tl.store(out_ptr + pair * (rows // 2) + unit, y.to(out_ptr.dtype.element_ty), mask=unit < rows // 2)
+
+
+@triton.jit
+def _column_down_kernel(h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr, one, experts, rows, K: tl.constexpr,
+                        KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+                        DEPENDENT: tl.constexpr):  # fmt: skip
+    _begin(DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    h_ptr += pair * K
+    _wait(DEPENDENT)
+    y, poison = _expert_sums(h_ptr, h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr + pair, one, 0.0, experts, rows, K, KIND, R, C,
+                             None, WHOLE)  # fmt: skip
+    _end(DEPENDENT)
+    row = tl.program_id(1) * R + tl.arange(0, R)
+    tl.store(out_ptr + pair * rows + row, y * poison, mask=row < rows)
+
+
 def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dependent: int, *args: Any, **named: Any) -> None:
     """Launch a kernel over the weight, `across` programs for each range of `rows` of it."""
     words = weight.words.shape[1]
@@ -279,6 +319,26 @@ def quantized_add_routed(h, down, ids, weights, x, dependent=0):
         _ONE, down.rows // rows, rows, S=ids.shape[1],
     )  # fmt: skip
     return x
+
+
+@in_place
+def quantized_column_gate_up(x, norm, gate_up, bias, ids, out, alpha, limit, dependent=0):
+    rows = bias.shape[1]
+    _multiply(
+        _column_gate_up_kernel, "column_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
+        gate_up.scale, bias, ids, out, _ONE, norm.eps, alpha, limit, len(bias), rows, S=ids.shape[1],
+    )  # fmt: skip
+    return out
+
+
+@in_place
+def quantized_column_down(h, down, bias, ids, out, dependent=0):
+    rows = bias.shape[1]
+    _multiply(
+        _column_down_kernel, "column_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, bias, ids, out, _ONE,
+        len(bias), rows,
+    )  # fmt: skip
+    return out
 
 
 ROWS = 8  # of x, at least: the narrowest product of a tensor core

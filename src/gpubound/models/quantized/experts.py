@@ -53,8 +53,7 @@ class Fp4Experts(OnlyCodes):
         rows, columns = self.shapes[part]
         packed = self.packed(part)
         if isinstance(experts, Tensor):
-            words, scale = (t.view(self.num_experts, rows, -1).index_select(0, experts) for t in packed[:2])
-            chosen = packed._replace(words=words.flatten(0, 1), scale=scale.flatten(0, 1))
+            chosen = packed.experts(experts, rows)
         else:
             chosen = packed.part(slice(experts * rows, (experts + 1) * rows))
         out = torch.empty(chosen.rows, columns, device=packed.words.device, dtype=dtype)
