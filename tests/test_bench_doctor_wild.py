@@ -18,8 +18,10 @@ from benchmarks.doctor_wild.measure import Measurement
 from benchmarks.doctor_wild.outcome import Outcome, sums, table
 from benchmarks.doctor_wild.peers import score_peer, waiting_functions
 from benchmarks.doctor_wild.score import Script, score, scripts
+from gpubound import cli
 from gpubound.doctor.finding import KINDS, Finding
 from gpubound.doctor.fix import prove
+from gpubound.doctor.record import located
 from gpubound.watch.events import Site
 
 from . import forked
@@ -95,7 +97,7 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0, steps: li
         folder = cwd / folder
         folder.mkdir(exist_ok=True)
         ran.append([name, *words])
-        if name == "doctor":
+        if name in ("doctor", "steps"):
             (folder / "notes.json").write_text(json.dumps({"first": 7.0, "start": 6.0, "waited": 2.0, "ended": 18.0}))
             (folder / "patches.json").write_text(json.dumps(answer | {"proof": None}))
             for file in ("doctor.json", "doctor.html"):
@@ -163,6 +165,16 @@ def test_a_proof_that_is_ended_leaves_the_verdict_and_the_runs_until_then(folder
     assert "1 of 3 " in out and "unproven: ended; before [8.0], after [8.0] ms" in out and "8.00 (8.00 to 8.00) ms" in out
 
 
+def test_steps_alone_are_compared_without_a_proof(folder, monkeypatch, capsys):
+    verdict = judged(*looped()).as_dict() | TIMED | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
+    ran = answering(monkeypatch, verdict, ANSWER)
+    runner.main(runner.Options(folder, rounds=4, steps_only=True))
+    assert sorted(each[0] for each in ran) == ["plain"] * 4 + ["steps"] * 4 and "= 1.000: yes" in capsys.readouterr().out
+    for more in ({"results": folder}, {"dry_run": True}, {"rounds": 0}, {"eye": "profiler"}):
+        with pytest.raises(SystemExit, match="steps-only: got it with"):
+            runner.main(runner.Options(folder, steps_only=True, **more))
+
+
 def test_a_plain_run_that_fails_costs_its_own_times_alone(folder, monkeypatch, capsys):
     verdict = judged(*looped()).as_dict() | TIMED | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
     answering(monkeypatch, verdict, ANSWER, steps=[])
@@ -205,6 +217,21 @@ def test_a_saving_that_scatters_is_neither_as_expected_nor_not():
     assert foreseen([0.1], [9.1, 9.0, 8.95]) and foreseen([0.5], [5.2, 5.5, 5.0])
     assert foreseen([0.5], [6.0, 6.1, 6.2]) is False and foreseen([0.2, 0.5, 0.9], [5.2, 5.5, 5.0]), "medians are compared"
     assert foreseen([0.03], [8.0, 8.8, 9.9]) is None and foreseen([0.03], [8.0, 8.8, 9.6]) is False
+
+
+def test_a_step_differs_if_its_runs_differ_significantly():
+    def of(steps_ms: list[float], plain_ms: list[float]) -> Outcome:
+        return Outcome("a", steps_ms=steps_ms, plain_ms=plain_ms)
+
+    three, four = of([10.1, 10.2, 10.4], [6.6, 9.4, 9.6]), of([10.1, 10.2, 10.3, 10.4], [9.2, 9.3, 9.4, 9.5])
+    assert three.p_value == 2 / 20 and three.as_plain is None, "three runs a side show no difference, however large"
+    assert four.p_value == 2 / 70 and four.as_plain is False
+    assert of(four.plain_ms, four.steps_ms).as_plain is False, "shorter steps differ, too"
+    assert of([10.1, 9.3, 10.3, 9.4], [9.2, 10.2, 10.4, 9.5]).as_plain and of([8.0], [8.0]).p_value == 1.0
+    assert outcome.p_value_of([three, three]) == 2 / 20**2, "two scripts show together what neither does alone"
+    assert outcome.p_value_of([three, of(three.plain_ms, three.steps_ms)]) == 1.0
+    (line,) = [line for line in sums([three, four]) if "geometric mean of 2: 1.09" in line]
+    assert "(p = 0.001)" in line
 
 
 def test_scripts_are_begun_together_and_proven_after_their_verdicts(folder, monkeypatch):
@@ -255,7 +282,17 @@ def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
     )
     good = replace(good, seconds=9.0)
     late = Outcome(
-        "dcgan", ["1"], ["2"], ["main.py:3 sync"], "sync main.py:3", False, [8.0], [5.0], seconds=50.0, findings=2, holds=False
+        "dcgan",
+        ["1"],
+        ["2"],
+        ["main.py:3 sync"],
+        "sync main.py:3",
+        False,
+        [8.0] * 4,
+        [5.0] * 4,
+        seconds=50.0,
+        findings=2,
+        holds=False,
     )
     lines = table([good, late, Outcome("ppo", failed="exit code 2: no module")])
     assert len({len(line) for line in lines}) == 1 and "not the largest" in lines[3]
@@ -266,12 +303,10 @@ def test_a_table_of_outcomes_names_what_is_apart(tmp_path):
         tmp_path / "wild-gpu.json", {"gpu": "GPU", "torch": "2", "date": "2026-11-29", "commit": "1", "command": "c"}, [good]
     )
     assert "## The doctor on public scripts, GPU" in outcome.section(tmp_path) and "= 0.80: no" in outcome.section(tmp_path)
-    apart = [replace(good, steps_ms=[1.0, ms, 99.0], plain_ms=[5.0, 8.0, 10.0]) for ms in (8.1, 9.5, 4.5, 10.5)]
-    assert [each.as_plain for each in apart] == [True, None, False, False], (
-        "among plain runs that differ by more, nothing is told"
-    )
-    assert "between plain runs, 62 % apart" in outcome.step_of(apart[1])
-    assert "step between those of plain runs, which are further apart: vae (62 %)" in sums([apart[1]])
+    scattered = replace(good, steps_ms=[1.0, 9.5, 99.0], plain_ms=[5.0, 8.0, 10.0])
+    assert scattered.as_plain is None and "= 1.188: not decided, p = 1.00" in outcome.step_of(scattered)
+    assert "step further from the plain one, not significantly: vae (p = 1.00)" in sums([scattered])
+    assert "step within 5 % of the plain one: 1 of 2 scripts" in sums([good, scattered]), "what is not decided is not the same"
     text = "\n".join(sums([good, late]))
     assert "2 of 3" in text and "1 of 3" in text and text.count("1 of 2 scripts") == 4 and "0 of 1 scripts" in text
 
@@ -357,7 +392,12 @@ def test_the_next_one_waits_for_the_end_of_the_last(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "has_ended", lambda process: asked.append(process) or len(asked) == 3)
     turn.stepped()
     assert asked == [1, 1, 1] and turn.waited >= alone.SETTLED_S
+    turn.measured()
+    next_one = alone.Turn(str(tmp_path / "lock"), str(tmp_path / "next"), 2, at=1)
+    next_one.stepped()
+    assert len(asked) == 3 and next_one.waited >= alone.SETTLED_S, "after one that goes on later, it begins as long afterwards"
     os.close(turn.file)
+    os.close(next_one.file)
 
 
 SCRIPT_TEXT = (
@@ -427,6 +467,26 @@ def test_a_plain_run_is_python_s_and_makes_the_steps_of_the_doctor_s(tmp_path, k
     subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": folders}, check=True, capture_output=True)
     wanted = 40 if known is None else min(int(alone.MORE * known), 40)
     assert len(json.loads((tmp_path / "plain" / "steps.json").read_text())) == wanted - 1, "of the first optimizer alone"
+
+
+@pytest.mark.parametrize(
+    "name, wanted", [("doctor", ["sampled", "measured", "located"]), ("steps", ["measured", "sampled", "located"])]
+)
+def test_the_doctor_gives_the_machine_back_when_it_has_measured(tmp_path, monkeypatch, name, wanted):
+    did: list[str] = []
+    monkeypatch.setattr(alone.Turn, "measured", lambda turn: did.append("measured"))
+    for phase, begun in ((located.SampledPhase, "sampled"), (located.LocatedPhase, "located")):
+        monkeypatch.setattr(phase, "begin", lambda _, begun=begun: did.append(begun))
+
+    def command(argv: list[str]) -> int:
+        assert argv[0] == "doctor" and argv[-1] == "main.py"
+        located.SampledPhase.begin(None)
+        located.LocatedPhase.begin(None)
+        return 2
+
+    monkeypatch.setattr(cli, "main", command)
+    assert alone.main([str(tmp_path / "lock"), str(tmp_path / "doctor-1"), "1", name, "main.py"]) == 2
+    assert did == wanted and (tmp_path / "doctor-1" / "timed.json").read_text() == "0"
 
 
 def test_runs_that_take_turns_are_noted_and_start_together(tmp_path, monkeypatch):

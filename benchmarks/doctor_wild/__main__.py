@@ -34,7 +34,9 @@ class Options:
     """Names of scripts, the most doubtful first; all of them by default."""
     rounds: int = 3
     """How often the doctor and a script alone run, in turns, and a proof runs it, unmodified and patched. 0: the doctor runs
-    once, and patches are made and not run."""
+    once, and patches are made and not run. Fewer than 4 cannot show that a step differs."""
+    steps_only: bool = False
+    """Compare steps alone, so that there is time for more rounds: no results are kept, and no proof runs."""
     processes: int = 4
     """How many scripts are measured at the same time, with a process a run. One at a time runs its timed steps."""
     seconds: float = 300.0
@@ -52,6 +54,8 @@ def main(options: Options) -> None:
         raise SystemExit(f"eye: got {options.eye!r}, wanted one of {', '.join(EYES)}.")
     if 0 < options.rounds < 3:
         raise SystemExit(f"rounds: got {options.rounds}, wanted 0 or at least 3.")
+    if options.steps_only and (options.results or options.dry_run or not options.rounds or options.eye != "doctor"):
+        raise SystemExit("steps-only: got it with --results, --dry-run, --rounds 0 or --eye; leave one of them out.")
     wanted: list[Script] = []
     known = scripts()
     if unknown := set(options.only) - set(known):
@@ -80,7 +84,7 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as turns:
         how = Measurement(
             options.folder.resolve(), Path(turns) / "turn", options.keep and options.keep.resolve(), options.rounds,
-            options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye,
+            options.seconds, time.monotonic() + options.budget, options.dry_run, options.eye, options.steps_only,
         )  # fmt: skip
         how.all(wanted, 1 if options.dry_run else options.processes, tell)
     measured = [outcomes[script.name] for script in wanted]

@@ -1,10 +1,11 @@
 """Measurements for which this machine does nothing else.
 
-    python -m benchmarks.doctor_wild.alone LOCK FOLDER NUMBER doctor | fix | run | plain  [arguments]
+    python -m benchmarks.doctor_wild.alone LOCK FOLDER NUMBER doctor | steps | fix | run | plain  [arguments]
 
 Steps bound by the host differed by 20 to 75 % from run to run while another process started, on other cores as well (H200). So
 processes start and warm up together, then each is measured alone, in the order of their numbers, and then all report. FOLDER
-receives what a process leaves: in notes.json when its first step was, the seconds that it took to it and waited since.
+receives what a process leaves: in notes.json when its first step was, the seconds that it took to it and waited since. `steps`
+is the doctor, which is alone in the steps of its STEP and not while it samples and records.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ QUEUE, ROOM, TURN, ORDER = 0, 1, 2, 3  # bytes of the lock's file; from ORDER on
 LAST = 1000  # number of the lock's file, above those of the driver's
 SOON = 5  # the step after which a process is alone: the first ones choose algorithms
 BEFORE = 20  # steps before the timed ones of a proof's run, in which a loader's queue may empty again
-SETTLED_S = 0.2  # after a process has ended
+SETTLED_S = 0.2  # before a process is measured, whether the last one has ended or goes on later: all begin alike
 MORE = 1.25  # steps of a plain run, of those until the doctor has timed its last
 UNKNOWN = 200  # steps of a plain run if no doctor was before it
 AT_ONCE = 16  # runs of a proof
@@ -40,7 +41,7 @@ class Turn:
 
     The kernel gives the locks back when the process ends. They are its own: a forked worker of a loader does not keep them. But
     it gives them back before the driver takes down the context, which holds up the next process's first half second. So the
-    lock's file has the number of the process that is measured, and the next one waits until it has ended.
+    lock's file has the number of the process that is measured, and the next one waits until it has ended, if it did not leave.
     """
 
     def __init__(self, lock: str, folder: str, number: int, at: int = SOON):
@@ -71,8 +72,8 @@ class Turn:
         if last := os.pread(self.file, 20, 0):
             while not has_ended(int(last)):
                 time.sleep(0.01)
-            time.sleep(SETTLED_S)
             os.ftruncate(self.file, 0)
+        time.sleep(SETTLED_S)
         os.pwrite(self.file, str(os.getpid()).encode(), 0)
         self.measuring = True
 
@@ -149,15 +150,18 @@ def main(argv: list[str]) -> int:
 
     def sampling(begin: Callable[..., None], phase: Any) -> None:
         turn.write("timed.json", turn.steps)
+        if name == "steps":
+            turn.measured()
         begin(phase)
 
     def locating(begin: Callable[..., None], phase: Any) -> None:
         """Call LocatedPhase.begin: its steps give lines, and no times."""
-        turn.measured()
+        if name == "doctor":
+            turn.measured()
         begin(phase)
 
     with hooked(Phases, "ended", ended), hooked(SampledPhase, "begin", sampling), hooked(LocatedPhase, "begin", locating):
-        code = cli.main([name, "--out", str(turn.folder), *arguments])
+        code = cli.main(["doctor", "--out", str(turn.folder), *arguments])
     turn.note(ended=time.time())
     if code < 2:
         with open(turn.folder / "patches.json", "w", encoding="utf-8") as file, redirect_stdout(file):

@@ -46,6 +46,7 @@ class Measurement:
     rounds     runs of the doctor, of the script alone, and of each side of a proof. 0: one of the doctor, and no other
     seconds    after which a program is ended, with its wait for its turn: a verdict, or all runs of a proof
     until      a time of time.monotonic(), after which nothing begins, and what runs is ended
+    steps_only nothing is proven, and the doctor's runs are not alone once they have timed their steps
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Measurement:
     until: float = inf
     dry: bool = False
     eye: str = "doctor"
+    steps_only: bool = False
 
     def all(self, scripts: Sequence[Script], processes: int, tell: Tell) -> None:
         """Measure scripts, `processes` at the same time: their verdicts, then their proofs, since runs of a proof that start
@@ -83,7 +85,8 @@ class Measurement:
 
     def proven(self, script: Script, number: int, outcome: Outcome, tell: Tell) -> None:
         """Run the script unmodified and patched, if there are patches."""
-        if self.rounds and outcome.patched and self.eye == "doctor" and time.monotonic() < self.until:
+        wanted = self.rounds and not self.steps_only and self.eye == "doctor"
+        if wanted and outcome.patched and time.monotonic() < self.until:
             with self._copied(script, number + NUMBERS // 2) as run:
                 tell(run.prove(outcome))
 
@@ -161,12 +164,13 @@ class _Run:
         """
         dry = ["--dry-run"] if self.how.dry else []
         alone = not self.how.dry and self.how.rounds > 0
+        name = "steps" if self.how.steps_only else "doctor"
         turns = range(1, self.how.rounds + 1 if alone else 2)
         with ThreadPoolExecutor(2 * len(turns)) as pool:
             doctors, plain = [], []
             for turn in turns:  # the later one of two comes first in the next turn
                 own, other = (2 * turn - 1, 2 * turn) if turn % 2 else (2 * turn, 2 * turn - 1)
-                doctors.append(pool.submit(self.alone, f"doctor-{turn}", own, "doctor", *dry, *self.words))
+                doctors.append(pool.submit(self.alone, f"doctor-{turn}", own, name, *dry, *self.words))
                 if alone:
                     plain.append(pool.submit(self.alone, f"plain-{turn}", other, "plain", "doctor-1", *self.words))
         doctors[0].result()  # raises what failed; later runs may fail, and are left out

@@ -3,18 +3,23 @@
 import gc
 import io
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import nn
 from torch.overrides import _len_torch_function_stack
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+import gpubound
+from gpubound.doctor.record import phases as phases_module
 from gpubound.doctor.record.located import LocatedPhase, MarkingLedger, SurveyPhase, WatchedPhase, unchanged
-from gpubound.doctor.record.phases import Period, Phase, Phases, RecordedPhase
+from gpubound.doctor.record.phases import Period, Phase, Phases, RecordedPhase, TimedPhase
 from gpubound.doctor.record.run import RunPlan, _measure
-from gpubound.doctor.record.script import StopScript
+from gpubound.doctor.record.script import Steps, StopScript
 from gpubound.doctor.record.tape import MARK
 from gpubound.errors import MeasureError
 from gpubound.watch.pretend import simgpu
@@ -116,6 +121,40 @@ def test_nothing_of_the_survey_is_left_in_the_steps_that_are_timed():
             phases.ended()
     plain, surveyed, timed = (seen[name].items() for name in ("plain", "surveyed", "timed"))
     assert plain <= timed and not plain <= surveyed
+
+
+def calls_of_timed_steps(layers: int) -> list[str]:
+    """Return the functions of this library that are called in three timed steps of a model with so many layers."""
+    own, called = str(Path(gpubound.__file__).parent), []
+    timed = TimedPhase(3, seconds=0.0)
+
+    def watched(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(own):
+            called.append(frame.f_code.co_qualname)
+
+    with Phases([Phase(2), timed], keep_going=True) as phases, Steps(phases.ended):  # before the model is made, as for a script
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(layers)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = iter(torch.utils.data.DataLoader(torch.ones(10, 2), batch_size=2))
+        for batch in batches:
+            sys.setprofile(watched if phases.total == 2 else sys.getprofile())
+            loss = model(batch.clone()).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+        sys.setprofile(None)
+    assert len(timed.step_ms) == 3
+    return called
+
+
+def test_a_timed_step_calls_the_doctor_a_few_times_however_long_it_is(monkeypatch):
+    """STEP is the script's own: nothing watches its modules, ops and Python code. What is called is the same for any model."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", MagicMock())
+    monkeypatch.setattr(phases_module, "statistics", lambda: {"alloc": 0})
+    short = calls_of_timed_steps(1)
+    assert short == calls_of_timed_steps(20) and "TimedPhase._record" in short and len(short) / 3 < 30
 
 
 def test_a_script_that_profiles_itself_has_no_tape_and_is_told_so():
