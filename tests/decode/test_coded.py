@@ -19,7 +19,7 @@ from tests.models.quantized.cases import CONFIG, write
 
 from .cases import build, prompts
 
-HELD = ("gptq", "awq", "packed-asymmetric", "int8-rows", "fp8-rows", "fp8-blocks", "nf4")
+HELD = ("gptq", "gptq-act-order", "packed-act-order", "awq", "packed-asymmetric", "int8-rows", "fp8-rows", "fp8-blocks", "nf4")
 STEP = [
     ("2 x norm, q k v", "quantized_norm_product"),
     ("2 x output", "quantized_add_product"),
@@ -163,8 +163,41 @@ def test_rounding_what_is_quantised_is_refused(device):
         gb.decoder(model, max_length=32, weights="int4")
 
 
-def test_halves_of_two_formats_take_the_models_own_forward(device):
+@pytest.mark.parametrize("adapted", [False, True])
+def test_gate_and_up_of_two_formats_are_a_product_each(device, adapted):
     model = with_codes({"gate_proj": "uint4", "up_proj": "int8_16"}, device)
-    decoder = gb.decoder(model, max_length=64)
-    assert "gate and up are quantised in two formats" in decoder.path
-    assert decoder.generate(texts := prompts(5), max_new_tokens=8).tokens == greedy(model, texts, 8)
+    if adapted:
+        gb.lora.add(model, rank=4, targets=["gate_proj", "up_proj"])
+        for p in gb.lora.parameters(model):
+            torch.nn.init.normal_(p, std=0.1)
+    decoder = assert_greedy(model)
+    assert ("2 x norm, gate, up", "reference: quantized_norm_product", "") in decoder.body.report()
+
+
+def test_columns_that_each_layer_sorts_in_another_order(tmp_path, device):
+    """q, k and v, and gate and up, are a product each. A copy and a state dict keep the order."""
+    write(tmp_path, "gptq-8-act-orders")
+    model = load_hf(tmp_path, dtype=torch.float32).eval().to(device)
+    attention = model.model.layers[0].self_attn
+    assert not torch.equal(attention.q_proj.base.buffer("order"), attention.k_proj.base.buffer("order"))
+    for rows in (3, 12):
+        decoder = gb.decoder(model, rows, 64, verify=rows == 3)
+        assert decoder.path == ""
+        assert decoder.generate(texts := prompts(*range(2, 2 + rows)), max_new_tokens=8).tokens == greedy(model, texts, 8)
+    other = load_hf(tmp_path, dtype=torch.float32).to(device)
+    for module in other.modules():
+        if isinstance(module, Base):
+            module.buffer("order").zero_()
+    other.load_state_dict(model.state_dict())
+    for one in (other, copy.deepcopy(model)):
+        assert torch.equal(dense(one).model.layers[1].mlp.down_proj.weight, dense(model).model.layers[1].mlp.down_proj.weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8-act-orders"])
+def test_the_kernels_give_the_same_tokens_of_sorted_columns(interpret, tmp_path, name):
+    write(tmp_path, name, replace(CONFIG, layers=1))
+    model = load_hf(tmp_path, dtype=torch.float32).eval()
+    wanted = greedy(model, texts := prompts(5), 2)
+    interpret()
+    assert gb.decoder(model, 1, 32, verify=False).generate(texts, max_new_tokens=2).tokens == wanted

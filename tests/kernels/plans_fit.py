@@ -111,7 +111,7 @@ SHAPES: dict[str, list[tuple]] = {
     "quantized_routed_gate_up": [("int4",), ("fp4",), ("int8", "gelu_tanh")],
     "quantized_add_routed": [("int8",), ("fp4",)],
     "quantized_routed_down": [("int8",), ("fp4",)],
-    "dequantize": [("int8",), ("fp4",)],
+    "dequantize": [("int8",), ("fp4",), ("int4", True)],
     "quantize_rows": [(True,), (False,)],
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
     "quantized_norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],

@@ -105,6 +105,48 @@ def test_unpacking_agrees_with_the_reference(device, kind, turns, dtype):
     agree("dequantize", weight(device, kind, 18, 200), torch.empty(18, 200, device=device, dtype=dtype), turns, limit=0)
 
 
+def sorted_weight(device, kind: str, rows: int, columns: int) -> Packed:
+    packed = weight(device, kind, rows, columns)
+    return packed._replace(order=torch.randperm(packed.columns, generator=torch.Generator().manual_seed(2)).int().to(device))
+
+
+@pairwise
+@pytest.mark.parametrize("kind", ["int4", "uint4_32", "int8"])
+@pytest.mark.parametrize("offset", [None, 0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch, columns, rows", [(1, 256, 32), (3, 200, 18)])
+def test_products_of_sorted_columns(device, kind, offset, dtype, batch, columns, rows):
+    """Against each packed column moved to its own place in fp64, with a norm, without, and with a gain of 1 + weight."""
+    packed = sorted_weight(device, kind, rows, columns)
+    values = torch.empty(rows, columns, device=device, dtype=torch.float64)
+    for column, here in enumerate(unpack(packed._replace(order=None)).double().unbind(1)):
+        values[:, packed.order[column]] = here
+    assert torch.equal(unpack(packed).double(), values)
+    x, h = draw(device, torch.float32, batch, columns), draw(device, dtype, batch, columns)
+    norm = None if offset is None else Norm(draw(device, dtype, columns, seed=2), 1e-5, offset)
+    gain = 1.0 if norm is None else (norm.weight.double() + norm.offset) / (x.double().square().mean(1, True) + 1e-5).sqrt()
+    out, added, unpacked = (torch.empty(count, rows, device=device) for count in (batch, batch, rows))
+    out = agree("quantized_norm_product", x, norm, packed, None, out, None, None, limit=PARITY[kind])[4]
+    same("product", out.double(), x.double() * gain @ values.t(), PARITY[kind])
+    both = torch.empty(batch, rows // 2, device=device, dtype=dtype)
+    agree("quantized_norm_gate_up", x * 0.1, norm, packed, None, both, limit=2 * PARITY[kind])
+    added = agree("quantized_add_product", h, packed, None, added.zero_(), limit=PARITY[kind])[3]
+    same("added", added.double(), h.double() @ values.t(), PARITY[kind])
+    unpacked = agree("dequantize", packed, torch.empty(rows, columns, device=device), 1, limit=1e-7)[1]
+    same("weight", unpacked.double(), values, 1e-7)
+
+
+def test_inputs_of_sorted_columns_are_rounded_as_they_are_multiplied(device):
+    packed, x = sorted_weight(device, "int4", 8, 256), draw(device, torch.float32, 2, 256)
+    x[:, 7] = 1e4
+    rounded = packing.round_inputs(x, "int4", packed.order)
+    order = packed.order.long()
+    assert torch.equal(rounded[:, order], packing.round_inputs(x[:, order].contiguous(), "int4"))
+    wanted = rounded.double() @ unpack(packed).double().t()
+    for got in products(device, x, packed):
+        assert ((got - wanted).norm() / wanted.norm()).item() < 5e-6
+
+
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_several_tiles_and_those_that_do_not_divide_a_row(device, kind, monkeypatch):
     columns = 544 if kind == "fp4" else 520  # five groups: 80 words of int4 and fp4, 160 of the others

@@ -18,7 +18,9 @@ from tests.models.quantized.cases import write
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-rows", "fp8-blocks", "nf4-plain", "packed-asymmetric"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "gptq-act-order", "gptq-8-act-orders", "awq", "fp8-rows", "fp8-blocks", "nf4-plain", "packed-asymmetric"]
+)
 def test_gradients_of_adapters_are_those_over_the_dequantised_base(tmp_path, name):
     write(tmp_path, name)
     model = load_hf(tmp_path, dtype=torch.float32)

@@ -396,7 +396,7 @@ class DenseMLP(Part):
 
     def ops(self) -> list[tuple[str, str, str]]:
         first = f"{self.norm_in_product}gate, up"
-        return [(first, f"{self.gate_up.prefix}norm_gate_up", ""), ("down", f"{self.down.prefix}add_product", "")]
+        return [(first, f"{self.gate_up.prefix}{self.gate_up.gates}", ""), ("down", f"{self.down.prefix}add_product", "")]
 
 
 class UngatedMLP(Part):

@@ -38,7 +38,6 @@ from ..trace import notice
 from ..watch.pretend import PARAMETERS
 from .kv_cache import CachedLayer, cached_layers
 from .model_watch import TensorWatch, WeightVersions, model_tensors, scalars_of
-from .weights import kind_of, packed_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SCALED = ("TextScaledWordEmbedding", "ScaledWordEmbedding")  # roles of embeddings with a factor, which a reader's shape has
@@ -277,8 +276,6 @@ def _unlike(layers: Sequence[LayerWeights]) -> str | None:
             coded = {format_of(layer.weight).coded for layer in group}
             if len(coded) > 1:
                 return f"{name}: only some of the layers that read its input are quantised"
-            if coded == {True} and len(group) == 2 and len({kind_of(packed_of(layer)) for layer in group}) > 1:
-                return f"{name}: gate and up are quantised in two formats"
     return None
 
 

@@ -53,8 +53,9 @@ Maxima = tuple[Tensor | None, Tensor | None]
 NO_MAXIMA = (None, None)
 
 
-def kind_of(packed: Packed) -> tuple[str, torch.dtype]:
-    return packed.kind, packed.scale.dtype
+def kind_of(packed: Packed) -> tuple[str, torch.dtype, list[int] | None]:
+    """Return what packed weights that are multiplied as one have in common."""
+    return packed.kind, packed.scale.dtype, None if packed.order is None else packed.order.tolist()
 
 
 def packed_of(layer: Linear) -> Packed:
@@ -63,7 +64,7 @@ def packed_of(layer: Linear) -> Packed:
 
 
 def own_codes(layers: Sequence[Linear]) -> list[Packed]:
-    """Return the codes of quantised layers, those of one format as one weight, which are neighbours in memory."""
+    """Return the codes of quantised layers, those of one format and order as one weight, which are neighbours in memory."""
     together = [[*group] for _, group in groupby(map(packed_of, layers), kind_of)]
     return [join_packed(group, join_rows([one.words for one in group])) for group in together]
 
@@ -86,6 +87,7 @@ class PackedLinear:
         self.form, self.layers, self.parts, self.turns = form, layers, parts, turns
         self.counts, self.rows = [len(layer.weight) for layer in layers], [part.rows for part in parts]
         self.size, self.device = (sum(self.rows), parts[0].columns), parts[0].words.device
+        self.gates = "norm_gate_up" if len(parts) == 1 else "norm_product"  # the op that multiplies by gate and up
         self.nbytes = sum(part.nbytes for part in parts)
         self.biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = self.alternate_bias = self.biases[0] if self.biases else None
@@ -128,12 +130,11 @@ class PackedLinear:
         return kernels.activate_rows(self.norm_product(x, norm, scratch, mode), activation, out, mode, by)
 
     def norm_gate_up(self, x: Tensor, norm: Norm | None, activation: str, out: Tensor, mode: int) -> None:
-        (packed,) = self.parts
-        if self.added is None:
-            kernels.quantized_norm_gate_up(x, norm, packed, self.alternate_bias, out, mode, activation, self.turns == 2)
+        if self.added is None and len(self.parts) == 1:
+            kernels.quantized_norm_gate_up(x, norm, self.parts[0], self.alternate_bias, out, mode, activation, self.turns == 2)
             return
-        gate, up = kernels.norm_product(x, norm, packed, bias=self.bias, dependent=mode).split(self.counts, 1)
-        self.added.add(self._normed(x, norm), gate, up)
+        both = torch.empty(len(x), self.size[0], device=self.device, dtype=torch.float32)
+        gate, up = self.norm_product(x, norm, both, mode).split(self.counts, 1)
         out.copy_(ACTIVATIONS[activation](gate) * up)
 
     def add_product(self, h: Tensor, x: Tensor, mode: int) -> None:
@@ -267,6 +268,7 @@ class DenseLinear:
 
     prefix = ""
     added: LoraDelta | None = None  # of the layers' adapters; set by the layer's part
+    gates = "norm_gate_up"
     keeps = True  # whether `add_product` takes a second place for the stream
     gemv_rows: int | None = None
     copy: Tensor | None = None  # of the stream, which tiled GEMMs read and write

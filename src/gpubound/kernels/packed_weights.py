@@ -12,6 +12,9 @@ uint8, uint4, ..._32       level · scale - offset: levels begin at 0, and each 
 fp8_rows, fp8_blocks       e4m3 in the order of memory, with an fp32 scale a row, or a row and 128 columns
 nf4                        codes of quantize.py in their order, with an fp32 scale a row and 64 columns
 
+A weight whose groups are no adjacent columns (GPTQ's act-order) is packed with its columns sorted by group, and keeps their
+`order`. Products gather x in this order; dequantised weights have their columns where they were.
+
 Rows are split into groups of 128 columns, the last padded with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits with 8
 or 4 columns each: slot t of word r holds column t · words + r. So adjacent words hold adjacent columns in the same slot: a
 thread that reads four words, 16 bytes, multiplies each slot by adjacent elements of x, and nothing is interleaved. In fp4 the
@@ -102,13 +105,15 @@ CHUNK = 1 << 24  # weights widened at a time
 
 class Packed(NamedTuple):
     """A (rows, columns) weight. words: (rows, words) int32; scale: (rows, groups) bf16, for fp8 (rows, 1) fp32, for fp4
-    (rows, 4 groups) uint8. extra: of a kind with offsets (rows, groups) fp32, of nf4 its sixteen numbers."""
+    (rows, 4 groups) uint8. extra: of a kind with offsets (rows, groups) fp32, of nf4 its sixteen numbers. order: (columns,)
+    int32, the weight's column that each packed one is; None: the same."""
 
     words: Tensor
     scale: Tensor
     columns: int
     kind: str
     extra: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -127,7 +132,7 @@ class Packed(NamedTuple):
         return sum(t.nbytes for t in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        return [t for t in (self.words, self.scale, self.extra) if t is not None]
+        return [t for t in (self.words, self.scale, self.extra, self.order) if t is not None]
 
     def part(self, rows: slice) -> "Packed":
         """Some of the rows, over the same memory."""
@@ -153,6 +158,8 @@ def check_packed(op: str, weight: Packed, x: Tensor) -> None:
     if kind.offset or kind.values == "nf4":
         extra = (16,) if kind.values == "nf4" else scales
         require(op, "the weight's extra", cast(Tensor, weight.extra), torch.float32, extra, x.device, why)
+    if weight.order is not None:
+        require(op, "the weight's order", weight.order, torch.int32, (columns,), x.device, why)
 
 
 def check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
@@ -161,6 +168,8 @@ def check_experts(op: str, name: str, weight: Packed, rows: int) -> None:
         raise ValueError(f"{op}: {what}; pack the experts' weights as one, pack(stack.flatten(0, 1), kind).")
     if weight.extra is not None:
         raise ValueError(f"{op}: {name} is {weight.kind}, wanted a kind without offsets or a code table for experts.")
+    if weight.order is not None:
+        raise ValueError(f"{op}: {name} has its columns in another order, wanted experts with columns in place.")
 
 
 @torch.no_grad()
@@ -279,18 +288,26 @@ def unpack(packed: Packed) -> Tensor:
     if kind.offset:
         assert packed.extra is not None
         values = (values.unflatten(1, (-1, kind.group)) - packed.extra[..., None]).flatten(1)
-    return values[:, :columns].contiguous()
+    return restore_columns(values[:, :columns], packed.order)
 
 
-def round_inputs(x: Tensor, kind: str) -> Tensor:
+def restore_columns(sorted_columns: Tensor, order: Tensor | None) -> Tensor:
+    """Return a tensor (..., columns) with the columns of a packed weight as the weight has them."""
+    if order is None:
+        return sorted_columns.contiguous()
+    return torch.empty_like(sorted_columns).index_copy_(-1, order.long(), sorted_columns)
+
+
+def round_inputs(x: Tensor, kind: str, order: Tensor | None = None) -> Tensor:
     """Return fp32 x (..., columns) as decoding kernels multiply it by levels of this kind: in 16 bits of the largest of the
     columns that four words hold. Numbers that are no levels are multiplied by x itself."""
     about, columns = TABLE[kind], x.shape[-1]
     if about.values != "level":
         return x
+    x = x if order is None else x.index_select(-1, order)
     parts = F.pad(x, (0, -columns % GROUP)).unflatten(-1, (-1, len(about.shifts), about.spacing // 4, 4))
     one = parts.abs().amax((-3, -1), keepdim=True).clamp_min(1e-30) / MOST
-    return ((parts / one).round() * one).flatten(-4)[..., :columns]
+    return restore_columns(((parts / one).round() * one).flatten(-4)[..., :columns], order)
 
 
 def _times(values: Tensor, scale: Tensor, group: int) -> Tensor:

@@ -48,10 +48,11 @@ def dequantize(weight: Packed, out: Tensor, turns: int = 1) -> Tensor:
     require("dequantize", "out", out, None, (weight.rows, weight.columns), weight.words.device, WRITTEN)
     if turns < 1 or weight.rows % turns:
         raise ValueError(f"dequantize: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
-    return implementation("dequantize", out, None, (weight.kind,))(weight, out, turns)
+    shape = (weight.kind,) if weight.order is None else (weight.kind, True)
+    return implementation("dequantize", out, None, shape)(weight, out, turns)
 
 
-@definition(lambda g, kind="int8": (draw_packed(g, 40, 192, kind), draw(g, 40, 192).detach(), 2))
+@definition(lambda g, kind="int8", sort=False: (draw_packed(g, 40, 192, kind, sort), draw(g, 40, 192).detach(), 2))
 def dequantize_reference(weight, out, turns=1):
     return out.copy_(unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1))
 
@@ -137,7 +138,11 @@ def quantized_column_down_reference(h, down, bias, ids, out, dependent=0):
     return column_down_reference(h, down, bias, ids, out)
 
 
-def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str) -> Packed:
+def draw_packed(generator: torch.Generator, rows: int, columns: int, kind: str, sort: bool = False) -> Packed:
+    """sort: with its columns in another order"""
+    if sort:
+        packed = draw_packed(generator, rows, columns, kind)
+        return packed._replace(order=torch.randperm(packed.columns, generator=generator, device="cpu").int())
     if kind == "fp4":
         columns -= columns % MX
         codes = torch.randint(256, (rows, columns // 2), generator=generator, dtype=torch.uint8, device="cpu")

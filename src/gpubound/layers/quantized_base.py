@@ -183,12 +183,13 @@ class InPacked(Frozen):
     @classmethod
     def split(cls, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the codes and the scales of a packed weight, as `encode` does."""
-        return packed.words, {"scale": packed.scale} | ({} if packed.extra is None else {"extra": packed.extra})
+        others = {"extra": packed.extra, "order": packed.order}
+        return packed.words, {"scale": packed.scale} | {name: t for name, t in others.items() if t is not None}
 
     def packed(self, codes: Tensor) -> Packed:
         base = self.base
-        extra = base.buffer("extra") if "extra" in base.dtypes else None
-        return Packed(codes, base.buffer("scale"), base.shape[1], self.name, extra)
+        extra, order = (base.buffer(name) if name in base.dtypes else None for name in ("extra", "order"))
+        return Packed(codes, base.buffer("scale"), base.shape[1], self.name, extra, order)
 
 
 class InInt8(InPacked):

@@ -488,6 +488,7 @@ class RowParts:
     shape: tuple[int, int]
     rows: Callable[[int, int], Tensor]
     kind: str
+    order: ClassVar[None] = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -514,7 +515,8 @@ def plain_linear(x: Tensor, layer: Linear) -> Tensor:
     weight: Any = layer.weight
     format: Any = format_of(weight)
     if _inputs_rounded.get() and (format.coded or isinstance(weight, RowParts)):
-        x = round_inputs(x, format.packed(weight.detach()).kind if format.coded else weight.kind)
+        packed = format.packed(weight.detach()) if format.coded else weight
+        x = round_inputs(x, packed.kind, packed.order)
     weight = dequantised([weight], torch.float32) if format.coded else weight
     parts = weight.split(max(1, AT_ONCE // weight.shape[1]))
     y = torch.cat([F.linear(x, part.to(x.device).float()) for part in parts], -1)

@@ -45,13 +45,18 @@ def pack(levels: np.ndarray, bits: int, order: tuple[int, ...] | None = None) ->
     return torch.from_numpy(words.view(np.int32).copy())
 
 
-def gptq(seed: int, rows: int, columns: int, bits: int = 4, symmetric: bool = True, act_order: bool = False) -> Drawn:
+def act_order(seed: int, index: np.ndarray) -> np.ndarray:
+    """Return the groups of columns in an order that layers of one input share, as GPTQ's do. Seeds from 100 on share none."""
+    return generator(seed if seed >= 100 else len(index)).permutation(index)
+
+
+def gptq(seed: int, rows: int, columns: int, bits: int = 4, symmetric: bool = True, sort: bool = False) -> Drawn:
     g, groups, top = generator(seed), columns // GROUP, 1 << bits
     levels, scale = g.integers(0, top, (columns, rows)), scales(g, groups, rows)
     zeros = np.full((groups, rows), top // 2) if symmetric else g.integers(1, top + 1, (groups, rows))
     index = np.arange(columns) // GROUP
-    if act_order:
-        index = g.permutation(index)
+    if sort:
+        index = act_order(seed, index)
     numbers = (levels - zeros[index]) * scale.astype(np.float64)[index] / (16 if bits == 8 else 1)
     if bits == 8:
         scale = half(scale / 16)
@@ -74,11 +79,11 @@ def awq(seed: int, rows: int, columns: int) -> Drawn:
     return tensors, torch.from_numpy(numbers.T.copy())
 
 
-def packed_integers(seed: int, rows: int, columns: int, size: int = 32, symmetric: bool = True) -> Drawn:
+def packed_integers(seed: int, rows: int, columns: int, size: int = 32, symmetric: bool = True, sort: bool = False) -> Drawn:
     g, groups = generator(seed), columns // size
     values, scale = g.integers(-8, 8, (rows, columns)), scales(g, rows, groups)
     zeros = np.zeros((rows, groups), dtype=np.int64) if symmetric else g.integers(-8, 8, (rows, groups))
-    index = np.arange(columns) // size
+    index = act_order(seed, np.arange(columns) // size) if sort else np.arange(columns) // size
     numbers = (values - zeros[:, index]) * scale.astype(np.float64)[:, index]
     tensors = {
         "weight_packed": pack(values + 8, 4),
@@ -87,6 +92,8 @@ def packed_integers(seed: int, rows: int, columns: int, size: int = 32, symmetri
     }
     if not symmetric:
         tensors["weight_zero_point"] = pack((zeros + 8).T, 4).t().contiguous()
+    if sort:
+        tensors["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
     return tensors, torch.from_numpy(numbers)
 
 
@@ -181,12 +188,21 @@ FORMATS: dict[str, tuple[Callable[..., Drawn], dict[str, Any], str]] = {
     ),
     "gptq-8": (lambda *a: gptq(*a, bits=8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}, "int8"),
     "gptq-act-order": (
-        lambda *a: gptq(*a, act_order=True), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, "",
+        lambda *a: gptq(*a, sort=True), {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}, "int4",
+    ),
+    "gptq-act-order-asymmetric": (
+        lambda *a: gptq(*a, symmetric=False, sort=True), {"quant_method": "gptq", "bits": 4, "desc_act": True}, "uint4",
+    ),
+    "gptq-8-act-orders": (  # of each layer another
+        lambda seed, *a: gptq(100 + seed, *a, bits=8, sort=True), {"quant_method": "gptq", "bits": 8, "desc_act": True}, "int8",
     ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, "uint4"),
     "packed": (packed_integers, compressed("pack-quantized", 4, "int", "group"), "int4_32"),
     "packed-asymmetric": (
         lambda *a: packed_integers(*a, symmetric=False), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
+    ),
+    "packed-act-order": (
+        lambda *a: packed_integers(*a, symmetric=False, sort=True), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
     ),
     "int8-rows": (int8_rows, compressed("int-quantized", 8, "int", "channel"), "int8"),
     "fp8-tensor": (fp8_tensor, compressed("float-quantized", 8, "float", "tensor"), "fp8"),

@@ -1,7 +1,9 @@
 """Published quantised folders: the numbers that every scheme publishes, and what keeps their codes."""
 
 import json
+import re
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,12 @@ from gpubound.models.llama.checkpoint import load_hf, reads
 from gpubound.models.quantized import gguf
 from gpubound.models.quantized.scheme import Coded
 from gpubound.models.storing import numbers
+from gpubound.trace import fallbacks
 from gpubound.train.data import known_tokenizer
 from gpubound.train.recipe import Recipe
 
 from .. import wrappers
-from .cases import BLOCKS, FORMATS, fp8_rows, gguf_tensor, write, write_gguf
+from .cases import BLOCKS, FORMATS, fp8_rows, gguf_tensor, pack, write, write_gguf
 
 SMALL = DecoderConfig(hidden=256, intermediate=256, layers=1, heads=4, kv_heads=2, vocabulary=64)
 WORDS = ["<|end|>", *"abcdefghijklmnopqrstuvwxyz", "Ġ", "th", "the", "Ġthe", "in", "ing"]
@@ -161,7 +164,7 @@ def test_a_damaged_gguf_file_is_named(tmp_path):
         load_hf(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["gptq-asymmetric", "fp8-blocks", "nf4"])
+@pytest.mark.parametrize("name", ["gptq-act-order-asymmetric", "fp8-blocks", "nf4"])
 def test_a_model_of_transformers_keeps_its_codes(tmp_path, name):
     """Beyond our Decoder, here by the scaling of its rotary angles."""
     pytest.importorskip("transformers")
@@ -175,6 +178,8 @@ def test_a_model_of_transformers_keeps_its_codes(tmp_path, name):
     twin = type(model)(model.config).eval()
     twin.load_state_dict({key: value.float() for key, value in numbers.items()})
     ids = torch.tensor([[1, 2, 3, 4]])
+    torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-5, atol=1e-5)
+    gb.place(model, device="cpu")
     torch.testing.assert_close(model(ids).logits, twin(ids).logits, rtol=1e-5, atol=1e-5)
     decoder = gb.decoder(model, max_length=32)
     assert decoder.path == "", decoder.path
@@ -272,9 +277,10 @@ def test_a_part_that_changes_a_weight_is_named(tmp_path):
 
 
 @pytest.mark.slow
-def test_reading_holds_the_codes_and_one_layer(tmp_path):
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order-asymmetric"])
+def test_reading_holds_the_codes_and_one_layer(tmp_path, name):
     config = DecoderConfig(hidden=256, intermediate=1024, layers=6, heads=4, kv_heads=2, vocabulary=64)
-    write(tmp_path, "awq", config)
+    write(tmp_path, name, config)
     with Alive() as alive:
         model = load_hf(tmp_path, dtype=torch.bfloat16)
     weights, layer = 6 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 1024 * 256), 1024 * 256
@@ -320,6 +326,26 @@ def test_a_folder_is_read_into_the_numbers_that_it_publishes(tmp_path, name):
         assert torch.equal(values, wanted[f"{layer}.weight"].float()), layer
     for key in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(model.get_parameter(key), wanted[key])
+
+
+@pytest.mark.parametrize(
+    "groups, said", [([0] * 100 + [1] * 156, "act-order.*different sizes"), ([*range(32)] * 8, "8 columns a scale")]
+)
+def test_act_orders_that_no_format_holds_are_dequantised(tmp_path, groups, said):
+    """Groups of different sizes, and of too few columns. Both are counted, with the reason."""
+    write(tmp_path, "gptq-act-order")
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj"
+    stored, count, index = load_file(file), max(groups) + 1, torch.tensor(groups, dtype=torch.int32)
+    levels = torch.randint(16, (256, 256), generator=torch.Generator().manual_seed(0)).numpy()
+    scales = torch.rand(count, 256, generator=torch.Generator().manual_seed(1)).half() / 64
+    parts = {"qweight": pack(levels.T, 4).t(), "scales": scales, "qzeros": pack(np.full((count, 256), 7), 4), "g_idx": index}
+    save_file(stored | {f"{layer}.{part}": t.contiguous() for part, t in parts.items()}, file)
+    before = Counter(fallbacks)
+    model = load_hf(tmp_path, dtype=torch.float32)
+    ((_, why),) = fallbacks - before
+    assert re.fullmatch(f"{layer} are read in float32: .*{said}.*", why), why
+    wanted = (torch.from_numpy(levels.T).double() - 8) * scales.double().t()[:, index.long()]
+    assert torch.equal(model.get_submodule(layer).weight, wanted.float())
 
 
 @pytest.mark.parametrize("name", BLOCKS)
