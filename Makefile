@@ -70,7 +70,6 @@ plans: $(VENV)/.installed
 
 # tests/wheel.py: builds the sdist and the wheel, installs the wheel in an empty environment, and runs its commands.
 wheel: $(VENV)/.installed
-	$(PY) -m pip install --quiet --disable-pip-version-check build
 	$(PY) tests/wheel.py
 
 format: $(VENV)/.installed

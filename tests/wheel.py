@@ -38,14 +38,15 @@ def main() -> int:
     dist = ROOT / "dist"
     for old in dist.glob("gpubound-*"):
         old.unlink()
-    run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, ROOT)
     (wheel,) = dist.glob("gpubound-*.whl")
     (sdist,) = dist.glob("gpubound-*.tar.gz")
     with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
         environment = Path(folder, "venv")
-        venv.create(environment, with_pip=True)
+        venv.create(environment)
         python, gpubound = environment / "bin/python", environment / "bin/gpubound"
-        run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", wheel)
+        pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+        run(*pip, "install", "--quiet", "--no-deps", wheel)
         packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
         for package in sorted(Path(sysconfig.get_path("purelib")).iterdir()):
             if not package.name.startswith(("gpubound", "_editable", "__editable", "pip")) and package.suffix != ".pth":

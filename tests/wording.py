@@ -30,7 +30,8 @@ def places(path: Path) -> list[tuple[int, str]]:
     """Return the lines of a source file that break a rule, each with what is wrong."""
     text = path.read_text(encoding="utf-8")
     found = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline) if PHRASE.search(text) else ()  # slow: 3 s for all files
+    for token in tokens:
         if token.type in (tokenize.COMMENT, tokenize.STRING):
             found += [(token.start[0], f"house phrase {match[0]!r}") for match in PHRASE.finditer(token.string)]
     for node in ast.walk(ast.parse(text)):

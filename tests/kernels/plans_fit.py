@@ -11,6 +11,7 @@ import ast
 import hashlib
 import json
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -142,8 +143,8 @@ FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward
 READS_FP8 = [("norm_products", (0.0, True, True)), ("norm_products", (None, True, False)), ("send_products", (True,))]
 
 
-def compile_all(capability: int) -> None:
-    """One line of JSON for each kernel: what it asks for, under its hash."""
+def compile_all() -> list[dict[str, Any]]:
+    """Return a row for each kernel and GPU: what it asks for, under its hash. An op's example is drawn once for all GPUs."""
     import triton
 
     from gpubound.kernels import selftest
@@ -151,35 +152,35 @@ def compile_all(capability: int) -> None:
     from tests.kernels import aot
 
     OPS = every()
-
-    known, seen = _kept(), set()
+    known, rows, seen = _kept(), [], set()
 
     def compiler(source, target, options) -> None:
         inputs = f"{sorted(source.signature.items())} {sorted(map(str, source.constants.items()))} {source.attrs}"
-        text = f"{code_of(source.fn)} {inputs} {capability} {sorted(options.items())} {triton.__version__}"
+        text = f"{code_of(source.fn)} {inputs} {target.arch} {sorted(options.items())} {triton.__version__}"
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
         if key not in seen:
             seen.add(key)
             shared = known.get(key)
             if shared is None:
                 shared = triton.compile(source, target=target, options=options).metadata.shared
-            _say(key=key, kernel=source.fn.__name__, shared=shared)
+            rows.append({"capability": target.arch, "key": key, "kernel": source.fn.__name__, "shared": shared})
 
     aot.compiler = compiler
-    aot.stand_in(capability, SHARED[capability])
     for op in OPS:
-        if op in FP8 and capability < 89:
-            continue
         for shape in SHAPES.get(op, [()]):
-            if (op, shape) in READS_FP8 and capability < 89:
-                continue
-            for dtype in DTYPES:
-                try:
-                    arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
-                    selftest._run(load("triton", op), arguments, torch.device("cpu"), dtype)
-                except Exception as error:  # told, and a failure of the whole
-                    why = str(error).strip().splitlines() or [""]
-                    _say(failed=f"{op} {shape} {dtype}: {type(error).__name__}: {why[0]}")
+            arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
+            for capability, limit in SHARED.items():
+                if capability < 89 and (op in FP8 or (op, shape) in READS_FP8):
+                    continue
+                aot.stand_in(capability, limit)
+                for dtype in DTYPES:
+                    try:
+                        selftest._run(load("triton", op), arguments, torch.device("cpu"), dtype)
+                    except Exception as error:  # printed, and a failure of the whole
+                        why = str(error).strip().splitlines() or [""]
+                        failed = f"{op} {shape} {dtype}: {type(error).__name__}: {why[0]}"
+                        rows.append({"capability": capability, "failed": failed})
+    return rows
 
 
 @cache
@@ -202,10 +203,6 @@ def code_of(function: Any) -> str:
     return hashlib.sha256(f"{ast.dump(tree)} {sorted(used.items())}".encode()).hexdigest()
 
 
-def _say(**row: Any) -> None:
-    print(json.dumps(row), flush=True)
-
-
 def _kept() -> dict[str, int]:
     return {key: shared for rows in _read().values() for key, shared in rows.items()}
 
@@ -220,15 +217,13 @@ def _keep(capability: int, found: dict[str, int]) -> None:
 
 
 def main() -> int:
-    from tests.kernels.apart import apart
-
-    bad = []
+    warnings.simplefilter("ignore", UserWarning)  # of ops whose kernels only compile
+    bad, kept, every = [], _kept(), compile_all()
     for capability, limit in SHARED.items():
-        text = apart(f"from tests.kernels import plans_fit\nplans_fit.compile_all({capability})")
-        rows = [json.loads(line) for line in text.splitlines()]
+        rows = [row for row in every if row["capability"] == capability]
         kernels = [row for row in rows if "shared" in row]
         most = max(kernels, key=lambda row: row["shared"])
-        new = len({row["key"] for row in kernels} - _kept().keys())
+        new = len({row["key"] for row in kernels} - kept.keys())
         print(f"sm_{capability}: {len(kernels)} kernels, {new} compiled now; {most['kernel']} asks for the most, "
               f"{most['shared']:,} of {limit:,} bytes", flush=True)  # fmt: skip
         bad += [f"sm_{capability}: {row['failed']}" for row in rows if "failed" in row]
