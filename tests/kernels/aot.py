@@ -11,9 +11,12 @@ One line an op: its name, then the kernels that compiled, or what went wrong. pl
 
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from gpubound.kernels.packed_weights import TABLE
 
 HOPPER = 90
 SHARED, MULTIPROCESSORS = 232_448, 132  # of an H100 and an H200
@@ -84,6 +87,29 @@ def example_of(op: str, *shape: Any) -> tuple:
     return every()[op].example(torch.Generator().manual_seed(0), *shape)
 
 
+def products_of(kind: str) -> dict[str, Callable[[], tuple]]:
+    """Inputs of the ops that read packed weights of this kind. Of published kinds two: all products decode a tile alike."""
+    from gpubound.kernels.decode_product import Norm, draw_stream
+    from gpubound.kernels.packed_weights import KINDS
+    from gpubound.kernels.quantized_product import draw_packed
+    from gpubound.kernels.registry import draw
+
+    g, norm = torch.Generator().manual_seed(0), Norm(torch.ones(256), 1e-6)
+    given = {
+        "quantized_norm_product": lambda: (
+            *draw_stream(g, 256), draw_packed(g, 40, 256, kind), None, torch.zeros(2, 40), None, None),
+        "dequantize": lambda: (draw_packed(g, 40, 256, kind), torch.zeros(40, 256), 1),
+    }  # fmt: skip
+    if kind not in (*KINDS, "fp4"):
+        return given
+    return given | {
+        "quantized_norm_gate_up": lambda: (
+            torch.randn(3, 256), norm, draw_packed(g, 40, 256, kind), None, torch.zeros(3, 20)),
+        "quantized_add_product": lambda: (draw(g, 1, 9000), draw_packed(g, 40, 9000, kind), None, torch.zeros(1, 40)),
+        "quantized_routed_gate_up": lambda: example_of("quantized_routed_gate_up", kind),
+    }  # fmt: skip
+
+
 # Cases that take kernels or plans which an op's self-test does not.
 MORE = {
     "send_product to three devices": ("send_product", lambda: shared("send_product", 3)),
@@ -149,6 +175,7 @@ MORE = {
         lambda: ([example_of("turn_heads")[0][0]._replace(weight=None, eps=None)], *example_of("turn_heads")[1:], True),
     ),
     "turn_heads of three parts": ("turn_heads", lambda: example_of("turn_heads", 3)),
+    **{f"{op} of {kind}": (op, draw) for kind in TABLE for op, draw in products_of(kind).items()},
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),
 }
 

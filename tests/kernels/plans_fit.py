@@ -143,44 +143,52 @@ FP8 = ("quantize", "quantize_rows", "quantize_swiglu", "quantize_swiglu_backward
 READS_FP8 = [("norm_products", (0.0, True, True)), ("norm_products", (None, True, False)), ("send_products", (True,))]
 
 
-def compile_all() -> list[dict[str, Any]]:
-    """Return a row for each kernel and GPU: what it asks for, under its hash. An op's example is drawn once for all GPUs."""
+def compile_new(source, target, options) -> tuple[str, int]:
+    """Return a kernel's hash and the shared memory it asks for. It is compiled unless that is kept."""
     import triton
 
+    inputs = f"{sorted(source.signature.items())} {sorted(map(str, source.constants.items()))} {source.attrs}"
+    text = f"{code_of(source.fn)} {inputs} {target.arch} {sorted(options.items())} {triton.__version__}"
+    key = hashlib.sha256(text.encode()).hexdigest()[:16]
+    if key not in _kept():
+        _kept()[key] = triton.compile(source, target=target, options=options).metadata.shared
+    return key, _kept()[key]
+
+
+def compile_all() -> list[dict[str, Any]]:
+    """Return a row for each kernel and GPU: what it asks for, under its hash. An op's example is drawn once for all GPUs."""
     from gpubound.kernels import selftest
     from gpubound.kernels.registry import every, load
     from tests.kernels import aot
 
     OPS = every()
-    known, rows, seen = _kept(), [], set()
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
 
     def compiler(source, target, options) -> None:
-        inputs = f"{sorted(source.signature.items())} {sorted(map(str, source.constants.items()))} {source.attrs}"
-        text = f"{code_of(source.fn)} {inputs} {target.arch} {sorted(options.items())} {triton.__version__}"
-        key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        if key not in seen:
-            seen.add(key)
-            shared = known.get(key)
-            if shared is None:
-                shared = triton.compile(source, target=target, options=options).metadata.shared
-            rows.append({"capability": target.arch, "key": key, "kernel": source.fn.__name__, "shared": shared})
+        key, shared = compile_new(source, target, options)
+        rows[target.arch, key] = {"capability": target.arch, "key": key, "kernel": source.fn.__name__, "shared": shared}
+
+    def run(name: str, capability: int, op: str, arguments: tuple, dtype: torch.dtype) -> None:
+        aot.stand_in(capability, SHARED[capability])
+        try:
+            selftest._run(load("triton", op), arguments, torch.device("cpu"), dtype)
+        except Exception as error:  # printed, and a failure of the whole
+            why = str(error).strip().splitlines() or [""]
+            failed = f"{name} {dtype}: {type(error).__name__}: {why[0]}"
+            rows[capability, failed] = {"capability": capability, "failed": failed}
 
     aot.compiler = compiler
     for op in OPS:
         for shape in SHAPES.get(op, [()]):
             arguments = OPS[op].example(torch.Generator().manual_seed(0), *shape)
-            for capability, limit in SHARED.items():
+            for capability in SHARED:
                 if capability < 89 and (op in FP8 or (op, shape) in READS_FP8):
                     continue
-                aot.stand_in(capability, limit)
                 for dtype in DTYPES:
-                    try:
-                        selftest._run(load("triton", op), arguments, torch.device("cpu"), dtype)
-                    except Exception as error:  # printed, and a failure of the whole
-                        why = str(error).strip().splitlines() or [""]
-                        failed = f"{op} {shape} {dtype}: {type(error).__name__}: {why[0]}"
-                        rows.append({"capability": capability, "failed": failed})
-    return rows
+                    run(f"{op} {shape}", capability, op, arguments, dtype)
+    for case in [*OPS, *aot.MORE]:  # of tests/kernels/test_compiles.py
+        run(case, aot.HOPPER, *aot.arguments_of(case), torch.bfloat16)
+    return list(rows.values())
 
 
 @cache
@@ -203,6 +211,7 @@ def code_of(function: Any) -> str:
     return hashlib.sha256(f"{ast.dump(tree)} {sorted(used.items())}".encode()).hexdigest()
 
 
+@cache
 def _kept() -> dict[str, int]:
     return {key: shared for rows in _read().values() for key, shared in rows.items()}
 
@@ -218,12 +227,12 @@ def _keep(capability: int, found: dict[str, int]) -> None:
 
 def main() -> int:
     warnings.simplefilter("ignore", UserWarning)  # of ops whose kernels only compile
-    bad, kept, every = [], _kept(), compile_all()
+    bad, kept, every = [], {*_kept()}, compile_all()
     for capability, limit in SHARED.items():
         rows = [row for row in every if row["capability"] == capability]
         kernels = [row for row in rows if "shared" in row]
         most = max(kernels, key=lambda row: row["shared"])
-        new = len({row["key"] for row in kernels} - kept.keys())
+        new = len({row["key"] for row in kernels} - kept)
         print(f"sm_{capability}: {len(kernels)} kernels, {new} compiled now; {most['kernel']} asks for the most, "
               f"{most['shared']:,} of {limit:,} bytes", flush=True)  # fmt: skip
         bad += [f"sm_{capability}: {row['failed']}" for row in rows if "failed" in row]

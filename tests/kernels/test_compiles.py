@@ -26,14 +26,14 @@ CASES = [op for op in [*every(), *MORE] if op not in TORCHS]
 
 def compile_apart(*cases: str, before: str = "") -> dict[str, str]:
     """case -> the kernels that compiled, in a process of its own where kernels are not interpreted."""
-    call = f"sys.argv[1:] = {list(cases)!r}\nrunpy.run_path('tests/kernels/aot.py', run_name='__main__')"
-    script = f"import runpy, sys\n{before}\n{call}"
+    script = f"import sys\nfrom tests.kernels import aot, plans_fit\n{before}\naot.main({list(cases)!r})"
     return dict(line.split(": ", 1) for line in apart(script).splitlines())
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    return compile_apart(*CASES)
+    """Compiled once for each state of a kernel's code: `make plans` keeps what has."""
+    return compile_apart(*CASES, before="aot.compiler = plans_fit.compile_new")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -13,7 +13,6 @@ from gpubound.kernels.registry import load
 from tests.messages import message, refusals
 
 from .cases import DTYPES, SOURCES, agree, draw, pairwise, same
-from .test_compiles import compile_apart
 
 # The kernel rounds x times its gain to 16 bits of the largest of 16 or 32 columns (_packed.py), of normal numbers 2.1 times
 # their spread, of products of two 4 times: errors of 4 / 32,512 / √12 = 3.6e-5 of the spread, of a single sum some times that.
@@ -249,37 +248,6 @@ def test_weights_that_share_an_x_are_one(device):
     both = pack_gate_up(gate, up, "int8")
     apart = kernels.dequantize(both, torch.empty(8, 128, device=device), turns=2)
     assert torch.equal(apart, torch.cat([unpack(pack(gate, "int8")), unpack(pack(up, "int8"))]))
-
-
-OTHERS = """
-import torch
-from gpubound.kernels.decode_product import Norm, draw_stream
-from gpubound.kernels.registry import OPS, draw
-from gpubound.kernels.quantized_product import draw_packed
-
-def give(op, example):
-    OPS[op] = OPS[op]._replace(example=example)
-
-kind = {kind!r}
-give("quantized_norm_product", lambda g: (
-    *draw_stream(g, 256), draw_packed(g, 40, 256, kind), None, torch.zeros(2, 40), None, None))
-give("quantized_norm_gate_up", lambda g: (
-    draw(g, 3, 256).detach(), Norm(draw(g, 256), 1e-6), draw_packed(g, 40, 256, kind), None, torch.zeros(3, 20)))
-give("quantized_add_product", lambda g: (
-    draw(g, 1, 9000), draw_packed(g, 40, 9000, kind), None, torch.zeros(1, 40)))
-give("dequantize", lambda g: (draw_packed(g, 40, 256, kind), torch.zeros(40, 256), 1))
-give("quantized_routed_gate_up", lambda g, example=OPS["quantized_routed_gate_up"].example: example(g, kind))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile the kernels and run them")
-@pytest.mark.parametrize("kind", TABLE)
-def test_every_kind_compiles(kind):
-    """The products decode a tile by one function: published kinds have one of them."""
-    others = ("quantized_norm_gate_up", "quantized_add_product", "quantized_routed_gate_up") if kind in ROUNDED else ()
-    outcomes = compile_apart("quantized_norm_product", "dequantize", *others, before=OTHERS.format(kind=kind))
-    assert all(outcome.endswith("_kernel") for outcome in outcomes.values()), outcomes
 
 
 def test_wrong_arguments_are_named(device):
