@@ -189,18 +189,18 @@ def _attend(qkv: Tensor, at: Tensor, known: Tensor, cache: LayerCache, heads: He
     live = place <= at[:, None]
     if heads.window:
         live &= place > at[:, None] - heads.window
-    scores = torch.einsum("bkgd,bkld->bkgl", q.view(B, K, -1, D), keys) * heads.scale
+    scores = q.view(B, K, -1, D) @ keys.transpose(2, 3) * heads.scale
     scores = capped_(scores, heads.cap)
     if pages is not None:  # a key of a page that there is not
         exists = _page_exists(pages, cache.k).repeat_interleave(cache.k.shape[2], 1)
         scores = scores.masked_fill(~exists[:, None, None], torch.nan)
-    scores = scores.masked_fill(~live[:, None, None], float("-inf"))
+    scores = torch.where(live[:, None, None], scores, float("-inf"))
     if heads.sinks is not None:
         sinks = heads.sinks.to(scores.dtype).view(K, -1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = torch.softmax(scores, -1)[..., : keys.shape[2]]
-    values = values.masked_fill(~live[:, None, :, None], 0.0)  # what lies beyond may be anything, NaN too
-    mixed = torch.einsum("bkgl,bkld->bkgd", weights, values).reshape(B, -1)
+    values = torch.where(live[:, None, :, None], values, 0.0)  # what lies beyond may be anything, NaN too
+    mixed = (weights @ values).reshape(B, -1)
     return mixed if gate is None else mixed * gate.reshape(B, -1).sigmoid()
 
 

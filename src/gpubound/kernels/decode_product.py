@@ -311,7 +311,8 @@ def check_keep(op: str, name: str, to: Tensor | None, x: Tensor) -> None:
 def rms_normed(x: Tensor, norm: Norm | None) -> Tensor:
     if norm is None:
         return x
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (norm.weight.to(x.dtype) + norm.offset)
+    gain = norm.weight.to(x.dtype)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (gain + norm.offset if norm.offset else gain)
 
 
 def capped_(x: Tensor, cap: float) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from .dispatch import SIXTEEN_BITS, implementation, require
 from .registry import definition, doubles, draw, frozen, ints
 
+LOW = 0xFFFFFFFF  # the lower word of an int64
 CHUNK = 4096  # tokens: a GPU's program reads them at once, and a vocabulary of 151,936 has 38
 
 
@@ -134,7 +135,7 @@ def sample_reference(logits, rows, settings, into, logprob=None, dependent=False
     scaled, top = _scaled(logits, settings)
     warm, sampled = settings.temperature > 0, scaled.argmax(1)
     if warm.device.type != "cpu" or warm.any():  # noise for a vocabulary takes a CPU longer than all else; a GPU is not asked
-        sampled = torch.where(warm, _race(scaled, rows.position, settings), sampled)
+        sampled = torch.where(warm, _race(scaled, rows.position, settings, filtered), sampled)
     good = top.isfinite()
     if logprob is not None:
         chosen = torch.log_softmax(logits.double(), 1).gather(1, sampled[:, None])[:, 0]
@@ -165,10 +166,12 @@ def _floor(scaled: Tensor, settings: Settings) -> Tensor:
     return torch.maximum(torch.maximum(floor, top_p), settings.min_p[:, None].log()).clamp(max=0.0)[:, 0]
 
 
-def _race(scaled: Tensor, position: Tensor, settings: Settings) -> Tensor:
+def _race(scaled: Tensor, position: Tensor, settings: Settings, filtered: bool = True) -> Tensor:
     """The token that finishes first: among those that are kept, or, where all are, in the chunk that does."""
     words, chunks = scaled.shape[1], -(-scaled.shape[1] // CHUNK)
-    mass = torch.where(scaled >= _floor(scaled, settings)[:, None], scaled.double().exp(), 0.0)
+    mass = scaled.double().exp()
+    if filtered:
+        mass = torch.where(scaled >= _floor(scaled, settings)[:, None], mass, 0.0)
     sums = F.pad(mass, (0, chunks * CHUNK - words)).unflatten(1, (chunks, CHUNK)).sum(2)
     chunk = _first(sums, position, settings, 1)
     unfiltered = ((settings.top_k <= 0) | (settings.top_k >= words)) & (settings.top_p >= 1) & (settings.min_p <= 0)
@@ -184,27 +187,32 @@ def _first(mass: Tensor, position: Tensor, settings: Settings, stream: int) -> T
 
 def _noise(seed: Tensor, position: Tensor, row: Tensor, words: int, stream: int = 0) -> Tensor:
     """32 random bits for each token or chunk of each row, as int64 (B, words)."""
-    counter = torch.arange(-(-words // 4), device=seed.device)[None]
-    key = seed[:, None] & 0xFFFFFFFF, (seed[:, None] >> 32) & 0xFFFFFFFF
-    noise = _philox(counter, position[:, None].long(), row[:, None].long() & 0xFFFFFFFF, torch.full_like(counter, stream), *key)
-    return torch.stack(noise, 2).flatten(1)[:, :words]
+    quads = -(-words // 4)
+    size = len(seed), quads
+    counter = torch.arange(quads, device=seed.device).expand(size), (row.long() & LOW)[:, None].expand(size)
+    other = position.long()[:, None].expand(size), torch.full(size, stream, device=seed.device, dtype=torch.int64)
+    key = torch.stack([seed & LOW, (seed >> 32) & LOW])[..., None]
+    noise = _philox(torch.stack(counter), torch.stack(other), key)
+    return torch.stack(noise, -1).permute(1, 2, 0, 3).flatten(1)[:, :words]
 
 
-def _philox(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:
-    """Ten rounds on words of 32 bits held in int64."""
+def _philox(even: Tensor, odd: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Ten rounds on words of 32 bits held in int64, two at once: numbers 0 and 2 of a counter, then 1 and 3, and its key.
+
+    A product of two words has 64 bits, and int64 wraps around to the same ones.
+    """
+    factors, steps = _words(even, 0xD2511F53, 0xCD9E8D57), _words(even, 0x9E3779B9, 0xBB67AE85)
     for _ in range(10):
-        high0, low0 = _multiply(c0, 0xD2511F53)
-        high2, low2 = _multiply(c2, 0xCD9E8D57)
-        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
-    return c0, c1, c2, c3
+        product = (even * factors).flip(0)
+        even, odd = ((product >> 32) & LOW) ^ odd ^ key, product & LOW
+        key = (key + steps) & LOW
+    return even, odd
 
 
-def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of a · b; by halves of b, as the whole product would not fit int64."""
-    low, high = a * (b & 0xFFFF), a * (b >> 16)
-    middle = (low >> 16) + high  # at most 2^48
-    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+def _words(like: Tensor, *words: int) -> Tensor:
+    """Two words, made where `like` is without a copy from the host."""
+    first, second = words
+    return first + (second - first) * torch.arange(2, device=like.device)[:, None, None]
 
 
 def _advance(
