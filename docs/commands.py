@@ -19,6 +19,16 @@ Every command with its options, as `gpubound COMMAND --help` prints them. The ke
 
 `gpubound completion bash >> ~/.bashrc` (or zsh, fish) completes commands and options.
 """
+PRINT = """
+from contextlib import suppress
+
+from gpubound import cli
+
+for name in cli.COMMANDS:
+    print(f"\\f{name}")
+    with suppress(SystemExit):
+        cli.main([name, "--help"])
+"""
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> None:
@@ -30,12 +40,10 @@ def on_files(files: "Files", config: "MkDocsConfig") -> None:
 def page() -> str:
     """Return the page as Markdown, a section a command."""
     environment = os.environ | {"PYTHONPATH": str(SOURCE), "COLUMNS": "96", "NO_COLOR": "1"}
-    listing = "import gpubound.cli as cli; print(*cli.COMMANDS)"
-    names = subprocess.run([sys.executable, "-c", listing], env=environment, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.executable, "-c", PRINT], env=environment, capture_output=True, text=True, check=True).stdout
     sections = [START]
-    for name in names.split():
-        command = [sys.executable, "-m", "gpubound", name, "--help"]
-        text = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    for section in printed.split("\f")[1:]:
+        name, _, text = section.partition("\n")
         text = re.sub(r"\n{3,}", "\n\n", text.strip())
         sections.append(f"## gpubound {name}\n\n```text\n{text}\n```\n")
     return "\n".join(sections)

@@ -23,6 +23,7 @@ from gpubound.models import load_hf, save_hf
 from tests.messages import message
 
 from . import by_heart
+from .processes import forking
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 reference, ckpt, run = by_heart.reference, by_heart.ckpt, by_heart.run  # fixtures
@@ -278,7 +279,7 @@ def ask(folder):
 
 @pytest.mark.slow
 def test_a_copy_ends_with_the_process_that_began_it(tmp_path):
-    asking = multiprocessing.get_context("spawn").Process(target=ask, args=(tmp_path,))
+    asking = forking().Process(target=ask, args=(tmp_path,))
     asking.start()
     copy = tmp_path / "copy"
     while not copy.exists() or not copy.read_text():

@@ -289,7 +289,7 @@ def assert_alike(fast, plain) -> None:
 VARIANTS = (SamplingVariant(), SamplingVariant(greedy=False, penalty=True, logprobs=True))
 
 
-def assert_never_waits(launch, rows: int, steps: int = 2) -> None:
+def assert_never_waits(launch, rows: int, steps: int = 1) -> None:
     """Run steps of `launch`(rows, steps, variant) of a decoder on the pretend device, which sees every wait and copy."""
     with no_stall(), torch.no_grad(), watch() as ledger:
         for variant in VARIANTS:

@@ -65,15 +65,15 @@ def halves(model) -> bool:
     return next(model.parameters()).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "pages", "temperature"),
+    ("kind", "pages", "temperature", "dtype"),
     [
-        pytest.param("own", None, 1.0, marks=pytest.mark.slow),
-        ("own", 9, 0.7),
-        pytest.param("Qwen3", 9, 1.0, marks=pytest.mark.slow),
-        pytest.param("Llama", None, 1.3, marks=pytest.mark.slow),
+        pytest.param("own", None, 1.0, torch.float32, marks=pytest.mark.slow),
+        ("own", 9, 0.7, torch.bfloat16),
+        pytest.param("Qwen3", 9, 1.0, torch.float32, marks=pytest.mark.slow),
+        pytest.param("Llama", None, 1.3, torch.bfloat16, marks=pytest.mark.slow),
     ],
+    ids=str,
 )
 def test_log_probabilities_are_the_trainers(kind, pages, temperature, dtype, device):
     """Three rows for eight sequences: refills, prompts that share a prefill, and fewer rows at the end."""

@@ -40,7 +40,7 @@ def test_a_ragged_batch_gives_the_models_tokens(kind, device):
     assert found[1][:6] == cases.hugging_face(fast.model, given[1], 6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNLIKE)
 def test_a_queue_of_prompts(kind, device):
     """Rows that are refilled while others go on, several samples of a prompt, a conversation, and rows that move."""
     fast, given = decoder(kind, device, 4), cases.prompts(20, 1, 6, 11)
@@ -55,7 +55,7 @@ def test_a_queue_of_prompts(kind, device):
     assert len(queue.sequences) == 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNLIKE)
 def test_a_conversation_is_read_again_however_long_it_is(kind, device, monkeypatch):
     """A row's keys would serve its next turn, which begins before its last token; a state cannot go back."""
     monkeypatch.setattr(rollout, "KEPT", 1)
@@ -136,7 +136,7 @@ def test_a_graph_holds_a_prompt(kind, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_kernels_in_the_interpreter(kind, interpret):
-    report = cases.interpreted_report(interpret, cases.build(kind), cases.prompts(5, 1), 3)
+    report = cases.interpreted_report(interpret, cases.build(kind), cases.prompts(5, 1), 2)
     assert any(part == "3 x state" and what.startswith("triton: ") for part, what, _ in report), report
 
 

@@ -184,12 +184,12 @@ def check(op: str, data) -> None:
         assert off <= selftest.LIMITS[torch.float32], f"{key} is off by {off:.1e}: {a}, {b}"
 
 
-@pytest.mark.parametrize("examples", [1, pytest.param(6, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("op", OPS)
-def test_refused_or_equal(op, examples):
-    most = min(3, examples) if op in LONG else examples
+CASES = [pytest.param(op, 3, id=op, marks=pytest.mark.slow) if op in LONG else pytest.param(op, 6, id=op) for op in OPS]
 
-    @settings(max_examples=most, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+
+@pytest.mark.parametrize(("op", "examples"), CASES)
+def test_refused_or_equal(op, examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(st.data())
     def run(data):
         check(op, data)

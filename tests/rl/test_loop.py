@@ -26,6 +26,7 @@ from gpubound.train.checkpoint.files import Staging
 from gpubound.train.loop import Stop
 from gpubound.train.step import TrainStep
 
+from ..processes import forking
 from .policies import KEYS, NEW, PROMPTS, WANTED, WORDS, policy, sevens, train, wide_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -365,6 +366,14 @@ def test_rewards_of_a_file_in_processes(tmp_path):
     assert seen != os.getpid() and run.tape.steps()[0]["reward"] == seen / 2
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes of rewards have imported all: 1.2 s of CPU each."""
+    context = forking()
+    monkeypatch.setattr("gpubound.rl.rewards.multiprocessing.get_context", lambda _: context)
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_reward_that_fails_in_a_process_is_named_with_its_line(tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text("import json\n\ndef parsed(completion_ids, **_):\n    return [json.loads('{') for _ in completion_ids]\n")
@@ -372,6 +381,7 @@ def test_a_reward_that_fails_in_a_process_is_named_with_its_line(tmp_path):
         train(tmp_path / "run", rewards={f"{file}:parsed": 1.0}, steps=1, processes=True)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_reward_whose_process_ends_is_named_at_once(tmp_path, monkeypatch):
     file = tmp_path / "rewards.py"
     file.write_text("import os\n\ndef ends(completion_ids, **_):\n    os._exit(3)\n")
