@@ -11,6 +11,7 @@ from torch import Tensor
 from gpubound import kernels
 from gpubound.layers.attention import attend
 from gpubound.layers.block import gated_down
+from gpubound.layers.linear_product import DENSE, Joined
 from gpubound.measure import Prepared
 from gpubound.models.richards import kernels as richards_kernels
 from gpubound.models.richards.kernels.richards import GATE, LEAST, VALUE
@@ -263,9 +264,13 @@ def gated_mlp(shape: Shape, draw: Drawer) -> Door:
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down)
 
+    def ours(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        y = DENSE.gated(x, *(Joined(weight.detach(), None, [weight], ()) for weight in (gate_up, down)), least=0)
+        return gated_down(F.linear(x, gate_up), down) if y is None else y
+
     return Door(
         [x, gate_up, down],
-        ours=lambda x, gate_up, down: gated_down(F.linear(x, gate_up), down),
+        ours=ours,
         eager=eager,
         others={"quack": cute_ops.gated_mlp, "quack-untuned": partial(cute_ops.gated_mlp, tuned=False)},
     )

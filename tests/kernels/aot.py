@@ -169,6 +169,11 @@ MORE = {
         "sparse_attention",
         lambda: example_of("sparse_attention", 512, True, False, True),
     ),
+    "swiglu_product of many rows": ("swiglu_product", lambda: example_of("swiglu_product", 256, 128, 4096)),
+    "swiglu_product_backward of many rows": (
+        "swiglu_product_backward",
+        lambda: example_of("swiglu_product_backward", 256, 128, 4096),
+    ),
     "swiglu, limited": ("swiglu", lambda: (*example_of("swiglu"), 0.5)),
     "turn_heads back, without a norm": (
         "turn_heads",
@@ -191,7 +196,8 @@ def describe(parameter, value: Any) -> tuple[str, Any, list]:
     if isinstance(value, torch.Tensor):
         return "*" + TYPES[value.dtype], None, [["tt.divisibility", 16]]
     if hasattr(value, "block_shape"):  # a tensor descriptor
-        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>", None, []
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""  # of Gluon's
+        return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>", None, []
     if isinstance(value, float):
         return "fp32", None, []
     if value == 1 and not parameter.do_not_specialize:
@@ -204,6 +210,7 @@ def compile_instead(kernel, *arguments, grid, warmup, **named):
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     known = {p.name for p in kernel.params}
     options = {name: value for name, value in named.items() if name not in known}
@@ -216,7 +223,8 @@ def compile_instead(kernel, *arguments, grid, warmup, **named):
             constants[(i,)] = constant
         if attribute:
             attributes[(i,)] = attribute
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     with warnings.catch_warnings():  # of the compiler, about its own defaults to come
         warnings.simplefilter("ignore")
         (compiler or triton.compile)(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -133,6 +133,8 @@ SHAPES: dict[str, list[tuple]] = {
     "split_product": [(4, 32, 1024, 1024), (4, 128, 2048, 2048), (8, 32, 4096, 512), (1, 16, 1024, 512)],
     "swiglu": [(14336, True)],
     "swiglu_backward": [(14336,)],
+    "swiglu_product": [(256, 128, 4096)],
+    "swiglu_product_backward": [(256, 128, 4096)],
     "tiled_add_product": [(8, 1024, 1024), (8, 4096, 1024), (16, 4096, 1024), (2, 8192, 2048)],
     "tiled_norm_gate_up": [(0.0, "silu", 8, 1024, 4096), (1.0, "gelu_tanh", 16, 1024, 4096), (0.0, "silu", 4, 2048, 8192)],
     "tiled_norm_product": [(0.0, 8, 1024, 1024), (None, 16, 1024, 1024), (0.0, 4, 2048, 2048)],
@@ -207,7 +209,7 @@ def code_of(function: Any) -> str:
             if isinstance(value, JITCallable):
                 used[node.id] = code_of(value)
             elif not isinstance(value, ModuleType):
-                used[node.id] = repr(value)
+                used[node.id] = getattr(value, "__qualname__", None) or repr(value)  # a function's repr has its address
     return hashlib.sha256(f"{ast.dump(tree)} {sorted(used.items())}".encode()).hexdigest()
 
 

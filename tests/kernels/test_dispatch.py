@@ -123,6 +123,8 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
     kernels.swiglu(x)
     kernels.geglu(x, x)
     kernels.swiglu_backward(draw(2, 24), draw(2, 48))
+    kernels.swiglu_product(draw(2, 24), draw(48, 24))
+    kernels.swiglu_product_backward(draw(2, 24), draw(24, 24), draw(2, 48))
     richards_kernels.richards(x, None, logistic)
     richards_kernels.richards_glu(x, None, None, logistic, logistic)
     richards_kernels.richards_glu_backward(draw(2, 24), draw(2, 48), None, None, logistic, logistic)
@@ -141,6 +143,8 @@ def test_the_doors_hand_on_their_callers_shape(monkeypatch):
         "swiglu": (24, True),
         "geglu": (48, False),
         "swiglu_backward": (24,),
+        "swiglu_product": (256, 128, 4096),
+        "swiglu_product_backward": (256, 128, 4096),
         "richards": (logistic,),
         "richards_glu": (24, logistic, logistic),
         "richards_glu_backward": (24, logistic, logistic),

@@ -1,5 +1,5 @@
 """SwiGLU and GeGLU: both mirrors agree, packed and apart, views are read in place, large gates stay finite, errors read as
-written. SwiGLU's backward with h again: both mirrors agree, both are autograd's."""
+written. SwiGLU's backward with h again: both mirrors agree, both are autograd's. So for both with the product before them."""
 
 import math
 from functools import partial
@@ -149,6 +149,8 @@ def test_wrong_arguments():
         lambda: kernels.swiglu(x, torch.ones(2, 3)),
         lambda: kernels.swiglu(x, x.half()),
         lambda: kernels.swiglu_backward(torch.ones(2, 3), x),
+        lambda: kernels.swiglu_product(x, torch.ones(6, 3)),
+        lambda: kernels.swiglu_product_backward(x, torch.ones(4, 3), torch.ones(2, 4)),
         lambda: kernels.geglu(x, approximate="erf"),
         lambda: kernels.geglu(torch.ones(3)),
     )
@@ -200,6 +202,60 @@ def test_backward_with_h_rows_with_gaps(device):
     dh, gate_up = wide[:, 7:57], wide[:, 100:200]
     for got, want in zip(fast.swiglu_backward(dh, gate_up), reference.swiglu_backward(dh, gate_up)):
         same("result", got, want, 2e-6)
+
+
+PRODUCTS = [(7, 24, 40), (16, 64, 128), (4096, 128, 256), (4099, 64, 128), (4200, 192, 640)]
+"""Rows, inputs, and columns of h: of 4,096 rows or more Hopper has a kernel."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", PRODUCTS, ids=str)
+def test_product_and_unit_match(sizes, dtype, device):
+    rows, width, cols = sizes
+    if device.type == "cpu" and rows > 4096:
+        pytest.skip("the kernel that these are for is a GPU's")
+    scale = width**-0.5
+    x, weight = draw(device, dtype, rows, width), scale * draw(device, dtype, 2 * cols, width, seed=1)
+    g, down = draw(device, dtype, rows, width, seed=2), scale * draw(device, dtype, width, cols, seed=3)
+    results = {of: [*of.swiglu_product(x, weight)] for of in (fast, reference)}
+    packed = results[reference][0]
+    for of, found in results.items():
+        found += of.swiglu_product_backward(g, down, packed.clone())
+    for name, got, want in zip(("gate_up", "h", "gradient", "h again"), results[fast], results[reference]):
+        same(name, got, want, 3 * TOLERANCE[dtype])
+    kept, again = packed.clone(), packed.clone()
+    overwritten = fast.swiglu_product_backward(g, down, again, overwrite=True)
+    assert overwritten[0].data_ptr() == again.data_ptr() and torch.equal(packed, kept)
+    assert all(map(torch.equal, overwritten, results[fast][2:]))
+
+
+@pytest.mark.gpu
+def test_hopper_takes_its_kernels(device, monkeypatch):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of Hopper")
+    from gpubound.kernels.triton import _gated_product
+
+    taken = []
+    for name in ("swiglu_product", "swiglu_product_backward"):
+        kernel = getattr(_gated_product, name)
+        monkeypatch.setattr(_gated_product, name, lambda *a, name=name, kernel=kernel: taken.append(name) or kernel(*a))
+    x, weight = draw(device, torch.bfloat16, 4096, 128), draw(device, torch.bfloat16, 512, 128, seed=1)
+    packed, h = kernels.swiglu_product(x, weight)
+    kernels.swiglu_product_backward(x, weight[:256].t().contiguous(), packed)
+    assert {*taken} == {"swiglu_product", "swiglu_product_backward"}
+    assert torch.equal(h, kernels.swiglu(packed))
+
+
+def test_product_references_are_autograds_in_fp64():
+    x, g = (draw("cpu", torch.float64, 3, 5, seed=i) for i in range(2))
+    weight, down = draw("cpu", torch.float64, 14, 5, seed=2), draw("cpu", torch.float64, 5, 7, seed=3)
+    packed = (x @ weight.t()).requires_grad_()
+    h = F.silu(packed[:, :7]) * packed[:, 7:]
+    same("packed", reference.swiglu_product(x, weight)[0], packed.detach(), 1e-14)
+    same("h", reference.swiglu_product(x, weight)[1], h.detach(), 1e-14)
+    gradient, again = reference.swiglu_product_backward(g, down, packed.detach())
+    same("gradient", gradient, torch.autograd.grad(h @ down.t(), packed, g)[0], 1e-14)
+    same("h again", again, h.detach(), 1e-14)
 
 
 def test_reference_is_the_formula_geglu():

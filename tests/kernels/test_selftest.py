@@ -100,6 +100,8 @@ SHAPED = {
     "split_product": (2, 9, 72, 20),
     "swiglu": (72, False),
     "swiglu_backward": (72,),
+    "swiglu_product": (72, 40, 9),
+    "swiglu_product_backward": (72, 40, 9),
     "take_words": (True,),
     "tiled_add_product": (3, 72, 40),
     "tiled_norm_gate_up": (1.0, "gelu_tanh"),

@@ -246,3 +246,45 @@ def test_a_last_backward_writes_over_what_it_no_longer_needs(device):
     assert torch.equal(packed.detach(), source) and kept.data_ptr() != packed.data_ptr()
     last, again = torch.autograd.grad(result, (packed, weight), g)
     assert torch.equal(last, kept) and torch.equal(again, dw) and last.data_ptr() == packed.data_ptr()
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("frozen", [(), ("gate_proj", "up_proj"), ("down_proj",)], ids=str)
+@pytest.mark.parametrize("main", [False, True], ids=["grad", "main_grad"])
+def test_an_mlp_of_one_function(frozen, main, device, monkeypatch):
+    """Its products compute the unit and its gradient; results and gradients are those of its parts, x's recipe is kept."""
+    calls, product = [], linear_product.swiglu_product
+    monkeypatch.setattr(linear_product, "swiglu_product", lambda *a: calls.append(a) or product(*a))
+    found = {}
+    for least in (0, KEEP_ALL):
+        torch.manual_seed(0)
+        mlp, norm = layers.MLP(HIDDEN, WIDE, device=device), layers.RMSNorm(HIDDEN, device=device)
+        mlp.recompute_bytes = norm.recompute_bytes = least
+        for name, p in mlp.named_parameters():
+            p.requires_grad_(name.split(".")[0] not in frozen)
+            if main:
+                p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        x = torch.randn(3, 5, HIDDEN, device=device, requires_grad=True)
+        with torch.no_grad():
+            mlp(x)  # moves weights together
+        y = mlp(norm(x))
+        first, again = (torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=keep)[0] for keep in (True, False))
+        assert torch.equal(first, again)
+        mlp(norm(x)).backward(torch.ones_like(y))
+        found[least] = [y, first, x.grad, *(p.main_grad if main else p.grad for p in mlp.parameters() if p.requires_grad)]
+    assert bool(calls) == ("down_proj" not in frozen)
+    for got, want in zip(found[0], found[KEEP_ALL]):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.interpreted
+def test_an_mlp_of_one_function_whose_weight_changes_before_backward(device):
+    mlp = layers.MLP(HIDDEN, WIDE, device=device)
+    mlp.recompute_bytes = 0
+    with torch.no_grad():
+        mlp(torch.ones(2, HIDDEN, device=device))
+    y = mlp(torch.ones(2, HIDDEN, device=device, requires_grad=True))
+    with torch.no_grad():
+        mlp.up_proj.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
+        y.sum().backward()

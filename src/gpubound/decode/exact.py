@@ -19,9 +19,8 @@ from ..kernels import cross_entropy, invariant_cached_attention, write_tokens
 from ..kernels.invariant import BLOCK, SharedKeys
 from ..layers.embedding_and_head import head_of
 from ..layers.invariant import BatchInvariant
-from ..models.invariant import why_not_invariant
 from ..models.language_model import hidden_of
-from ..models.registry import mode
+from ..models.registry import mode, why_not_invariant
 from .kv_cache import PAGE, Cache, CacheLayout, cached_layers, pages_for
 from .runner import RunnerConfig, SamplingVariant, Stepper, check_room, choose, into_body, random_ids
 from .transformer import ViewRunner

@@ -33,7 +33,14 @@ from .experts import (
     routed_gate_up as routed_gate_up,
     select_experts as select_experts,
 )
-from .gated import clamped_glu as clamped_glu, geglu as geglu, swiglu as swiglu, swiglu_backward as swiglu_backward
+from .gated import (
+    clamped_glu as clamped_glu,
+    geglu as geglu,
+    swiglu as swiglu,
+    swiglu_backward as swiglu_backward,
+    swiglu_product as swiglu_product,
+    swiglu_product_backward as swiglu_product_backward,
+)
 from .invariant import (
     invariant_attention as invariant_attention,
     invariant_cached_attention as invariant_cached_attention,

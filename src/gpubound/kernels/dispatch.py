@@ -228,7 +228,8 @@ def _compile_apart(kernel: Any, signature: Any, device: Any, constants: Any, opt
         if folder.get_file(f"{source.name[:150]}.json") is not None:
             return
         workers = _workers()
-    work = pickle.dumps((kernel.__module__, kernel.__name__, signature, constants, attributes, target, vars(options)))
+    specialized = signature, constants, attributes
+    work = pickle.dumps((kernel.__module__, kernel.__name__, type(source), specialized, target, vars(options)))
     worker = workers.get()
     try:
         if worker is not None and worker.poll(START_TIMEOUT):
@@ -310,10 +311,10 @@ def _compile_requests(requests: Connection) -> None:
     with suppress(EOFError, OSError):
         requests.send(None)
         while requests.poll(IDLE_TIMEOUT):
-            module, name, signature, constants, attributes, target, options = pickle.loads(requests.recv_bytes())
+            module, name, source, specialized, target, options = pickle.loads(requests.recv_bytes())
             with suppress(Exception):  # the parent compiles it again, and raises
                 _compute_cache_keys(kernel := getattr(import_module(module), name))
-                compiler.compile(compiler.ASTSource(kernel, signature, constants, attributes), target, options)
+                compiler.compile(source(kernel, *specialized), target, options)
             requests.send(None)
 
 

@@ -1,4 +1,5 @@
-"""Gated activations, f(gate) · up, of one packed tensor [gate | up] or of two. And SwiGLU's backward as an op.
+"""Gated activations, f(gate) · up, of one packed tensor [gate | up] or of two. SwiGLU's backward as an op, and both with the
+product before them.
 
 SwiGLU has f = silu, silu(g) = g · sigmoid(g). GeGLU has gelu: "none" is gelu(g) = g · Φ(g) with the normal distribution Φ,
 "tanh" its usual approximation.
@@ -8,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import implementation, require_last
-from .registry import definition, draw
+from .dispatch import implementation, require_device, require_last
+from .registry import definition, draw, frozen
 
 INFINITE = float("inf")
+LEAST_ROWS = 4096  # of a product whose epilogue computes the unit. With fewer, cuBLAS and another pass are about as fast
+PRODUCT = 256, 128, LEAST_ROWS  # arguments of an example that takes that kernel, whose code depends on no size
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, limit: float = INFINITE) -> Tensor:
@@ -75,6 +78,47 @@ def swiglu_backward_reference(dh, gate_up, overwrite=False):
     return gradient.to(gate_up.dtype), (gate * s * up).to(gate_up.dtype)
 
 
+def swiglu_product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate_up (N, 2 I) = x weightᵀ of rows x (N, K) and weight (2 I, K), and h (N, I) = silu(gate) · up."""
+    _check_product("swiglu_product", x, weight, (2 * (weight.shape[0] // 2), x.shape[-1]))
+    return implementation("swiglu_product", x, None, PRODUCT)(x, weight)
+
+
+@definition(
+    lambda g, cols=40, width=24, rows=16: (draw(g, rows, width), frozen(draw(g, 2 * cols, width))), tf32=lambda *_: True
+)
+def swiglu_product_reference(x, weight):
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate_up = (x.to(wide) @ weight.to(wide).t()).to(x.dtype)
+    return gate_up, swiglu_reference(gate_up)
+
+
+def swiglu_product_backward(g: Tensor, weight: Tensor, gate_up: Tensor, overwrite: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the gradient of gate_up (N, 2 I), and h (N, I) = silu(gate) · up, from g (N, K), the gradient of y = h weightᵀ.
+
+    weight     (K, I)
+    overwrite  the caller no longer needs gate_up, in whose memory its gradient may be
+    """
+    _check_product("swiglu_product_backward", g, weight, (g.shape[-1], weight.shape[-1]))
+    half = g.shape[0], 2 * weight.shape[1]
+    if gate_up.shape != half or gate_up.dtype != g.dtype or gate_up.device != g.device:
+        raise ValueError(
+            f"swiglu_product_backward: gate_up must be {half} {g.dtype} on {g.device} to match g and weight, "
+            f"got {tuple(gate_up.shape)} {gate_up.dtype} on {gate_up.device}; pass the packed product of forward."
+        )
+    return implementation("swiglu_product_backward", g, None, PRODUCT)(g, weight, gate_up, overwrite)
+
+
+@definition(
+    lambda g, cols=40, width=24, rows=16: (draw(g, rows, width), frozen(draw(g, width, cols)), draw(g, rows, 2 * cols)),
+    tf32=lambda *_: True,
+)
+def swiglu_product_backward_reference(g, weight, gate_up, overwrite=False):
+    wide = torch.promote_types(g.dtype, torch.float32)
+    gradient, h = swiglu_backward_reference(g.to(wide) @ weight.to(wide), gate_up.to(wide))
+    return gradient.to(g.dtype), h.to(g.dtype)
+
+
 def clamped_glu(packed: Tensor, alpha: float, limit: float) -> Tensor:
     """gpt-oss' unit of packed (..., 2 I), in which gate and up alternate: (up + 1) · gate · sigmoid(alpha · gate) (..., I).
 
@@ -117,6 +161,16 @@ def _checked(op: str, gate: Tensor, up: Tensor | None) -> tuple[int, bool]:
             f"got {tuple(up.shape)} {up.dtype} on {up.device}; cast, move or reshape it before the call."
         )
     return (gate.shape[-1] // 2, True) if up is None else (gate.shape[-1], False)
+
+
+def _check_product(op: str, x: Tensor, weight: Tensor, shape: tuple[int, int]) -> None:
+    first = "g" if op.endswith("backward") else "x"
+    if x.dim() != 2 or tuple(weight.shape) != shape or weight.dtype != x.dtype:
+        raise ValueError(
+            f"{op}: {first} must be a matrix and weight {shape} of its dtype {x.dtype}, got {tuple(x.shape)} and "
+            f"{tuple(weight.shape)} {weight.dtype}; reshape {first} to rows, and cast one of them."
+        )
+    require_device(op, x, weight=weight)
 
 
 def check_limit(op: str, limit: float) -> None:

@@ -17,7 +17,7 @@ from ..device import constant
 from ..kernels import add_rms_norm, rms_norm, swiglu, swiglu_backward
 from ..kernels.accumulate import deliver, weight_gradient
 from ..kernels.dispatch import Call, transformed
-from ..kernels.gated import gated
+from ..kernels.gated import PRODUCT, gated
 from ..trace import fallback
 from .fused_weights import Kernels, Projecting, Stacked, bare, hooked, run_linear
 from .linear_product import (
@@ -117,7 +117,8 @@ class MLP(Projecting):
         else:
             trained = trained_weight(down) if self.activation == "silu" and torch.is_grad_enabled() else None
             if trained is not None and not any(gates.adapters):
-                result = format_of(trained).gated(x, gates, Joined(trained.detach(), None, [trained], ()))
+                down_joined = Joined(trained.detach(), None, [trained], ())
+                result = format_of(trained).gated(x, gates, down_joined, self.recompute_bytes)
                 if result is not None:
                     return result
             full = multiply(x, gates)
@@ -134,7 +135,8 @@ class MLP(Projecting):
 def gated_calls(activation: str | None, inner: int) -> tuple[Call, ...]:
     """Return the ops that an MLP of width `inner` will call, so that a first step compiles their kernels in parallel."""
     if activation == "silu":
-        return ("swiglu", (inner, True)), ("swiglu_backward", (inner,))
+        products = ("swiglu_product", PRODUCT), ("swiglu_product_backward", PRODUCT)
+        return *products, ("swiglu", (inner, True)), ("swiglu_backward", (inner,))
     return (("geglu", (inner, True)),)
 
 

@@ -128,7 +128,7 @@ class Fp8(Format):
         """Drop the rounded weights, which have changed or will."""
         self._rounded = None
 
-    def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
+    def gated(self, x: Tensor, gates: Joined, down: Joined, least: float) -> Tensor | None:
         if not WEIGHT_GRADIENT_IN_FP8 or gates.bias is not None or torch.is_autocast_enabled(x.device.type):
             return None
         format = format_of(gates.weights[0]).select(x, gates.weights)

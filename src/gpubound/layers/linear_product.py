@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import device as facts
+from ..kernels import swiglu_product, swiglu_product_backward
 from ..kernels.accumulate import ATTRIBUTE, bias_gradients, ensure_record, join_rows, record_of, weight_gradients
-from ..kernels.dispatch import KERNEL_DTYPES, transformed
+from ..kernels.dispatch import KERNEL_DTYPES, can_launch, transformed
 from ..kernels.lora import Drop, OwnRanks, lora_product
 from .invariant import CONTEXT
 
@@ -88,9 +89,22 @@ class Format:
         parts = g.split([w.shape[0] for w in weights], 1)
         return dx, [weight_gradients([w], part, x)[0] if want else None for w, part, want in zip(weights, parts, wanted)]
 
-    def gated(self, x: Tensor, gates: Joined, down: Joined) -> Tensor | None:
-        """Compute down(silu(gate) · up) as one function, called on down's format. None: the caller computes its parts."""
-        return None
+    def gated(self, x: Tensor, gates: Joined, down: Joined, least: float) -> Tensor | None:
+        """Compute down(silu(gate) · up) as one function, called on down's format. None: the caller computes its parts.
+
+        least: bytes of an h that is recomputed in backward, not saved
+        """
+        if self is not DENSE or format_of(gates.weights[0]) is not DENSE or gates.bias is not None or not can_launch(x.device):
+            return None
+        if torch.compiler.is_compiling() or transformed() or getattr(CONTEXT, "mode", None) is not None:
+            return None
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        else:
+            check_dtypes(x, *gates.weights, *down.weights)
+        if x.nbytes // x.shape[-1] * down.weight.shape[1] < least:
+            return None
+        return _GatedMLP.apply(x, gates, down, *gates.weights, *down.weights)
 
 
 DENSE = Format()
@@ -283,6 +297,36 @@ class _Product(torch.autograd.Function):
         if dx is not None and g.dim() != 2:
             dx = dx.view(*g.shape[:-1], dx.shape[-1])
         return dx, None, None, None, *dw, *db, *of_adapters
+
+
+class _GatedMLP(torch.autograd.Function):
+    """down(silu(gate) · up), of which gate and up alone are saved. Parameters are attributes of ctx, as in _Product."""
+
+    @staticmethod
+    def forward(ctx, x, gates, down, *parameters):
+        recipe = recipe_of(x) if hasattr(x, ATTRIBUTE) else None
+        ctx.recompute = None if recipe is None else recipe.op
+        ctx.gates, ctx.down, ctx.parameters = gates, down, parameters
+        ctx.versions = [*map(VERSION, parameters)]
+        gate_up, h = swiglu_product(rows_of(x), gates.weight.to(x.dtype))
+        ctx.save_for_backward(gate_up, *((x,) if recipe is None else recipe.tensors))
+        return (h @ down.weight.to(x.dtype).t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        gate_up, *inputs = ctx.saved_tensors
+        if [*map(VERSION, ctx.parameters)] != ctx.versions:
+            raise changed_in_place()
+        # The last backward of a graph needs its saved tensors no longer. The peak of a step is here: by twice h less.
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        rows, (wants_dx, _, _, *wanted) = rows_of(g), ctx.needs_input_grad
+        d_gate_up, h = swiglu_product_backward(rows, ctx.down.weight.to(g.dtype), gate_up, overwrite=last)
+        d_down = weight_gradients(ctx.down.weights, rows, h)
+        del gate_up, h
+        x = inputs[0] if ctx.recompute is None else ctx.recompute(*inputs)
+        dx, d_gates = DENSE.backward(d_gate_up, rows_of(x), (), ctx.gates, wants_dx, wanted[: len(ctx.gates.weights)])
+        return None if dx is None else dx.view(*g.shape[:-1], -1), None, None, *d_gates, *d_down
 
 
 def changed_in_place() -> RuntimeError:

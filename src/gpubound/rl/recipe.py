@@ -174,7 +174,7 @@ class RLRecipe:
 
     def is_exact(self, model: Any, device: Any) -> bool:
         """Return `exact`, or its default for a model on a device: in fp32 rounding is 1e-6."""
-        from ..models.invariant import why_not_invariant
+        from ..models.registry import why_not_invariant
 
         if self.exact is not None:
             return self.exact

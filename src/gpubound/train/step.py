@@ -35,8 +35,8 @@ from ..layers import fp8
 from ..layers.fused_weights import give_own_storages, release_stacks
 from ..lora.adapter import pack_adapters
 from ..lora.model import calls_of_any_batch
-from ..models.invariant import why_not_invariant
 from ..models.language_model import LanguageModel, freeze_image_parts
+from ..models.registry import why_not_invariant
 from ..trace import notice, say, timed
 from .accumulate import Accumulators
 from .adamw import AdamW, AdamW8bit, Muon, Weights
