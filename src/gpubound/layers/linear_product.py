@@ -32,6 +32,7 @@ from .. import device as facts
 from ..kernels import swiglu_product, swiglu_product_backward
 from ..kernels.accumulate import ATTRIBUTE, bias_gradients, ensure_record, join_rows, record_of, weight_gradients
 from ..kernels.dispatch import KERNEL_DTYPES, can_launch, transformed
+from ..kernels.gated import LEAST_ROWS
 from ..kernels.lora import Drop, OwnRanks, lora_product
 from .invariant import CONTEXT
 
@@ -92,7 +93,7 @@ class Format:
     def gated(self, x: Tensor, gates: Joined, down: Joined, least: float) -> Tensor | None:
         """Compute down(silu(gate) · up) as one function, called on down's format. None: the caller computes its parts.
 
-        least: bytes of an h that is recomputed in backward, not saved
+        least: bytes of an h that is recomputed in backward, not saved, where no kernel computes it with a product anyway
         """
         if self is not DENSE or format_of(gates.weights[0]) is not DENSE or gates.bias is not None or not can_launch(x.device):
             return None
@@ -102,7 +103,8 @@ class Format:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         else:
             check_dtypes(x, *gates.weights, *down.weights)
-        if x.nbytes // x.shape[-1] * down.weight.shape[1] < least:
+        rows = x.numel() // x.shape[-1]
+        if rows < LEAST_ROWS and rows * down.weight.shape[1] * x.element_size() < least:
             return None
         return _GatedMLP.apply(x, gates, down, *gates.weights, *down.weights)
 
