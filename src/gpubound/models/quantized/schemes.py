@@ -301,7 +301,8 @@ class MxExperts(Fp4Experts):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.num_local_experts, config.hidden_size, config.intermediate_size, persistent=False)
-        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        # constants of the model's code before transformers 5.18
+        self.alpha, self.limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
         for part, (rows, _) in self.shapes.items():
             bias = torch.empty(self.num_experts, rows, dtype=torch.get_default_dtype())
             self.register_parameter(f"{part}_proj_bias", nn.Parameter(bias, requires_grad=False))
