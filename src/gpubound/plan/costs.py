@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ..device import CONTEXT
+from ..kernels.gated import LEAST_ROWS
 from ..kernels.quantize import CHUNK as QUANTISED, MULTIPLE
 from ..layers.linear_product import KEEP_ALL, LEAST_BYTES
 from ..train.adamw import AdamW8bit, Muon
@@ -116,8 +117,14 @@ def saved_by_block(step: StepConfig, least: float = LEAST_BYTES) -> int:
     elif step.numbers.fp8 and tokens % MULTIPLE == 0:
         row += h + q + h + f  # inputs of products, in 8 bits
     else:
-        row += sum(count * width * s for count, width in ((2, h), (1, f)) if tokens * width * s < least)
+        kept = ((2, h),) if _recomputes_unit(step) else ((2, h), (1, f))
+        row += sum(count * width * s for count, width in kept if tokens * width * s < least)
     return tokens * row
+
+
+def _recomputes_unit(step: StepConfig) -> bool:
+    """Return whether a dense MLP's backward computes the gated activation with a product, whatever else is recomputed."""
+    return step.tokens >= LEAST_ROWS and not step.sharded and not step.numbers.fp8
 
 
 def saved(step: StepConfig, least: float = LEAST_BYTES) -> int:
@@ -140,7 +147,8 @@ def _block_backward(step: StepConfig) -> int:
     h, f = c.hidden, c.intermediate
     again = saved_by_block(step) if step.recomputed == c.layers else 0
     if step.adapters is None:
-        recomputes = tokens * f * s >= LEAST_BYTES and step.recompute != "none" and not step.sharded
+        large = tokens * f * s >= LEAST_BYTES and step.recompute != "none" and not step.sharded
+        recomputes = large or _recomputes_unit(step)
         # Of the result, of gate and up, the result again; but for fp8 these are in memory that is no longer needed.
         widest = 3 if not recomputes else 4 if step.numbers.fp8 else 1
         return again + tokens * s * (2 * h + widest * f)
