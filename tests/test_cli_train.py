@@ -100,7 +100,7 @@ def test_every_preset_in_small(config, tmp_path, capsys, preset):
     """Trained, exported, and loaded by transformers: the preset's query heads a key head, tied or not, its rotation."""
     from transformers import AutoModelForCausalLM
 
-    export = ["--model", f"{preset}-tiny", "--steps", "30", "--export", "hf", "--json"]
+    export = ["--model", f"{preset}-tiny", "--steps", "15", "--export", "hf", "--json"]
     assert main(["train", str(config), *export]) == 0
     answer = json.loads(capsys.readouterr().out)
     records = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]

@@ -53,12 +53,19 @@ def both(model, **options) -> tuple[TrainStep, TrainStep]:
 
 
 MODELS = {"tied": lambda: decoder(True), "untied": lambda: decoder(False), "plain": Plain}
-OPTIONS = [
+OFF = [
     {"precision": "fp32", "graph": "off"},
     {"precision": "bf16", "graph": "off"},
     {"precision": "bf16", "graph": "off", "recompute": "blocks"},
-    pytest.param({"precision": "bf16-split", "graph": "require"}, marks=pytest.mark.slow),
-    pytest.param({"precision": "bf16", "graph": "require", "optimizer": AdamW8bit(lr=1e-2)}, marks=pytest.mark.slow),
+]
+CAPTURED = [
+    {"precision": "bf16-split", "graph": "require"},
+    {"precision": "bf16", "graph": "require", "optimizer": AdamW8bit(lr=1e-2)},
+]
+CASES = [
+    *((kind, options) for kind in ("tied", "plain") for options in OFF),
+    *(pytest.param("untied", options, marks=pytest.mark.slow) for options in OFF),
+    *(pytest.param(kind, options, marks=pytest.mark.slow) for kind in ("tied", "plain") for options in CAPTURED),
 ]
 
 
@@ -70,8 +77,7 @@ def spelled(options: object) -> str:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("options", OPTIONS, ids=spelled)
-@pytest.mark.parametrize("kind", ["tied", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("untied", "plain"))])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=spelled)
 def test_the_numbers_are_those_of_an_update_after_backward(kind, options):
     early, late = both(MODELS[kind], **{"optimizer": AdamW(lr=1e-2)} | options)
     for seed in range(2):
