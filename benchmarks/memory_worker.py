@@ -64,7 +64,8 @@ def config_of(recipe: Path, dry: bool) -> DecoderConfig:
 
 def small(recipe: Recipe) -> Recipe:
     """Return the recipe with few tokens, for a model of two blocks."""
-    return replace(recipe, seq=16, accumulate=min(2, recipe.accumulate), recompute="1" if recipe.recompute.isdecimal() else recipe.recompute)
+    recompute = "1" if recipe.recompute.isdecimal() else recipe.recompute
+    return replace(recipe, seq=16, accumulate=min(2, recipe.accumulate), recompute=recompute)
 
 
 def measured(recipe: Recipe, config: DecoderConfig, device: torch.device) -> tuple[MemoryPhases, dict[str, int]]:

@@ -1,6 +1,7 @@
 """`gpubound bench lora`: everyone trains the same adapters on the same data, and who learns otherwise is not timed."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def bench(tmp_path):
 # --- whole steps ---
 
 
+@cache
 def run(who, steps=6, **changes):
     """The losses of a contender in this process."""
     step = CONTENDERS[who](replace(TINY["tiny"], **changes).job(who, "cpu")).start()

@@ -285,8 +285,7 @@ def test_q_k_and_v_as_parts_of_a_sum(device, op, shared, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dependent", [0, EARLY])
+@pytest.mark.parametrize(("dtype", "dependent"), [(torch.float32, EARLY), (torch.bfloat16, 0)])
 def test_gated_heads_are_heads_times_their_gates(device, dtype, dependent):
     """A head of the product is q, then a gate; with one tile a part, or several, and of several tokens a row."""
     case = Case(device, dtype, [0, 63, 64, 149], normed=True, pairs=3, offset=1.0, gated=True)

@@ -21,7 +21,7 @@ DIFFUSION = {"model": "diffusion-tiny", "objective": "diffusion", "steps": 6, "s
 @pytest.mark.slow
 def test_stopped_and_resumed_it_is_the_same_run(corpus, tmp_path):
     """The masks, too: they come from torch's generator, whose state a checkpoint holds. Validation draws from its own."""
-    changes = DIFFUSION | {"eval_every": 2, "save_every": 2}
+    changes = DIFFUSION | {"eval_every": 3, "save_every": 2}
     whole, records = train(recipe(corpus, tmp_path / "whole", **changes))
     _, before = train(recipe(corpus, tmp_path / "parts", **changes), until=3)
     spelled = changes | {"objective": "masked_diffusion", "objective_options": {"levels": 8}}  # the same run in more words
