@@ -10,7 +10,7 @@ import gpubound as gb
 from gpubound.errors import GenerateError
 from gpubound.layers.quantized_base import KINDS, Base, InPacked
 from gpubound.lora.base import dequantize_base, quantize_base
-from gpubound.models import Decoder
+from gpubound.models import Decoder, DecoderConfig
 from gpubound.models.hf_loading import load_foreign
 from gpubound.models.llama.checkpoint import as_transformers, load_hf
 from tests.kernels.test_quantized_product import weight
@@ -19,6 +19,7 @@ from tests.models.quantized.cases import CONFIG, write
 
 from .cases import build, prompts
 
+INTERPRETED = replace(CONFIG, hidden=128, intermediate=256, layers=1)  # two groups of codes in a row of the down product
 HELD = ("gptq", "gptq-act-order", "packed-act-order", "awq", "packed-asymmetric", "int8-rows", "fp8-rows", "fp8-blocks", "nf4")
 STEP = [
     ("2 x norm, q k v", "quantized_norm_product"),
@@ -54,10 +55,10 @@ def assert_greedy(model: Decoder, rows: int = 2, count: int = 8, **options) -> g
     return decoder
 
 
-def with_codes(kinds: dict[str, str], device: torch.device, layers: int = CONFIG.layers) -> Decoder:
+def with_codes(kinds: dict[str, str], device: torch.device, config: DecoderConfig = CONFIG) -> Decoder:
     """A Decoder of random weights in fp32, whose layers of these names have random codes of these kinds."""
     torch.manual_seed(0)
-    model = Decoder(replace(CONFIG, layers=layers), device=device)
+    model = Decoder(config, device=device)
     for seed, (name, layer) in enumerate(model.named_modules()):
         if (kind := kinds.get(name.rpartition(".")[2])) is not None:
             packed = weight(device, kind, *layer.weight.shape, seed)
@@ -140,7 +141,7 @@ def test_biases_that_change_in_place_are_followed(device):
 @pytest.mark.parametrize("kind", ["uint4", "fp8_blocks", "nf4"])
 def test_the_kernels_give_the_same_tokens(interpret, kind):
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    model = with_codes(dict.fromkeys(names, kind), torch.device("cpu"), layers=1)
+    model = with_codes(dict.fromkeys(names, kind), torch.device("cpu"), INTERPRETED)
     wanted = greedy(model, texts := prompts(5), 2)
     interpret()
     assert gb.decoder(model, 1, 32, verify=False).generate(texts, max_new_tokens=2).tokens == wanted
@@ -197,7 +198,7 @@ def test_columns_that_each_layer_sorts_in_another_order(tmp_path, device):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq-act-order", "gptq-8-act-orders"])
 def test_the_kernels_give_the_same_tokens_of_sorted_columns(interpret, tmp_path, name):
-    write(tmp_path, name, replace(CONFIG, layers=1))
+    write(tmp_path, name, INTERPRETED)
     model = load_hf(tmp_path, dtype=torch.float32).eval()
     wanted = greedy(model, texts := prompts(5), 2)
     interpret()

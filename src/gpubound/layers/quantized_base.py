@@ -298,7 +298,10 @@ class Base(nn.Module):
         # not as nn.Module sets attributes, which would register them: the layer is this module's parent
         self.__dict__.update(_layer=(layer,), _weight=weight, shape=shape, kind=kind, dtypes=dtypes)
         for name in dtypes:
-            self.register_buffer(name, others[name].contiguous().view(torch.uint8))
+            tensor = others[name].contiguous()
+            if tensor.shape[-1:] == (1,):  # a transposed row is contiguous with the row's stride, which no view takes
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            self.register_buffer(name, tensor.view(torch.uint8))
         # has the weight's dtype, which `.to()` changes with the model's
         self.register_buffer("like", torch.empty(0, device=codes.device, dtype=dtype or weight.dtype), persistent=False)
         weight.requires_grad_(False)
