@@ -99,8 +99,11 @@ gates:
 figures:
 	$(OURS) $(HERE) -m benchmarks.figures
 
-docs: $(VENV)/.installed
+$(VENV)/.docs: $(VENV)/.installed
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 # In an empty environment, from a clone of what is committed: installs as README says, and follows README and docs block by block.

@@ -222,14 +222,17 @@ def _read() -> dict[str, dict[str, int]]:
     return json.loads(KEPT.read_text()) if KEPT.exists() else {}
 
 
-def _keep(capability: int, found: dict[str, int]) -> None:
-    rows = _read() | {f"sm_{capability}": dict(sorted(found.items()))}
-    KEPT.write_text(json.dumps(rows, indent=0) + "\n")
+def _keep(rows: dict[str, dict[str, int]]) -> None:
+    text = json.dumps({name: dict(sorted(found.items())) for name, found in rows.items()}, indent=0) + "\n"
+    if not KEPT.exists() or text != KEPT.read_text():
+        (new := KEPT.with_suffix(".new")).write_text(text)
+        new.replace(KEPT)  # at once: an archive may be built meanwhile
 
 
 def main() -> int:
     warnings.simplefilter("ignore", UserWarning)  # of ops whose kernels only compile
     bad, kept, every = [], {*_kept()}, compile_all()
+    found = {}
     for capability, limit in SHARED.items():
         rows = [row for row in every if row["capability"] == capability]
         kernels = [row for row in rows if "shared" in row]
@@ -239,7 +242,8 @@ def main() -> int:
               f"{most['shared']:,} of {limit:,} bytes", flush=True)  # fmt: skip
         bad += [f"sm_{capability}: {row['failed']}" for row in rows if "failed" in row]
         bad += [f"sm_{capability}: {row['kernel']}: {row['shared']:,} bytes" for row in kernels if row["shared"] > limit]
-        _keep(capability, {row["key"]: row["shared"] for row in kernels})
+        found[f"sm_{capability}"] = {row["key"]: row["shared"] for row in kernels}
+    _keep(found)
     print("\n".join(bad) or "all fit")
     return 1 if bad else 0
 
