@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import gpubound as gb
-from gpubound import layers
+from gpubound import layers, trace
 from gpubound.layers import linear_product
 from gpubound.layers.block import Block, gated_down, run_block
 from gpubound.layers.linear_product import KEEP_ALL, LEAST_BYTES, linear, recipe_of
@@ -288,3 +288,18 @@ def test_an_mlp_of_one_function_whose_weight_changes_before_backward(device):
         mlp.up_proj.weight.mul_(2)
     with pytest.raises(RuntimeError, match="changed in place between forward and backward"):
         y.sum().backward()
+
+
+@pytest.mark.interpreted
+def test_an_mlp_whose_kernel_fails_its_self_test_takes_its_parts(device, monkeypatch):
+    failed = "swiglu_product_backward"
+    monkeypatch.setattr(linear_product, "verdict", lambda op, *_: "its test failed" if op == failed else None)
+    mlp = layers.MLP(HIDDEN, WIDE, device=device)
+    mlp.recompute_bytes = 0
+    with torch.no_grad():
+        mlp(torch.ones(2, HIDDEN, device=device))
+    with gb.strict(), pytest.raises(gb.errors.FallbackError, match="swiglu_product_backward: would fall back: its test failed"):
+        mlp(torch.ones(2, HIDDEN, device=device))
+    mlp(torch.ones(2, HIDDEN, device=device)).sum().backward()
+    assert mlp.gate_proj.weight.grad is not None
+    assert trace.fallbacks[failed, "its test failed; a product and a pass are taken"] == 1

@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from .. import device as facts
 from ..kernels import swiglu_product, swiglu_product_backward
 from ..kernels.accumulate import ATTRIBUTE, bias_gradients, ensure_record, join_rows, record_of, weight_gradients
-from ..kernels.dispatch import KERNEL_DTYPES, can_launch, transformed
-from ..kernels.gated import LEAST_ROWS
+from ..kernels.dispatch import KERNEL_DTYPES, can_launch, transformed, verdict
+from ..kernels.gated import LEAST_ROWS, PRODUCT
 from ..kernels.lora import Drop, OwnRanks, lora_product
+from ..trace import fallback
 from .invariant import CONTEXT
 
 LEAST_BYTES: float = 8 << 20  # of a result that is recomputed
@@ -104,8 +105,12 @@ class Format:
         else:
             check_dtypes(x, *gates.weights, *down.weights)
         rows = x.numel() // x.shape[-1]
-        if rows < LEAST_ROWS and rows * down.weight.shape[1] * x.element_size() < least:
+        if x.dtype not in KERNEL_DTYPES or (rows < LEAST_ROWS and rows * down.weight.shape[1] * x.element_size() < least):
             return None
+        for op in ("swiglu_product", "swiglu_product_backward"):  # their definitions multiply in fp32
+            if why := verdict(op, x.device, x.dtype, PRODUCT if x.is_cuda else ()):
+                fallback(op, f"{why}; a product and a pass are taken")
+                return None
         return _GatedMLP.apply(x, gates, down, *gates.weights, *down.weights)
 
 
