@@ -108,6 +108,8 @@ def test_what_latents_are_not_made_for():
     gb.lora.add(model, rank=2, targets=["kv_b_proj"])
     fast = gb.decoder(model, 1, 32, verify=False)
     assert "kv_b_proj: it carries a low-rank adapter" in fast.path
+    negative = cases.build("MiniCPM3", scale_depth=-0.6)
+    assert gb.decoder(negative, 1, 32, verify=False).path == "its scale_depth=-0.6 is not above 0"
 
 
 @KINDS

@@ -66,6 +66,7 @@ def test_a_layer_takes_its_cache_by_either_name(kind, name):
     [
         ({"mlp_bias": True}, "biases"),
         ({"mlp_multipliers": [0.0, 1.0]}, "not above 0"),
+        ({"key_multiplier": -0.6}, "key_multiplier=-0.6 is not above 0"),
         ({"mamba_rms_norm": True, "mamba_norm_before_gate": True}, "before their gate"),
         ({"time_step_limit": (0.0, 0.5)}, "time_step_limit"),
     ],

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import transformers as hf
 
 import gpubound as gb
 from gpubound.models.hf_loading import load_foreign
 
 from ..decode.cases import assert_greedy
 from ..place.models import assert_close, batch, place, rows, tiny, training_run, twin
-from .wrappers import IMAGE, KINDS, PLAIN, build, with_image
+from .wrappers import IMAGE, KINDS, PLAIN, SIGLIP, TEXT, build, with_image
 
 PROMPTS = [[1, 2, 3, 8], list(range(20, 42))]
 
@@ -100,6 +101,15 @@ def test_an_adapter_of_the_part_for_images_is_not_in_a_steps_way():
 def test_a_text_model_of_another_family_is_named():
     model = build("llava", {"model_type": "persimmon"})
     assert "LlavaForConditionalGeneration around persimmon" in gb.decoder(model, 1, 48).path
+
+
+def test_a_model_of_actions_is_no_language_model():
+    text = TEXT | {"model_type": "gemma"}
+    seen = {"model_type": "paligemma", "text_config": text, "vision_config": SIGLIP, "projection_dim": 32}
+    model = hf.PI0ForConditionalGeneration(hf.PI0Config(vlm_config=seen, dit_config=text)).eval()
+    with pytest.raises(ValueError, match=r"^decoder: model: got PI0For\w+, whose config has no vocab_size, wanted .*; call "):
+        gb.decoder(model, 1, 16)
+    assert "its input cannot be guessed" in place(model).summary
 
 
 def test_a_step_on_texts_leaves_the_part_for_images_as_it_is():

@@ -85,6 +85,8 @@ def _build(model: PreTrainedModel, config: Any) -> str | None:
     missing += [] if cache_name(model.forward) else [NAMES[0]]
     if model.config.is_encoder_decoder:
         return "an encoder-decoder, wanted a decoder alone"
+    if not hasattr(config, "vocab_size"):
+        return "whose config has no vocab_size, wanted a language model, which returns logits of tokens; call its own methods"
     if getattr(model, "_is_stateful", False):
         return "which carries a recurrent state from token to token, wanted attention over keys and values alone"
     if missing:

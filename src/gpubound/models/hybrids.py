@@ -304,9 +304,11 @@ class FalconH1Reader(MambaReader):
         c = self.config
         if c.attention_bias or c.mlp_bias or c.projectors_bias or c.mamba_proj_bias:
             return "its projections have biases, which its multipliers would have to leave out"
-        factors = [*c.mlp_multipliers, *c.ssm_multipliers, c.attention_in_multiplier, c.attention_out_multiplier]
-        if not all(factor > 0 for factor in factors):
-            return "one of its multipliers is not above 0"
+        lists, single = ("mlp_multipliers", "ssm_multipliers"), ("key", "attention_in", "attention_out")
+        for name in (*lists, *(f"{part}_multiplier" for part in single)):
+            value = getattr(c, name)
+            if not all(factor and factor > 0 for factor in (value if name in lists else [value])):
+                return f"its {name}={value!r} is not above 0"
         if c.mamba_rms_norm and c.mamba_norm_before_gate:
             return "the norm of its Mamba layers comes before their gate"
         return super().refusal(max_length)

@@ -265,6 +265,10 @@ class MiniCPM3Reader(LatentReader):
     def factor(self) -> float:
         return self.blocks[0].residual_scale
 
+    def refusal(self, max_length: int) -> str | None:
+        depth = self.config.scale_depth
+        return super().refusal(max_length) if depth > 0 else f"its scale_depth={depth!r} is not above 0"
+
     def shape(self) -> Shape:
         return replace(super().shape(), logit_scale=1 / self.config.logits_scaling)
 
