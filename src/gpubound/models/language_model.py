@@ -264,14 +264,15 @@ class LanguageModel(nn.Module):
 
 
 def freeze_image_parts(model: Any) -> Callable[[], None]:
-    """Freeze all parts of a model of images and text except the text model and the head, report it, and return the reverse.
+    """Freeze all parts of a model of images or sounds except the text model and the head, report it, and return the reverse.
 
     Texts give them no gradient, and an optimizer would shrink their weights by its decay.
     """
-    trunk: Any = getattr(model, "model", None)
-    if "language_model" not in getattr(trunk, "_modules", {}):
+    parts: Any = getattr(getattr(model, "model", None), "_modules", {})
+    inside = parts.get("language_model", parts.get("text_model"))
+    if inside is None:
         return lambda: None
-    read = {id(p) for part in (trunk.language_model, head_of(model)) if part is not None for p in part.parameters()}
+    read = {id(p) for part in (inside, head_of(model)) if part is not None for p in part.parameters()}
     apart = [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in read]
     if not apart:
         return lambda: None
@@ -281,10 +282,10 @@ def freeze_image_parts(model: Any) -> Callable[[], None]:
             parameter.requires_grad_(on)
 
     train(False)
-    parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in apart))
+    names = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in apart))
     notice(
-        f"train: {parts}: {sum(p.numel() for _, p in apart):,} parameters for images are frozen; train them by a loss function "
-        "of your own instead of a name."
+        f"train: {names}: {sum(p.numel() for _, p in apart):,} parameters for images or sounds are frozen; train them by a "
+        "loss function of your own instead of a name."
     )
     return partial(train, True)
 
