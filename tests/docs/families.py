@@ -12,22 +12,24 @@ import yaml
 from gpubound.models import registry
 from gpubound.place.candidates import STACKS
 
+from ..models.wrappers import SOUNDS, STATES
+
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- families: by tests/docs/families.py -->\n", "<!-- end of families -->"
 NAMES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-EXPERTS = {"gpt_oss": "MXFP4 decoded by the codes"}
+EXPERTS = {"gpt_oss": "MXFP4 by codes"}
 CODED = (  # whose MLPs no part of placing swaps
     "arcee", "gpt_bigcode", "gpt_neo", "gptj", "hyperclovax", "jais2", "lfm2", "mamba2", "nemotron", "nemotron_h", "opt", "phi",
     "qwen3_5", "stablelm", "starcoder2",
 )  # fmt: skip
 PLAIN = ("falcon", "gpt2")  # whose projections are of a class of their own
-TEXTS = ("gemma4", "gemma4_unified")  # whose prompts with images no test has tried
+TEXTS = ("gemma4", "gemma4_unified", *STATES)  # whose prompts with images no test has tried, or which keep states or latents
 MIXED = ("gemma3n",)  # whose blocks no step of the kernels computes
 SPARSE = (  # whose MLPs are experts
     *registry.FAMILIES["mixtral"], "axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "granitemoehybrid",
     "minicpm3", "mistral4", "qwen3_5_moe", "qwen3_next", "youtu",
 )  # fmt: skip
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # stacks of models of images and text
+GRIDS = ("cosmos3_omni", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # stacks of models of images and text
 TRAINED_BY_NAME = ("llama", "mistral", "qwen2", "qwen3")  # those that models/llama/checkpoint.py reads
 
 
@@ -88,18 +90,17 @@ def row(kind: str) -> list[str]:
 
 def quantised_folders(kind: str, swaps) -> str:
     if kind == "gpt_neox":  # its q, k and v are rows of one weight, by head
-        return "kept, decoded by its own forward"
+        return "kept, by its own forward"
     coded = kind in CODED or (swaps.keys() & {"MLP", "TextMLP"} and kind not in SPARSE)
-    return "decoded by the codes" if coded else EXPERTS.get(kind, "by transformers")
+    return "by codes" if coded else EXPERTS.get(kind, "by transformers")
 
 
 def wrapper_rows() -> list[list[str]]:
-    """A row for what prompts of models of images and text may have."""
-    grid = {kind: kind in GRIDS or kind in TEXTS or kind.startswith("qwen3_5") for kind in registry.WRAPPERS}
-    return [
-        [what, ", ".join(sorted((NAMES[kind] for kind in grid if grid[kind] == alone), key=str.lower))]
-        for alone, what in ((True, "texts"), (False, "texts and images"))
-    ]
+    """A row for what prompts of models of images or sounds and text may have."""
+    alone = [kind for kind in registry.WRAPPERS if kind in GRIDS or kind in TEXTS or kind.startswith("qwen3_5")]
+    images = [kind for kind in registry.WRAPPERS if kind not in (*alone, *SOUNDS)]
+    rows = {"texts": alone, "texts and images": images, "texts and sounds": SOUNDS}
+    return [[what, ", ".join(sorted((NAMES[kind] for kind in kinds), key=str.lower))] for what, kinds in rows.items()]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -110,8 +111,8 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def text() -> str:
     kinds = [kind for types in registry.FAMILIES.values() for kind in types if kind not in GRIDS]
     head = ["model", "`gb.place` swaps", "loss", "`gb.decoder`", "adapters in a decoder", "folders are read by"]
-    head.append("[quantised folders](#quantised-folders)")
-    inside = ["`gb.decoder` generates from", "models of images and text"]
+    head.append("[quantised folders](#quantised-folders) are decoded")
+    inside = ["`gb.decoder` generates from", "models of images or sounds and text"]
     return f"\n{table(head, [row(kind) for kind in kinds])}\n{table(inside, wrapper_rows())}\n"
 
 

@@ -1,7 +1,7 @@
-"""Prompts with images: the model's own forward reads them, and its keys and values go to the decoder's cache.
+"""Prompts with images or sounds: the model's own forward reads them, and its keys and values go to the decoder's cache.
 
-A step then goes on as after a text: in the models of models/registry.py's WRAPPERS, an image's tokens take positions like
-those of a text.
+A step then goes on as after a text: in the models of models/registry.py's WRAPPERS, an image's or a sound's tokens take
+positions like those of a text.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.rope import apart
+from ..models.decoding import AttentionWeights
 from ..models.registry import cache_word, is_wrapper
 from .runner import own_forward
 
@@ -28,11 +30,13 @@ def check_images(inputs: Mapping[str, Any], model: Any, body: Any, prompts: list
     name = min(inputs.keys() - TEXT)
     why = None
     if not is_wrapper(model):
-        why = f"{type(model).__name__} is none of the models of images and text that a decoder knows"
+        why = f"{type(model).__name__} is none of the models of images or sounds and text that a decoder knows"
     elif body.path:
         why = f"the fused kernels do not decode it: {body.path}"
     elif len(body.spans) > 1 or body.peers:
         why = "several devices share it"
+    elif not all(isinstance(layer.attention, AttentionWeights) for layer in body.live.layers):
+        why = f"{type(model).__name__} has layers that keep a state or latents instead of keys and values"
     elif not body.live.reader.image_positions:
         why = f"{type(model).__name__} gives an image's tokens positions of a grid"
     if why is not None:
@@ -43,9 +47,10 @@ def check_images(inputs: Mapping[str, Any], model: Any, body: Any, prompts: list
             f"generate: prompts: got {name} for {len(prompts)} sequences, wanted a processor's output with return_tensors='pt' "
             "and one sequence for each row of it; pass n=1."
         )
-    image = getattr(model.config, "image_token_id", None)
-    if last := [number for number, prompt in enumerate(prompts) if prompt[-1] == image]:
-        raise ValueError(f"generate: prompt {last[0]} ends with an image, wanted text after it, such as a question.")
+    names = (f"{part}_token_{end}" for part in ("image", "video", "audio") for end in ("id", "index"))
+    others = {getattr(model.config, name, None) for name in names}
+    if last := [number for number, prompt in enumerate(prompts) if prompt[-1] in others]:
+        raise ValueError(f"generate: prompt {last[0]} ends with an image or a sound, wanted text after it, such as a question.")
 
 
 def image_prefill(model: nn.Module, body: Any, inputs: Mapping[str, Any]) -> Callable[[Tensor, Tensor], None]:
@@ -70,8 +75,10 @@ def _prefill(model: Any, body: Any, inputs: Mapping[str, Any], ids: Tensor, leng
     width = int(mask.sum(1).max())
     body.cache.ends = mask.sum(1)
     try:
-        for number, layer in enumerate(cache.layers):
-            moved = (t.transpose(1, 2).take_along_dim(at[:, :width, None, None], 1) for t in (layer.keys, layer.values))
+        for number, (layer, weights) in enumerate(zip(cache.layers, body.live.layers)):
+            pairs = weights.attention.interleaved
+            keys = apart(layer.keys, pairs) if pairs else layer.keys
+            moved = (t.transpose(1, 2).take_along_dim(at[:, :width, None, None], 1) for t in (keys, layer.values))
             body.cache.extend(number, 0, *moved)
     finally:
         body.cache.ends = None

@@ -84,7 +84,6 @@ class InterleavedReader(Reader):
     NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
     READS = frozenset({"partial_rotary_factor", "use_bias"})
     INTERLEAVED = True
-    image_positions = False
 
 
 class HFLayerNorm(Delegating, nn.Module):
@@ -144,10 +143,9 @@ class CohereReader(LayerNormReader):
     NORMS = ("input_layernorm", None, None, None)
     READS = frozenset({"logit_scale", "layer_norm_eps", "rope_theta", "sliding_window_pattern"})
     ANGLES, INTERLEAVED, PARALLEL = InterleavedAngles, True, True
-    image_positions = False
 
     def shape(self) -> Shape:
-        return replace(super().shape(), logit_scale=float(self.model.logit_scale))
+        return replace(super().shape(), logit_scale=float(getattr(self.model, "logit_scale", 1.0)))
 
     def table(self, attention: Any) -> int | None:
         return 0 if getattr(attention, "sliding_window", 0) is not None else None

@@ -231,9 +231,9 @@ def opened(file: Path) -> Iterator[Any]:
 
 def auto_class(config: dict[str, Any]) -> Any:
     """Return the class of transformers that makes a language model by its config.json."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    return AutoModelForImageTextToText if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
+    return AutoModelForMultimodalLM if config.get("model_type") in WRAPPERS else AutoModelForCausalLM
 
 
 def needs_transformers(what: Any) -> None:

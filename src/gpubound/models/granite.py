@@ -76,7 +76,8 @@ class MultipliedReader(Reader):
 
     def shape(self) -> Shape:
         embedded = self.trunk.embedding_multiplier / self.factor
-        return replace(super().shape(), embedded=embedded, logit_scale=1 / self.config.logits_scaling)
+        alone = self.config is self.model.config  # a model of images or sounds and text around it scales no logits
+        return replace(super().shape(), embedded=embedded, logit_scale=1 / self.config.logits_scaling if alone else 1.0)
 
 
 class GraniteHybridCausalLM(ScaledCausalLM, SparseCausalLM):

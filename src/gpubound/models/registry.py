@@ -287,24 +287,57 @@ FAMILIES = {
     },
     "deepseek_v4": {"deepseek_v4": "DeepseekV4"},
 }
-# Models of images and text, as in FAMILIES, with a stack of one of these families inside.
+# Models of images or sounds and text, as in FAMILIES, with a stack of one of these families inside.
 WRAPPERS = {
+    "audioflamingo3": "AudioFlamingo3",
+    "aya_vision": "AyaVision",
+    "cohere2_vision": "Cohere2Vision",
+    "cosmos3_omni": "Cosmos3Omni",
+    "deepseek_vl": "DeepseekVL",
+    "deepseek_vl_hybrid": "DeepseekVLHybrid",
+    "exaone4_5": "Exaone4_5_",
+    "fast_vlm": "FastVlm",
+    "fun_asr_nano": "FunAsrNano",
     "gemma3": "Gemma3",
     "gemma4": "Gemma4",
     "gemma4_unified": "Gemma4Unified",
+    "glmasr": "GlmAsr",
+    "got_ocr2": "GotOcr2",
+    "hyperclovax_vision_v2": "HyperCLOVAXVisionV2",
+    "idefics2": "Idefics2",
     "idefics3": "Idefics3",
     "internvl": "InternVL",
+    "janus": "Janus",
+    "kimi_k25": "Kimi_K25",
+    "lfm2_vl": "Lfm2Vl",
+    "lighton_ocr": "LightOnOcr",
     "llava": "Llava",
     "llava_next": "LlavaNext",
+    "llava_next_video": "LlavaNextVideo",
     "llava_onevision": "LlavaOnevision",
+    "minicpm_ocr": "MiniCPMOcr",
+    "minicpmv4_6": "MiniCPMV4_6",
+    "minicpmv4_7": "MiniCPMV4_7",
     "mistral3": "Mistral3",
+    "moss_transcribe_diarize": "MossTranscribeDiarize",
+    "musicflamingo": "MusicFlamingo",
+    "ovis2": "Ovis2",
+    "perception_lm": "PerceptionLM",
+    "qianfan_ocr": "QianfanOCR",
+    "qwen2_audio": "Qwen2Audio",
     "qwen2_vl": "Qwen2VL",
     "qwen2_5_vl": "Qwen2_5_VL",
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_asr": "Qwen3ASR",
     "qwen3_vl": "Qwen3VL",
     "qwen3_vl_moe": "Qwen3VLMoe",
     "smolvlm": "SmolVLM",
+    "vibevoice_asr": "VibeVoiceAsr",
+    "video_llama_3": "VideoLlama3",
+    "video_llava": "VideoLlava",
+    "vipllava": "VipLlava",
+    "voxtral": "Voxtral",
 }
 # Modules with the runners of families that the fused kernels do not decode, imported when a decoder is built.
 RUNNERS = {"deepseek_v4": ".deepseek_v4.decode"}
@@ -342,7 +375,7 @@ def reader_of(model: Any) -> Reader | None:
 
 
 def is_wrapper(model: nn.Module) -> bool:
-    """Return whether this is a language model of images and text of a type in WRAPPERS."""
+    """Return whether this is a language model of images or sounds and text of a type in WRAPPERS."""
     kind = getattr(type(model), "original", type(model))
     names = {f"transformers.models.{key}.modeling_{key}": f"{prefix}{WRAPPER}" for key, prefix in WRAPPERS.items()}
     return names.get(kind.__module__) == kind.__name__
