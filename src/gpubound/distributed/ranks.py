@@ -304,6 +304,7 @@ def join(kind: str, timeout: timedelta = TIMEOUT) -> Iterator[Ranks]:
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(patience.total_seconds())))  # NCCL's default: 8 minutes
     init_group(backend, store, rank, world, device, patience)
     host = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo", timeout=patience)
+    dist.barrier(host)  # gloo connects pair by pair: a rank that ended at once would cut off one that still connects
     watchdog, messages = Watchdog(rank, world, timeout, start), ExitMessages(store, rank, world)
     ranks = Ranks(rank, world, local, device, dist.group.WORLD, host, watchdog)
     try:
