@@ -209,8 +209,9 @@ def _place(name: str) -> str:
     """Where the object behind a dotted name is defined, so that gb.place and gpubound.place.placer.place are one."""
     home, _, last = name.rpartition(".")
     try:
-        thing = inspect.unwrap(getattr(gb if home == "gpubound" else import_module(home), last))
-    except (ImportError, AttributeError):
+        package = gb if home == "gpubound" else import_module(home)
+        thing = inspect.unwrap(getattr(package, last)) if hasattr(package, last) else import_module(name)
+    except ImportError:
         pytest.fail(f"api.md: there is no {name}")
     return f"{getattr(thing, '__module__', home)}.{getattr(thing, '__qualname__', last)}"
 
