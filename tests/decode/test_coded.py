@@ -176,6 +176,7 @@ def test_gate_and_up_of_two_formats_are_a_product_each(device, adapted):
     assert kernels.endswith(": quantized_norm_product")  # not of both
 
 
+@pytest.mark.slow
 def test_columns_that_each_layer_sorts_in_another_order(tmp_path, device):
     """q, k and v, and gate and up, are a product each. A copy and a state dict keep the order."""
     write(tmp_path, "gptq-8-act-orders")

@@ -153,6 +153,7 @@ def test_a_step_reads_the_packed_bytes_of_the_chosen_experts(device):
             assert body.bytes_a_step([0] * tokens) == rows * group + small + round(chosen * group)
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_give_the_same_tokens(interpret):
     model = cases.build("Mixtral", num_hidden_layers=1)
     report = cases.interpreted_report(interpret, model, [[5]], 2, rows=1, weights="int4")

@@ -68,6 +68,7 @@ def test_slots_that_stay_apart_are_what_is_added(device, kind):
     same("slots", out.sum(1), x, 2 * PARITY[kind])
 
 
+@pytest.mark.slow
 @KIND
 def test_a_row_gets_the_same_bits_in_any_batch(device, kind):
     rows, slots, count, (hidden, width) = 3, 2, 3, fitting(kind, 72, 20)

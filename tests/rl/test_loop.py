@@ -358,6 +358,7 @@ def test_out_of_memory_is_one_sentence_and_nothing_is_lost(part, tmp_path, monke
     assert all(torch.equal(one, other) for one, other in zip(whole.model.parameters(), run.model.parameters()))
 
 
+@pytest.mark.slow
 def test_rewards_of_a_file_in_processes(tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text("import os\n\ndef process(completion_ids, **_):\n    return [float(os.getpid())] * len(completion_ids)\n")
@@ -373,6 +374,7 @@ def forked(monkeypatch):
     monkeypatch.setattr("gpubound.rl.rewards.multiprocessing.get_context", lambda _: context)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked")
 def test_a_reward_that_fails_in_a_process_is_named_with_its_line(tmp_path):
     file = tmp_path / "rewards.py"

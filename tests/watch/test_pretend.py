@@ -143,6 +143,7 @@ print(threads == [threading.get_ident()], x.grad.tolist() == (2 + x.cos()).tolis
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("earlier", "here"), [("", False), ("torch.ones(2, requires_grad=True).sum().backward()", True)])
 def test_the_thread_of_a_backward(earlier, here):
     """A device thread, as on CUDA. Autograd makes none after the process's first backward: then it is the calling thread."""
