@@ -310,11 +310,11 @@ class ColumnMoELayer(MoELayer):
         return self.weights
 
     def ops(self) -> list[tuple[str, str, str]]:
-        prefix, kept = ("quantized_", "the model's own codes") if self.coded else ("", "read where they lie")
+        prefix, source = ("quantized_", "the model's own codes") if self.coded else ("", "read where they lie")
         return [
             ("norm, router", "norm_product", ""),
             ("choice", "select_experts", f"{self.weights.slots} of {self.count} experts a row"),
-            ("norm, gate, up of experts", f"{prefix}column_gate_up", kept),
+            ("norm, gate, up of experts", f"{prefix}column_gate_up", source),
             ("down of experts", f"{prefix}column_down, add_slots", ""),
         ]
 

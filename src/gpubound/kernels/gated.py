@@ -88,8 +88,8 @@ def swiglu_product(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     lambda g, cols=40, width=24, rows=16: (draw(g, rows, width), frozen(draw(g, 2 * cols, width))), tf32=lambda *_: True
 )
 def swiglu_product_reference(x, weight):
-    wide = torch.promote_types(x.dtype, torch.float32)
-    gate_up = (x.to(wide) @ weight.to(wide).t()).to(x.dtype)
+    compute_dtype = torch.promote_types(x.dtype, torch.float32)
+    gate_up = (x.to(compute_dtype) @ weight.to(compute_dtype).t()).to(x.dtype)
     return gate_up, swiglu_reference(gate_up)
 
 
@@ -114,8 +114,9 @@ def swiglu_product_backward(g: Tensor, weight: Tensor, gate_up: Tensor, overwrit
     tf32=lambda *_: True,
 )
 def swiglu_product_backward_reference(g, weight, gate_up, overwrite=False):
-    wide = torch.promote_types(g.dtype, torch.float32)
-    gradient, h = swiglu_backward_reference(g.to(wide) @ weight.to(wide), gate_up.to(wide))
+    compute_dtype = torch.promote_types(g.dtype, torch.float32)
+    dh = g.to(compute_dtype) @ weight.to(compute_dtype)
+    gradient, h = swiglu_backward_reference(dh, gate_up.to(compute_dtype))
     return gradient.to(g.dtype), h.to(g.dtype)
 
 

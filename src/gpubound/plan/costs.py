@@ -117,8 +117,8 @@ def saved_by_block(step: StepConfig, least: float = LEAST_BYTES) -> int:
     elif step.numbers.fp8 and tokens % MULTIPLE == 0:
         row += h + q + h + f  # inputs of products, in 8 bits
     else:
-        kept = ((2, h),) if _recomputes_unit(step) else ((2, h), (1, f))
-        row += sum(count * width * s for count, width in kept if tokens * width * s < least)
+        inputs = ((2, h),) if _recomputes_unit(step) else ((2, h), (1, f))
+        row += sum(count * width * s for count, width in inputs if tokens * width * s < least)
     return tokens * row
 
 
