@@ -209,9 +209,8 @@ def _philox(even: Tensor, odd: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return even, odd
 
 
-def _words(like: Tensor, *words: int) -> Tensor:
-    """Two words, made where `like` is without a copy from the host."""
-    first, second = words
+def _words(like: Tensor, first: int, second: int) -> Tensor:
+    """Return two words on the device of `like`, made without a copy from the host."""
     return first + (second - first) * torch.arange(2, device=like.device)[:, None, None]
 
 

@@ -100,17 +100,15 @@ class Format:
             return None
         if torch.compiler.is_compiling() or transformed() or getattr(CONTEXT, "mode", None) is not None:
             return None
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        else:
-            check_dtypes(x, *gates.weights, *down.weights)
-        rows = x.numel() // x.shape[-1]
-        if x.dtype not in KERNEL_DTYPES or (rows < LEAST_ROWS and rows * down.weight.shape[1] * x.element_size() < least):
+        rows, dtype = x.numel() // x.shape[-1], product_dtype(x)
+        if dtype not in KERNEL_DTYPES or (rows < LEAST_ROWS and rows * down.weight.shape[1] * dtype.itemsize < least):
             return None
         for op in ("swiglu_product", "swiglu_product_backward"):  # their definitions multiply in fp32
-            if why := verdict(op, x.device, x.dtype, PRODUCT if x.is_cuda else ()):
+            if why := verdict(op, x.device, dtype, PRODUCT if x.is_cuda else ()):
                 fallback(op, f"{why}; a product and a pass are taken")
                 return None
+        x = x if x.dtype == dtype else x.to(dtype)
+        check_dtypes(x, *gates.weights, *down.weights)
         return _GatedMLP.apply(x, gates, down, *gates.weights, *down.weights)
 
 
@@ -168,9 +166,9 @@ def fused_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] 
 def multiply(x: Tensor, joined: Joined) -> Tensor:
     """Compute the product of `joined`, with its adapters."""
     weights, format = joined.weights, format_of(joined.weights[0])
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    elif not format.coded:
+    if (dtype := product_dtype(x)) != x.dtype:
+        x = x.to(dtype)
+    if not format.coded:
         check_dtypes(x, *weights, *joined.biases)
     if format is not DENSE:
         format = format.select(x, weights)
@@ -211,6 +209,12 @@ def _with_plain_terms(x: Tensor, joined: Joined) -> Tensor:
         nothing = y.new_zeros(()).expand(*y.shape[:-1], weight.shape[0])
         terms.append(sum((adapter.plain(x) for adapter in adapters), nothing))
     return y + torch.cat(terms, -1)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which products read x: autocast's if that is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) and x.dtype != torch.float64 else x.dtype
 
 
 def check_dtypes(x: Tensor, *parameters: Tensor | None) -> None:
@@ -270,9 +274,7 @@ class _Product(torch.autograd.Function):
                 ctx.starts.append(len(saved))
                 saved += group.forward(x, y[..., group.start : group.stop])
         reads_x = groups or (format.reads_input and any(ctx.needs_input_grad[4 : 4 + len(joined.weights)]))
-        recipe = recipe_of(x) if reads_x and hasattr(x, ATTRIBUTE) else None
-        ctx.recompute = None if recipe is None else recipe.op
-        inputs = recipe.tensors if recipe is not None else (x if reads_x else None,)
+        ctx.recompute, inputs = _input_for_backward(x, reads_x)
         ctx.inputs = len(inputs)
         ctx.save_for_backward(*inputs, *saved)
         ctx.format, ctx.groups, ctx.joined, ctx.parameters = format, groups, joined, parameters
@@ -306,17 +308,22 @@ class _Product(torch.autograd.Function):
         return dx, None, None, None, *dw, *db, *of_adapters
 
 
+def _input_for_backward(x: Tensor, reads_x: Any) -> tuple[Callable[..., Tensor] | None, Sequence[Tensor | None]]:
+    """Return the op that recomputes x, or None, and what to save for it: its tensors, x itself, or None if x is not read."""
+    recipe = recipe_of(x) if reads_x and hasattr(x, ATTRIBUTE) else None
+    return (None, (x if reads_x else None,)) if recipe is None else (recipe.op, recipe.tensors)
+
+
 class _GatedMLP(torch.autograd.Function):
     """down(silu(gate) · up), of which gate and up alone are saved. Parameters are attributes of ctx, as in _Product."""
 
     @staticmethod
     def forward(ctx, x, gates, down, *parameters):
-        recipe = recipe_of(x) if hasattr(x, ATTRIBUTE) else None
-        ctx.recompute = None if recipe is None else recipe.op
+        ctx.recompute, inputs = _input_for_backward(x, any(ctx.needs_input_grad[3 : 3 + len(gates.weights)]))
         ctx.gates, ctx.down, ctx.parameters = gates, down, parameters
         ctx.versions = [*map(VERSION, parameters)]
         gate_up, h = swiglu_product(rows_of(x), gates.weight.to(x.dtype))
-        ctx.save_for_backward(gate_up, *((x,) if recipe is None else recipe.tensors))
+        ctx.save_for_backward(gate_up, *inputs)
         return (h @ down.weight.to(x.dtype).t()).view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -332,7 +339,8 @@ class _GatedMLP(torch.autograd.Function):
         d_down = weight_gradients(ctx.down.weights, rows, h)
         del gate_up, h
         x = inputs[0] if ctx.recompute is None else ctx.recompute(*inputs)
-        dx, d_gates = DENSE.backward(d_gate_up, rows_of(x), (), ctx.gates, wants_dx, wanted[: len(ctx.gates.weights)])
+        x = None if x is None else rows_of(x)
+        dx, d_gates = DENSE.backward(d_gate_up, x, (), ctx.gates, wants_dx, wanted[: len(ctx.gates.weights)])
         return None if dx is None else dx.view(*g.shape[:-1], -1), None, None, *d_gates, *d_down
 
 

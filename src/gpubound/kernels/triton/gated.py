@@ -220,37 +220,39 @@ def swiglu_backward(dh, gate_up, overwrite=False):
 WIDEST = 2048  # K of forward's kernel: 16,384 x 4,096 to 2 x 14,336 takes it 5.51 ms, cuBLAS and a pass 5.31 (H200, bf16)
 
 
-def _by_kernel(x: Tensor, weight: Tensor, cols: int) -> bool:
-    """Return whether the kernels for Hopper take a product of these rows, of which `cols` columns of h follow."""
+def _hopper(x: Tensor, weight: Tensor, cols: int) -> Any:
+    """Return the kernels for Hopper if they take a product of these rows, of which `cols` columns of h follow; else None."""
     if interpreted() or x.dtype not in SIXTEEN_BITS or x.shape[0] < LEAST_ROWS or cols % 128 or x.shape[1] % 64:
-        return False
+        return None
     dense = all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (x, weight))
-    return dense and job_of("gated", "", (), x).chip.capability == 90
+    if not dense or job_of("gated", "", (), x).chip.capability != 90:
+        return None
+    from . import _gated_product  # here, since Gluon's names differ between versions of Triton: the self-test reports it
+
+    return _gated_product
 
 
 @torch.no_grad()
 def swiglu_product(x, weight):
     cols, width = weight.shape[0] // 2, x.shape[1]
-    if width > WIDEST or not _by_kernel(x, weight, cols):
+    kernels = _hopper(x, weight, cols) if width <= WIDEST else None
+    if kernels is None:
         gate_up = x @ weight.t()
         return gate_up, ops.swiglu(gate_up)
     gate_up, h = (torch.empty(x.shape[0], columns, device=x.device, dtype=x.dtype) for columns in (2 * cols, cols))
-    from . import _gated_product
-
-    _gated_product.swiglu_product(x, weight, gate_up, h)
+    kernels.swiglu_product(x, weight, gate_up, h)
     return gate_up, h
 
 
 @torch.no_grad()
 def swiglu_product_backward(g, weight, gate_up, overwrite=False):
     cols = weight.shape[1]
-    if not gate_up.is_contiguous() or not _by_kernel(g, weight, cols):
+    kernels = _hopper(g, weight, cols) if gate_up.is_contiguous() else None
+    if kernels is None:
         return ops.swiglu_backward(g @ weight, gate_up, overwrite)
     gradient = gate_up if overwrite else torch.empty_like(gate_up)
     h = torch.empty(g.shape[0], cols, device=g.device, dtype=g.dtype)
-    from . import _gated_product
-
-    _gated_product.swiglu_product_backward(g, weight, gate_up, gradient, h)
+    kernels.swiglu_product_backward(g, weight, gate_up, gradient, h)
     return gradient, h
 
 
