@@ -12,7 +12,7 @@ uint8, uint4, ..._32       level · scale - offset: levels begin at 0, and each 
 fp8_rows, fp8_blocks       e4m3 in the order of memory, with an fp32 scale a row, or a row and 128 columns
 nf4                        codes of quantize.py in their order, with an fp32 scale a row and 64 columns
 
-A weight whose groups are no adjacent columns (GPTQ's act-order) is packed with its columns sorted by group, and keeps their
+A weight whose groups are not adjacent columns (GPTQ's act-order) is packed with its columns sorted by group, and keeps their
 `order`. Products gather x in this order; dequantised weights have their columns where they were.
 
 Rows are split into groups of 128 columns, the last padded with zeros. A group is 16 (int4, fp4) or 32 words of 32 bits with 8

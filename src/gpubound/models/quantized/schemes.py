@@ -17,7 +17,7 @@ fine-grained FP8 (DeepSeek-V3, Qwen3-FP8): weight, weight_scale_inv of blocks of
 GPTQ, AWQ, and the integers of compressed-tensors.
 
 GPTQ  qweight (K · bits / 32, O) int32, qzeros (G, O · bits / 32) of zero - 1 (of zero in gptq_v2), scales (G, O), g_idx (K) the
-      group of each column. With act-order groups are no adjacent columns: they are sorted by group, and their order is kept
+      group of each column. With act-order groups are not adjacent columns: they are sorted by group, and their order is kept
 AWQ   qweight (K, O / 8) int32, qzeros (G, O / 8), scales (G, O); a word's eight columns are in the order 0 2 4 6 1 3 5 7
 compressed-tensors
       pack-quantized: weight_packed (O, K · bits / 32) of level + 2^(bits - 1), weight_scale (O, G), weight_zero_point
@@ -180,7 +180,7 @@ def _hold(levels: Tensor, scale: Tensor, zeros: Tensor | None, bits: int, index:
     in_order = torch.arange(columns, device=levels.device) // -(-columns // scale.shape[1])
     if index is None or torch.equal(index.long(), in_order):
         return hold_levels(levels, scale, bits, middle, offset)
-    order, why = index.argsort(stable=True), "its groups are no adjacent columns (act-order), and of different sizes"
+    order, why = index.argsort(stable=True), "its groups are not adjacent columns (act-order), and of different sizes"
     if torch.equal(index[order].long(), in_order):
         weight = hold_levels(levels[:, order], scale, bits, middle, offset)
         if isinstance(weight, Coded):
