@@ -131,7 +131,7 @@ def main(argv: list[str]) -> int:
     from gpubound.cli import doctor_actions
     from gpubound.doctor.fix import prove
     from gpubound.doctor.record.located import LocatedPhase, SampledPhase
-    from gpubound.doctor.record.phases import Phases
+    from gpubound.doctor.record.phases import Phases, TimedPhase
     from gpubound.trace import hooked
 
     if name == "fix":  # its runs take turns, not this process
@@ -154,13 +154,27 @@ def main(argv: list[str]) -> int:
             turn.measured()
         begin(phase)
 
+    def timed(end: Callable[[Any], None], phase: Any) -> None:
+        """Call TimedPhase.end, and write what its steps took, by their numbers."""
+        end(phase)
+        first = turn.steps - len(phase.step_ms) + 1
+        windows.append({"phase": phase.name, "first": first, "ms": list(phase.step_ms)})
+        turn.write("windows.json", windows)
+
+    windows: list[dict[str, Any]] = []
+
     def locating(begin: Callable[..., None], phase: Any) -> None:
         """Call LocatedPhase.begin: its steps give lines, and no times."""
         if name == "doctor":
             turn.measured()
         begin(phase)
 
-    with hooked(Phases, "ended", ended), hooked(SampledPhase, "begin", sampling), hooked(LocatedPhase, "begin", locating):
+    with (
+        hooked(Phases, "ended", ended),
+        hooked(TimedPhase, "end", timed),
+        hooked(SampledPhase, "begin", sampling),
+        hooked(LocatedPhase, "begin", locating),
+    ):
         code = cli.main(["doctor", "--out", str(turn.folder), *arguments])
     turn.note(ended=time.time())
     if code < 2:

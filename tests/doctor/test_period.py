@@ -83,14 +83,14 @@ class Timed(TimedPhase):
 
 
 def test_a_step_is_timed_in_whole_periods_before_any_sensor_and_afterwards():
-    located = WatchedPhase(1, Period(4))
+    survey, located = SurveyPhase(1, Period(4)), LocatedPhase(1)
     plain, timed = Timed("plain", [9.0, 9.0] + [1.0, 1.0, 1.0, 5.0] * 2), Timed("timed", [3.0] * 8)
-    found = _timed_and_taped([plain, timed], located)
+    found = _timed_and_taped([plain, survey, timed], located)
     assert found["step_ms"] == [1.0, 1.0, 1.0, 5.0] * 2 + [3.0] * 8 and (found["plain_ms"], found["timed_ms"]) == (1.0, 3.0)
     assert found["loading_ms"] == 1e3
-    found = _timed_and_taped([Timed("plain", [1.0] * 3), timed], located)
+    found = _timed_and_taped([Timed("plain", [1.0] * 3), survey, timed], located)
     assert found["step_ms"] == [3.0] * 8 and "plain_ms" not in found, "three steps are no period"
-    assert not {"step_ms", "spread"} & _timed_and_taped([Timed("timed", [1.0] * 3)], located).keys()
+    assert not {"step_ms", "spread"} & _timed_and_taped([survey, Timed("timed", [1.0] * 3)], located).keys()
     windows = [1.0] * 5 + [2.0] * 5 + [3.0] * 5
     assert spread([windows]) == pytest.approx(2 / 3**0.5 / 2) and spread([[1.0] * 14]) is None
     assert spread([[1.0, 3.0] * 20], 2) == 0.0, "whole periods are alike"

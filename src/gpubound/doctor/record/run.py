@@ -155,7 +155,7 @@ def _measure(
     about: dict[str, Any] = {"torch": torch.__version__, "gpubound": __version__}
     if any(isinstance(phase, RecordedPhase) and phase.other_profiler for phase in steps):
         about["profiler"] = True
-    period = next(phase.period.steps for phase in steps if isinstance(phase, SurveyPhase))
+    period = _period(steps)
     device = pretend.NAME if plan.dry else label(torch.device("cuda", torch.cuda.current_device()))
     evidence = Measurements(
         script=name,
@@ -200,10 +200,14 @@ def _without_idle_counts(evidence: Measurements, dry: bool) -> Measurements:
     return evidence
 
 
+def _period(steps: Sequence[Phase]) -> int:
+    return next(phase.period.steps for phase in steps if isinstance(phase, SurveyPhase))
+
+
 def _timed_and_taped(steps: Sequence[Phase], located: WatchedPhase) -> dict[str, Any]:
-    """Return the measurements of the timed and the recorded phase."""
+    """Return the measurements of the timed and the recorded phase. Of the timed steps, whole periods count."""
     measured: dict[str, Any] = {}
-    period = located.period.steps
+    period = _period(steps)
     windows = [(phase.name, phase.measured(period)) for phase in steps if isinstance(phase, TimedPhase)]
     if windows := [(name, timed) for name, timed in windows if timed]:
         times = [ms for _, timed in windows for ms in timed["step_ms"]]
