@@ -240,6 +240,8 @@ def host_syncs(run: Callable[[], Any]) -> int:
         run()
     if "syncs" not in ledger.totals:
         raise MeasureError(f"host syncs cannot be counted here: {ledger.absent}.")
+    if ledger.totals["syncs"]:
+        print(ledger, file=sys.stderr)  # which lines wait
     return int(ledger.totals["syncs"])
 
 

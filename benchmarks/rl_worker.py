@@ -203,7 +203,9 @@ def rollouts(job: RLJob, exact: bool = False) -> Measure:
 
     def measure(lengths: str) -> Any:
         if lengths == "syncs":
-            return None if job.device == "cpu" else host_syncs(lambda: rollout(unlike["geometric"][:groups].clip(1, job.mean)))
+            some = unlike["geometric"][:groups].clip(1, job.mean)
+            rollout(some)  # captures the prefill of fewer prompts
+            return None if job.device == "cpu" else host_syncs(lambda: rollout(some))
         if lengths == "mean":
             return float(np.mean(unlike["geometric"]))
         if lengths == "geometric":

@@ -158,7 +158,7 @@ def test_experts_add_to_one_sum_in_place(tmp_path):
     write(tmp_path)
     layer = next(m for m in load_foreign(tmp_path, torch.device("cpu"), torch.float32).modules() if isinstance(m, MxExperts))
     ids = torch.randint(8, (24, 2), generator=torch.Generator().manual_seed(0))
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         layer(torch.ones(24, 64), ids, torch.ones(24, 2))
     added = [event for event in profile.events() if event.name.startswith("aten::index_add")]
     assert len(added) == len(ids.unique()) and {event.name for event in added} == {"aten::index_add_"}
