@@ -8,6 +8,8 @@ is a process, which holds one family after the other. Some have fewer layers tha
 
 Where FLA is installed, transformers computes a gated delta rule by it. Peers are then called "graph-fla", "liger-fla", ... It
 tunes 100 configurations of its kernels at their first launch. With Triton 3.4 to 3.7.0, FLA 0.6 refuses to train on Hopper.
+
+Folders, if asked for, are quantised models of quantized_folders.py.
 """
 
 import random
@@ -50,10 +52,11 @@ from .decode_peers import (
 from .decode_turns import take_turns, warmed
 from .families import FAMILIES, NAMED, build, by_fla, layers_of, train_of
 from .harness import Bench, chosen, need_transformers, release
+from .quantized_folders import FOLDERS, measure_folder
 from .serving import Job
 from .workers import Worker
 
-PARTS = ("decode", "train")
+PARTS = ("decode", "train", "folders")
 DENSE, SPARSE, LIGER = 0.70, 0.45, 1.25  # gates: of the roofline at batch 1, and of Liger
 STEPS = 3  # a round of training
 
@@ -69,8 +72,8 @@ class Families:
     only: str = ",".join(FAMILIES)
     """Models, by comma: qwen3.5-4b, gemma4-e4b, gpt-oss-20b, glm4-9b, deepseek-v2-lite, lfm2-1.2b, nemotron-h-8b, gemma3-4b.
     Both parts of the first four come before the others."""
-    parts: str = ",".join(PARTS)
-    """What to measure, by comma: decode, train."""
+    parts: str = "decode,train"
+    """What to measure, by comma: decode, train, folders (that are quantised; --only does not concern them)."""
     batch: str = "1"
     """Batch sizes of decoding, by comma."""
     peer: str = "graph"
@@ -131,6 +134,8 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{name}: has no training case", flush=True)
                 else:
                     budget.spend(f"{name} train", partial(measure_train, bench, name, contestants, options.rounds))
+        for name in FOLDERS if "folders" in parts else ():
+            budget.spend(name, partial(measure_folder, bench, name, batches, options.rounds))
     return bench.finish()
 
 

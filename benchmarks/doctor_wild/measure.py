@@ -196,7 +196,8 @@ class _Run:
             if patches["expected_ms"] is not None and patches["patched"] == first["patched"]:
                 outcome.expected.append(round(1 - patches["expected_ms"] / content["step_ms"], 4))
             if plain and plain[turn - 1].exception() is None:
-                times.append({"plain": self.read(f"plain-{turn}", "steps.json"), "doctor": self.read(f"doctor-{turn}", "windows.json")})
+                windows = self.read(f"doctor-{turn}", "windows.json")
+                times.append({"plain": self.read(f"plain-{turn}", "steps.json"), "doctor": windows})
                 if (ms := mean_of(times[-1]["plain"], content)) is not None:
                     outcome.plain_ms.append(round(ms, 4))
         self.keep("steps.json", json.dumps(times))

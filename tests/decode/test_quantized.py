@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 import gpubound as gb
-from gpubound.decode import certificate as reference
+from gpubound import kernels
+from gpubound.decode import certificate as reference, transformer, weights
 from gpubound.decode.certificate import MARGIN, accuracy
 from gpubound.decode.generate import LADDER, FastDecoder
 from gpubound.decode.runner import BatchState, RunnerConfig, Stepper
@@ -80,15 +81,19 @@ def test_what_weights_stand_for_is_what_the_model_would_be_rounded(device, famil
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_rows_than_kernels_take_are_multiplied_unpacked(device, kind):
+@pytest.mark.parametrize(("together", "part"), [(64, "5 to 10 rows"), (9, "more than 9 rows")])
+def test_many_rows_read_the_codes_together_and_more_of_them_unpacked_weights(device, kind, together, part, monkeypatch):
+    monkeypatch.setattr(weights, "MATMUL_ROWS", together)
+    monkeypatch.setattr(transformer, "MATMUL_ROWS", together)
     model = build("Qwen3", device=device)
     body = make(model, kind, max_batch=10)
     texts = prompts(*range(2, 12))
-    before = body.form.unpacked
+    multiplied, product = [], kernels.quantized_matmul
+    noted = lambda *given, **options: multiplied.append(given) or product(*given, **options)  # noqa: E731
+    monkeypatch.setattr(kernels, "quantized_matmul", noted)
     found = over(model, body).generate(texts, max_new_tokens=6).tokens
     assert found == [greedy(body, text, tokens) for text, tokens in zip(texts, found)]
-    assert body.form.unpacked > before
-    assert any("more than 8 rows" in part for part, _, _ in body.report())
+    assert bool(multiplied) == (together >= 10) and any(part in row for row, _, _ in body.report()), body.report()
 
 
 def test_logits_in_bf16_are_near_the_rounded_model(device):

@@ -115,6 +115,7 @@ SHAPES: dict[str, list[tuple]] = {
     "dequantize": [("int8",), ("fp4",), ("int4", True)],
     "quantize_rows": [(True,), (False,)],
     "quantized_decode_attention": [(8, 4, 128), (4, 2, 256), (4, 2, 256, 128, False, 1.0, 50.0)],
+    "quantized_matmul": [("int4",), ("fp4",), ("uint8_32",), ("nf4",)],
     "quantized_norm_gate_up": [(), (1.0, "gelu_tanh"), (None, "silu")],
     "quantized_norm_product": [(), (1.0, 30.0), (None, 0.0)],
     "richards_glu": [(4096,)],

@@ -96,6 +96,22 @@ def test_products_agree_with_the_reference(device, kind, dtype, batch, columns, 
 
 
 @pairwise
+@pytest.mark.parametrize("kind", TABLE)
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-5), (torch.float16, 5e-4)])
+@pytest.mark.parametrize("batch, columns, rows", [(1, 128, 32), (5, 200, 38), (19, 1088, 16), (70, 256, 18), (33, 72, 34)])
+@pytest.mark.parametrize("turns, add, sort", [(1, False, False), (2, False, False), (1, True, False), (1, True, True)])
+def test_many_rows_are_multiplied_together(device, kind, dtype, limit, batch, columns, rows, turns, add, sort):
+    """As unpacked weights are, and as in fp64. In 16 bits a weight may be rounded to either side."""
+    packed = (sorted_weight if sort else weight)(device, kind, rows, columns)
+    x, bias = draw(device, dtype, batch, packed.columns), None if sort else draw(device, dtype, rows, seed=3)
+    before = draw(device, torch.float32, batch, rows, seed=4)
+    out = agree("quantized_matmul", x, packed, bias, before.clone(), turns, add, limit=limit)[3]
+    values = unpack(packed).double().unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1)
+    wanted = x.double() @ values.t() + (0 if bias is None else bias.double()) + (before.double() if add else 0)
+    same("product", out.double(), wanted, limit)
+
+
+@pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("turns", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

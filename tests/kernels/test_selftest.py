@@ -78,6 +78,7 @@ SHAPED = {
     "quantized_column_down": ("fp4",),
     "quantized_column_gate_up": ("fp4",),
     "quantized_decode_attention": (3, 1, 32),
+    "quantized_matmul": ("nf4",),
     "quantized_norm_gate_up": (1.0, "gelu_tanh"),
     "quantized_norm_product": (1.0, 30.0),
     "quantized_routed_down": ("fp4",),

@@ -18,11 +18,10 @@ IN_PLACE = [
     "layer_norm_rows", "lora_gradients", "lora_up", "mamba_step", "norm_gate_up", "norm_product", "norm_products", "norm_rows",
     "pick", "plan_update", "poly_attention_step", "propose", "quantize", "quantize_swiglu", "quantize_swiglu_backward",
     "quantized_add_product", "quantized_add_routed", "quantized_column_down", "quantized_column_gate_up",
-    "quantized_decode_attention", "quantized_norm_gate_up", "quantized_norm_product", "quantized_routed_down",
-    "quantized_routed_gate_up", "route", "routed_down", "routed_gate_up",
-    "sample", "select_experts", "send_product", "send_products", "send_words", "short_conv", "sparse_attention",
-    "split_gate_up", "split_product", "take_words", "tiled_add_product", "tiled_norm_gate_up", "tiled_norm_product",
-    "turn_heads", "write_tokens",
+    "quantized_decode_attention", "quantized_matmul", "quantized_norm_gate_up", "quantized_norm_product",
+    "quantized_routed_down", "quantized_routed_gate_up", "route", "routed_down", "routed_gate_up", "sample", "select_experts",
+    "send_product", "send_products", "send_words", "short_conv", "sparse_attention", "split_gate_up", "split_product",
+    "take_words", "tiled_add_product", "tiled_norm_gate_up", "tiled_norm_product", "turn_heads", "write_tokens",
 ]  # fmt: skip
 
 

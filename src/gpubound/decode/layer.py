@@ -42,7 +42,6 @@ from ..kernels.latent_attention import LatentScratch, unable
 from ..kernels.rope import apart
 from ..kernels.row_ops import ACTIVATED, LayerNorm
 from ..layers.attention import attend
-from ..layers.linear_product import fused_linear
 from ..models.decoding import (
     AnyNorm,
     AttentionWeights,
@@ -170,7 +169,7 @@ class Part:
         if len(h) in self.workspace.split:
             self.workspace.pending = self.split(self.last, h, mode)
             return
-        accumulate(self.target(x), h, self.last.matrices()[0], self.last.biases[0] if self.last.biases else None)
+        self.last.accumulate(self.target(x), h)
         if self.last.added is not None:
             self.last.added.add(h, self.target(x))
         self.finish(x, mode)
@@ -236,8 +235,8 @@ class Part:
         return results
 
     def gemm(self, product: Any, h: Tensor) -> Tensor:
-        """Return h (B, K) times the weights of a product side by side, with biases and adapters: one GEMM where it can be."""
-        rows = fused_linear(h, product.matrices(), product.biases or None)
+        """Return h (B, K) times the weights of a product side by side, with biases and adapters."""
+        rows = product.multiply(h)
         if product.added is not None:
             product.added.add(h, *rows.split([len(layer.weight) for layer in product.layers], -1))
         return rows
@@ -459,7 +458,7 @@ class NoMLP(Part):
         return []
 
 
-def accumulate(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def add_linear(x: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Add h weightᵀ + bias to x (fp32), in place."""
     if h.is_cuda and h.dtype != torch.float32:
         torch.addmm(x, h, weight.t(), out_dtype=torch.float32, out=x)

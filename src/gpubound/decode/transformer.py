@@ -2,8 +2,8 @@
 
 The number of rows of a step chooses how it is multiplied. Up to `gemv_rows`, kernels multiply row after row
 (kernels/decode_product.py), in a chain where each may start while the previous one still runs. Up to `tiled_rows`, kernels
-multiply all rows together on tensor cores (kernels/quantized_product.py). More rows are GEMMs of cuBLAS. The parts of a layer
-are in layer.py and moe.py, the formats of its weights in weights.py.
+multiply all rows together on tensor cores (kernels/quantized_product.py), as they do those of packed weights. More rows are
+GEMMs of cuBLAS. The parts of a layer are in layer.py and moe.py, the formats of its weights in weights.py.
 
 The layers may be on several devices, a `LayerGroup` on each. The residual stream begins and ends on the first, which has the
 embedding, the norm and the head.
@@ -66,12 +66,14 @@ from .recurrent import GatedDelta, Mamba, ShortConv
 from .request import CHUNK
 from .runner import ModelRunner, RunnerConfig, check_room
 from .weight_view import HostView, WeightView
-from .weights import InputProduct, LayerInput, PackedFormat, weight_format
+from .weights import MATMUL_ROWS, InputProduct, LayerInput, PackedFormat, weight_format
 
-# Rows of a GEMV where cuBLAS can read the weights: a third row costs more than its tensor cores do. Packed weights, experts,
-# and speculating rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
+# Rows of a GEMV where cuBLAS can read the weights: a third row costs more than its tensor cores do. Experts, and speculating
+# rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
 # 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
+# Of packed weights. H200, us of the products of a layer of llama-8b in int4 with 4 rows and 8: 84, 150; together 72, 77.
+FEW_CODED = 4
 # The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
 # otherwise: 135m (4 MB) 2: 392, 422; 3: 402, 483. 350m (17 MB) 2: 416, 538; 4: 432, 920; 8: 458, 841. 1b (67 MB) 2: 807,
 # 1,052; 4: 836, 1,046. Before operands stayed in registers, 1b 8: 1,025, 1,064; 16: 1,355, 1,090. 8b, by its products alone:
@@ -113,7 +115,7 @@ PARTS: dict[type, Any] = {
 def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
     """Return the most rows of a GEMV, for a model without experts. coded: whether the model's weights are quantised"""
     alone = config.tokens > 1 and config.same_bits
-    return GEMV_ROWS if alone or config.weights is not None or coded else FEW
+    return GEMV_ROWS if alone else FEW_CODED if config.weights is not None or coded else FEW
 
 
 def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
@@ -549,17 +551,20 @@ class FusedRunner(ViewRunner):
     def logits_of(self, h: Tensor, mode: int = 0) -> Tensor:
         """Return the logits of normed h (B, hidden), computed by torch, or in a split chain of few rows by its product."""
         head: Any = self.head
-        logits, (weight,), cap = self.logits[: len(h)], head.matrices(), self.live.shape.logit_cap
+        logits, cap, codes = self.logits[: len(h)], self.live.shape.logit_cap, head.reads_codes(h)
+        weight = self.live.head.weight if codes else head.matrices()[0]
         split = len(h) in self.split and len(h) <= SPLIT_HEAD and parts_of(self.vocab, weight, len(h)) == 1
         if split:
             head.split_product(h, self.logits.view(-1), mode)
+        elif codes:
+            head.multiply(h, logits)
         elif h.dtype == logits.dtype:
             torch.mm(h, weight.detach().t(), out=logits)
         elif h.is_cuda:
             torch.mm(h, weight.t(), out_dtype=torch.float32, out=logits)
         else:
             logits.copy_(F.linear(h, weight))
-        if head.biases and not split:
+        if head.biases and not (split or codes):
             logits += head.biases[0].detach()
         if (scale := self.live.shape.logit_scale) != 1:
             logits *= scale
@@ -759,7 +764,8 @@ class FusedRunner(ViewRunner):
                 group.workspace.routing_trace = None
 
     def report(self) -> list[tuple[str, str, str]]:
-        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
+        codes = MATMUL_ROWS if self.host is None and (self.form.kind is not None or self.live.coded) else 0
+        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1, codes)
         gemm = most > own  # some steps are products of cuBLAS
         unpacked = self.live.bytes_read()
         weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
@@ -775,6 +781,9 @@ class FusedRunner(ViewRunner):
             rows.append(
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )
+        if codes and most > self.gemv_rows:
+            what = f"{self.workspace.kernels}: quantized_matmul" + "; head by torch (cuBLAS)" * (self.form.kind is None)
+            rows.append((f"{self.gemv_rows + 1} to {min(most, codes)} rows", what, "all rows together, on tensor cores"))
         if self.split and most >= self.split.start:
             what = f"{self.workspace.kernels}: split products" + "; head by torch (cuBLAS)" * (min(most, own) > SPLIT_HEAD)
             rows.append((f"{self.split.start} to {min(most, own)} rows", what, "programs share sums, on tensor cores"))

@@ -1,9 +1,9 @@
 """Weight formats: the matrices that the parts of a layer multiply by, made from a model's weights.
 
 `LiveFormat` reads the model's weights in place, dense ones and the codes of quantised ones (`PackedLinear`). `PackedFormat` has
-int8, int4 or fp8 copies. A step reads codes and packed copies alone. Prompts and steps of many rows unpack a layer's weights
-into a scratch that all layers share, and multiply on tensor cores. The embedding, norms and biases are not packed. A weight
-that has changed since it was packed is found at the next request (`changed`), and all are packed again.
+int8, int4 or fp8 copies. A step of up to MATMUL_ROWS rows reads codes and packed copies alone. Prompts and steps of more rows
+unpack a layer's weights into a scratch that all layers share, and multiply on tensor cores. The embedding, norms and biases are
+not packed. A weight that has changed since it was packed is found at the next request (`changed`), and all are packed again.
 
 stacked(*layers)         layers that read one x (q, k and v; o; down)
 gate_up(gate, up)        the two halves of a gated MLP
@@ -41,12 +41,16 @@ from ..kernels.decode_product import ACTIVATIONS, Norm
 from ..kernels.packed_weights import KINDS, Packed, join_packed, pack, pack_gate_up, pack_stacked, unpack
 from ..kernels.peer_exchange import Mail
 from ..kernels.split_product import parts_of
-from ..layers.linear_product import format_of
+from ..layers.linear_product import format_of, fused_linear
 from ..models.decoding import LayerInputs, Linear, RowParts
 from ..trace import notice
-from .layer import EARLY_BYTES, UngatedMLP, Workspace, normed
+from .layer import EARLY_BYTES, UngatedMLP, Workspace, add_linear, normed
 from .lora import LoraDelta, adapters_for
 from .model_watch import WeightVersions
+
+# The most rows of x that are multiplied by codes together. H200, us of the products of a layer of llama-8b in int4, and of the
+# unpacked ones with their unpacking: 8 rows 77, about 330; 32 142, 355; 64 264, 360; 128 418, 370.
+MATMUL_ROWS = 64
 
 Maxima = tuple[Tensor | None, Tensor | None]
 """partial maxima of a product, and their rows"""
@@ -145,6 +149,26 @@ class PackedLinear:
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         out = torch.empty_like(x, dtype=self.form.dtype)
         return out.copy_(x) if norm is None else kernels.norm_rows(x, norm, out)
+
+    def multiply(self, h: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return h (B, K) times the weights side by side, with biases. out: of a single part that `reads_codes`"""
+        if not self.reads_codes(h):
+            return fused_linear(h, self.matrices(), self.biases or None)
+        if len(self.parts) == 1:
+            return kernels.quantized_matmul(h, self.parts[0], self.bias, out, self.turns)
+        biases = [None] * len(self.parts) if self.bias is None else self.bias.split(self.rows)
+        return torch.cat([kernels.quantized_matmul(h, part, bias) for part, bias in zip(self.parts, biases)], 1)
+
+    def accumulate(self, to: Tensor, h: Tensor) -> None:
+        """Add h (B, K) times the weight to `to`."""
+        if self.reads_codes(h):
+            kernels.quantized_matmul(h, self.parts[0], self.bias, to, add=True)
+        else:
+            add_linear(to, h, self.matrices()[0], *self.biases)
+
+    def reads_codes(self, h: Tensor) -> bool:
+        """Return whether rows h are multiplied by the codes together, and not by unpacked weights."""
+        return len(h) <= MATMUL_ROWS and not self._stored
 
     def matrices(self) -> list[Tensor]:
         return self._stored or self._unpacked(self._empty(self.form.dtype) if self._scratch is None else self._scratch)
@@ -324,6 +348,17 @@ class DenseLinear:
     def split_gate_up(self, h: Tensor, activation: str, out: Tensor, mode: int) -> None:
         (gate, up, _), (gate_bias, up_bias, _) = self._operands
         kernels.split_gate_up(h, gate, up, gate_bias, up_bias, out, mode, activation)
+
+    def reads_codes(self, h: Tensor) -> bool:
+        return False
+
+    def multiply(self, h: Tensor) -> Tensor:
+        """Return h (B, K) times the weights side by side, with biases: one GEMM where it can be."""
+        return fused_linear(h, self.matrices(), self.biases or None)
+
+    def accumulate(self, to: Tensor, h: Tensor) -> None:
+        """Add h (B, K) times the weight to `to`."""
+        add_linear(to, h, self.matrices()[0], *self.biases)
 
     def matrices(self) -> list[Tensor]:
         return self._matrices

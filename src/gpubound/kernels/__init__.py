@@ -70,6 +70,7 @@ from .quantize import (
 )
 from .quantized_product import (
     dequantize as dequantize,
+    quantized_matmul as quantized_matmul,
     quantized_norm_gate_up as quantized_norm_gate_up,
 )
 from .recurrent import (

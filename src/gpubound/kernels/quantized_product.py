@@ -9,6 +9,7 @@ whose weight is `Packed`.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .decode_product import (
@@ -62,6 +63,33 @@ def dequantize_reference(weight, out, turns=1):
 )
 def quantized_norm_product_reference(x, norm, weight, bias, out, best, arg, dependent=0, cap=0.0):
     return norm_product_reference(x, norm, unpack(weight), None, None, bias, None, None, out, best, arg, 0, cap)
+
+
+def quantized_matmul(
+    x: Tensor, weight: Packed, bias: Tensor | None = None, out: Tensor | None = None, turns: int = 1, add: bool = False
+) -> Tensor:
+    """out (B, rows, in x's dtype or its own) = x weightᵀ + bias, for several rows: the weight is rounded to x's dtype and
+    multiplied on tensor cores, as after `dequantize`, but never written to memory. add: out += instead
+
+    turns   number of weights whose rows alternate in `weight` (2 for gate and up). In `out` and `bias` one follows the other
+    """
+    check_packed("quantized_matmul", weight, x)
+    require("quantized_matmul", "x", x, None, ("B", weight.columns), weight.device, "cast it before the call")
+    out = torch.empty(len(x), weight.rows, device=x.device, dtype=x.dtype) if out is None else out
+    require("quantized_matmul", "out", out, None, (len(x), weight.rows), x.device, WRITTEN)
+    check_biases("quantized_matmul", (bias,), [weight])
+    if turns < 1 or weight.rows % turns:
+        raise ValueError(f"quantized_matmul: turns: got {turns}, wanted a number that divides the {weight.rows} rows.")
+    return implementation("quantized_matmul", x, None, (weight.kind,))(x, weight, bias, out, turns, add)
+
+
+@definition(
+    lambda g, kind="int8": (draw(g, 5, columns := 1024), draw_packed(g, 40, columns, kind), draw(g, 40), zeros(5, 40), 2)
+)
+def quantized_matmul_reference(x, weight, bias, out, turns=1, add=False):
+    numbers = unpack(weight).unflatten(0, (-1, turns)).transpose(0, 1).flatten(0, 1).to(x.dtype)
+    y = F.linear(x.float(), numbers.float(), None if bias is None else bias.float())
+    return out.add_(y) if add else out.copy_(y)
 
 
 def quantized_norm_gate_up(

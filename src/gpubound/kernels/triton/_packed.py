@@ -66,6 +66,12 @@ def _words(columns, kind):
 
 
 @triton.constexpr_function
+def _columns(words, kind):
+    """Return the number of columns of a row of so many words, with those that pad it."""
+    return words * len(TABLE[kind].shifts)
+
+
+@triton.constexpr_function
 def _scales(columns, kind):
     """Return the number of scales of a row."""
     return TABLE[kind].scales(columns)
@@ -76,6 +82,27 @@ def _chunks(columns, kind):
     """Return the number of times four words that share a scale."""
     group = TABLE[kind].group
     return group // (4 * len(TABLE[kind].shifts)) if group else TABLE[kind].words(columns) // 4
+
+
+@triton.constexpr_function
+def _load_of(bits):
+    return f"ld.global.nc.b{bits} $0, [$1];"
+
+
+@triton.jit
+def _loaded(at):
+    """Return what is at `at` in fp32, and a byte in int32. tl.load has another layout, and its conversion is a barrier."""
+    TYPE: tl.constexpr = at.dtype.element_ty
+    if _INTERPRETED:
+        return tl.load(at).to(tl.int32 if tl.uint8 == TYPE else tl.float32)
+    ASM: tl.constexpr = _load_of(TYPE.primitive_bitwidth)
+    bits = tl.inline_asm_elementwise(ASM, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1)
+    if tl.uint8 == TYPE:
+        return bits
+    elif tl.float32 == TYPE:
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
