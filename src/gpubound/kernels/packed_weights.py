@@ -204,10 +204,12 @@ def pack_fp4(codes: Tensor, scales: Tensor) -> Packed:
             f"columns / {MX}), of columns that are a multiple of {MX}."
         )
     rows, columns = len(codes), 2 * codes.shape[1]
-    levels = torch.stack([codes & 0xF, codes >> 4], -1).flatten(1)
     beyond = -columns % GROUP
-    padded = F.pad(levels, (0, beyond)).view(rows, -1, MX // 4, 4)  # (rows, groups of 32, slots, words)
-    words = _to_words(padded.to(torch.int32), TABLE["fp4"].shifts).flatten(1)
+    words = torch.empty(rows, TABLE["fp4"].words(columns), device=codes.device, dtype=torch.int32)
+    for part, into in zip(*(t.split(max(1, CHUNK // columns)) for t in (codes, words))):
+        levels = torch.stack([part & 0xF, part >> 4], -1).flatten(1)
+        padded = F.pad(levels, (0, beyond)).view(len(part), -1, MX // 4, 4)  # (rows, groups of 32, slots, words)
+        into.copy_(_to_words(padded.to(torch.int32), TABLE["fp4"].shifts).flatten(1))
     return Packed(words, F.pad(scales, (0, beyond // MX), value=BIAS), columns, "fp4")
 
 
