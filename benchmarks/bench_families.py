@@ -69,11 +69,11 @@ class Families:
               gpubound bench families --parts train --seconds 400
     """
 
-    only: str = ",".join(FAMILIES)
+    only: str = ",".join([*FAMILIES, *FOLDERS])
     """Models, by comma: qwen3.5-4b, gemma4-e4b, gpt-oss-20b, glm4-9b, deepseek-v2-lite, lfm2-1.2b, nemotron-h-8b, gemma3-4b.
-    Both parts of the first four come before the others."""
+    Both parts of the first four come before the others. Folders: gpt-oss-20b-mxfp4, llama-8b-gptq, llama-8b-gptq-act-order."""
     parts: str = "decode,train"
-    """What to measure, by comma: decode, train, folders (that are quantised; --only does not concern them)."""
+    """What to measure, by comma: decode, train, folders (that are quantised)."""
     batch: str = "1"
     """Batch sizes of decoding, by comma."""
     peer: str = "graph"
@@ -114,7 +114,8 @@ class Budget:
 
 def main(argv: Sequence[str]) -> int:
     options = arguments(Families, argv, "bench families")
-    names = sorted(chosen("--only", options.only, list(FAMILIES)), key=list(FAMILIES).index)
+    asked = chosen("--only", options.only, [*FAMILIES, *FOLDERS])
+    names = [name for name in FAMILIES if name in asked]
     parts = chosen("--parts", options.parts, PARTS)
     batches = batch_sizes(options.batch)
     if options.rounds < 3:
@@ -134,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
                     print(f"{name}: has no training case", flush=True)
                 else:
                     budget.spend(f"{name} train", partial(measure_train, bench, name, contestants, options.rounds))
-        for name in FOLDERS if "folders" in parts else ():
+        for name in [n for n in FOLDERS if n in asked] if "folders" in parts else ():
             budget.spend(name, partial(measure_folder, bench, name, batches, options.rounds))
     return bench.finish()
 
