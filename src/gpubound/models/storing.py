@@ -307,6 +307,7 @@ def fill(model: Filled, scheme: Scheme, device: torch.device, dtype: torch.dtype
         else:
             missing.append((name, tensor.data_ptr()))
             continue
+        del values  # an embedding is as large as ten layers, which are read next
         read.add(tensor.data_ptr())
     if absent := [name for name, address in missing if address not in read]:  # a tied one was read under another name
         raise DataError(f"{scheme.folder} lacks {absent[:3]} ({len(absent)} tensors in all); {CURE}.")
