@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import bench_families, decode_peers, decode_turns, families_worker
+from benchmarks import bench_families, decode_peers, decode_turns, families_worker, quantized_folders
 from benchmarks.bench_families import Budget, Contestants, contest, measure_rows
 from benchmarks.families import FAMILIES, build, config_of, layers_of
 from benchmarks.harness import Bench
+from benchmarks.quantized_folders import FOLDERS, measure_folder
 from gpubound import decoder, device as facts
 from gpubound.cli import guarded
 from gpubound.errors import MeasureError
@@ -209,3 +210,13 @@ def test_what_the_seconds_leave_out_is_reported(capsys):
 def test_a_dry_run(capsys):
     assert guarded("bench", bench_families.main, ["--dry", "--only", "lfm2-1.2b"]) == 0
     assert capsys.readouterr().out.endswith("families: 3 lines, nothing kept (dry); 0 of 0 gates hold\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_quantised_folder_is_written_read_and_decoded(bench, name, monkeypatch, capsys):
+    monkeypatch.setattr(quantized_folders, "NEW", 24)
+    measure_folder(bench, name, [2], rounds=3)
+    (line,) = bench.lines
+    assert not bench.wrong and (line.case, line.peer_name) == (f"{name} decode batch 2", "roofline")
+    assert "tokens lie 0.000 deviations below the model's own" in capsys.readouterr().out

@@ -73,7 +73,7 @@ from .weights import MATMUL_ROWS, InputProduct, LayerInput, PackedFormat, weight
 # 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
 # Of packed weights. H200, us of the products of a layer of llama-8b in int4 with 4 rows and 8: 84, 150; together 72, 77.
-FEW_CODED = 4
+CODED_ROWS = 4
 # The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
 # otherwise: 135m (4 MB) 2: 392, 422; 3: 402, 483. 350m (17 MB) 2: 416, 538; 4: 432, 920; 8: 458, 841. 1b (67 MB) 2: 807,
 # 1,052; 4: 836, 1,046. Before operands stayed in registers, 1b 8: 1,025, 1,064; 16: 1,355, 1,090. 8b, by its products alone:
@@ -115,7 +115,7 @@ PARTS: dict[type, Any] = {
 def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
     """Return the most rows of a GEMV, for a model without experts. coded: whether the model's weights are quantised"""
     alone = config.tokens > 1 and config.same_bits
-    return GEMV_ROWS if alone else FEW_CODED if config.weights is not None or coded else FEW
+    return GEMV_ROWS if alone else CODED_ROWS if config.weights is not None or coded else FEW
 
 
 def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:

@@ -493,7 +493,7 @@ MOST_TOGETHER = 64  # rows of x of a program
 # From so many rows of a weight or of x on, programs of four warps have 32 of a weight; otherwise of eight warps 16. H200, int4,
 # us with 8 rows of x, and with 32: 28,672 x 4,096 weights 34.5 and 39.2, 67.1 and 119.6; 4,096 x 14,336 40.9 and 23.0, 54.6 and
 # 49.3; 4,096 x 4,096 12.5 and 8.8, 18.2 and 19.3.
-TALL, WIDE_X = 16384, 32
+MANY_WEIGHTS, MANY_ROWS = 16384, 32
 
 
 @in_place
@@ -501,7 +501,7 @@ def quantized_matmul(x, weight, bias, out, turns=1, add=False):
     x, _ = _sorted(x, None, weight)
     (count, width), rows = x.shape, weight.rows
     tall = min(max(ROWS, power_of_two(count)), MOST_TOGETHER)
-    high, warps = (32, 4) if rows >= TALL or tall >= WIDE_X else (16, 8)
+    high, warps = (32, 4) if rows >= MANY_WEIGHTS or tall >= MANY_ROWS else (16, 8)
     warps = min(warps, power_of_two(-(-weight.words.shape[1] // 16)))
     _matmul_kernel[-(-count // tall), -(-rows // high)](
         x, weight.words, weight.scale, weight.words if weight.extra is None else weight.extra, x if bias is None else bias, out,

@@ -164,7 +164,7 @@ def by_group(levels: Tensor, scale: Tensor, zero: int, offset: Tensor | None, in
 
 def fields(words: Tensor, bits: int) -> Tensor:
     """Return the fields of each int32 word (..., N) as uint8 (..., N · 32 / bits), the lowest bits first."""
-    found = torch.empty(*words.shape, 32 // bits, device=words.device, dtype=torch.uint8)
+    unpacked = torch.empty(*words.shape, 32 // bits, device=words.device, dtype=torch.uint8)
     for place in range(32 // bits):  # one after the other: in int32 all of them take four times the memory
-        found[..., place] = (words >> (bits * place)) & ((1 << bits) - 1)
-    return found.flatten(-2)
+        unpacked[..., place] = (words >> (bits * place)) & ((1 << bits) - 1)
+    return unpacked.flatten(-2)
