@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 import gpubound as gb
 from gpubound import kernels
-from gpubound.decode import certificate, kv_cache, layer, transformer
+from gpubound.decode import certificate, kv_cache, layer, transformer, weights
 from gpubound.decode.runner import StepGraphs
 from gpubound.decode.weight_view import WeightView, bind
 from gpubound.kernels import dispatch, quantized_product
@@ -377,3 +377,14 @@ def test_the_table():
         message("decode/certificate:the_table.9"),
     ]
     assert str(cases.shared("Qwen2", fused=False)).splitlines()[1] == message("decode/certificate:the_table.10")
+
+
+@pytest.mark.parametrize("most", [64, 6])
+def test_rows_that_read_codes_together_are_checked_also_where_more_rows_unpack_them(most, monkeypatch):
+    """In a decoder of ten rows, of which ten or six read codes together."""
+    for module in (transformer, weights):
+        monkeypatch.setattr(module, "MATMUL_ROWS", most)
+    wrong(monkeypatch, "quantized_matmul", slightly)
+    model = cases.build("Qwen3")
+    quantize_base(model, "int8")
+    assert re.fullmatch(WRONG, refusal(gb.GenerateError, lambda: gb.decoder(model, 10, cases.ROOM)))

@@ -461,6 +461,7 @@ class FusedRunner(ViewRunner):
         self.tiled_rows = min(self.tiled_rows, split.start - 1) if split else self.tiled_rows
         plain_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         self.gemv_rows = 1 if self.tiled_rows else plain_rows
+        self.coded_rows = MATMUL_ROWS if self.host is None and (self.form.kind is not None or live.coded) else 0
         self.split = range(max(split.start, self.gemv_rows + 1), split.stop)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -571,7 +572,7 @@ class FusedRunner(ViewRunner):
         return capped_(logits, cap) if cap else logits
 
     def row_counts(self) -> set[int]:
-        most = self.tiled_rows, self.split.stop - 1, self.max_batch
+        most = self.tiled_rows, self.split.stop - 1, self.coded_rows, self.max_batch
         return {1, *(min(self.max_batch, n) for n in most if n > self.gemv_rows)}
 
     def mode(self, rows: int) -> int:
@@ -764,8 +765,7 @@ class FusedRunner(ViewRunner):
                 group.workspace.routing_trace = None
 
     def report(self) -> list[tuple[str, str, str]]:
-        codes = MATMUL_ROWS if self.host is None and (self.form.kind is not None or self.live.coded) else 0
-        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1, codes)
+        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1, self.coded_rows)
         gemm = most > own  # some steps are products of cuBLAS
         unpacked = self.live.bytes_read()
         weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
@@ -781,9 +781,10 @@ class FusedRunner(ViewRunner):
             rows.append(
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )
-        if codes and most > self.gemv_rows:
+        if most > self.gemv_rows and self.coded_rows:
             what = f"{self.workspace.kernels}: quantized_matmul" + "; head by torch (cuBLAS)" * (self.form.kind is None)
-            rows.append((f"{self.gemv_rows + 1} to {min(most, codes)} rows", what, "all rows together, on tensor cores"))
+            counts = f"{self.gemv_rows + 1} to {min(most, self.coded_rows)} rows"
+            rows.append((counts, what, "all rows together, on tensor cores"))
         if self.split and most >= self.split.start:
             what = f"{self.workspace.kernels}: split products" + "; head by torch (cuBLAS)" * (min(most, own) > SPLIT_HEAD)
             rows.append((f"{self.split.start} to {min(most, own)} rows", what, "programs share sums, on tensor cores"))

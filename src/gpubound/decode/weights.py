@@ -154,6 +154,7 @@ class PackedLinear:
         """Return h (B, K) times the weights side by side, with biases. out: of a single part that `reads_codes`"""
         if not self.reads_codes(h):
             return fused_linear(h, self.matrices(), self.biases or None)
+        h = h.contiguous()
         if len(self.parts) == 1:
             return kernels.quantized_matmul(h, self.parts[0], self.bias, out, self.turns)
         biases = [None] * len(self.parts) if self.bias is None else self.bias.split(self.rows)
@@ -162,7 +163,7 @@ class PackedLinear:
     def accumulate(self, to: Tensor, h: Tensor) -> None:
         """Add h (B, K) times the weight to `to`."""
         if self.reads_codes(h):
-            kernels.quantized_matmul(h, self.parts[0], self.bias, to, add=True)
+            kernels.quantized_matmul(h.contiguous(), self.parts[0], self.bias, to, add=True)
         else:
             add_linear(to, h, self.matrices()[0], *self.biases)
 
