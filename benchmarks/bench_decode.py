@@ -111,7 +111,8 @@ def main(argv: Sequence[str]) -> int:
             if "packed" in parts and is_sparse(name):
                 print(f"{name}: experts are read as they are, so there is nothing packed to measure", flush=True)
             elif "packed" in parts:
-                measure_packed(bench, name, model, options.rounds, rate)
+                for rows in batches if options.batch else [1]:
+                    measure_packed(bench, name, model, rows, options.rounds, rate)
             if "cache" in parts:
                 measure_cache(bench, name, model, options.rounds, rate)
                 release(device)

@@ -80,30 +80,30 @@ def measure_cpu(bench: Bench, name: str, batches: Sequence[int], rounds: int, re
                 bench.figure(f"{name}{note} batch {rows}, best round", "tok/s", best["ours"], {"eager": best["eager"]}, {})
 
 
-def measure_packed(bench: Bench, name: str, model: Any, rounds: int, read_bytes_per_s: float) -> None:
-    """One row over rounded copies of the weights, beside the live ones; each kind beside its own roofline."""
-    ids = prompts(name, 1, bench.device)
+def measure_packed(bench: Bench, name: str, model: Any, rows: int, rounds: int, read_bytes_per_s: float) -> None:
+    """Decode over rounded copies of the weights, beside the live ones; each kind beside its own roofline."""
+    ids, alone = prompts(name, rows, bench.device), rows == 1
     for kind, gate in PACKED.items():
         memory = MemoryPhases(bench.device)
         with memory("make decoder"):
-            decoders = {"ours": gpubound.decoder(model, 1, LENGTH, weights=kind)}
+            decoders = {"ours": gpubound.decoder(model, rows, LENGTH, weights=kind)}
         with memory("generate"):
             for _ in range(2):
                 ours(decoders["ours"])(ids)
-        case = f"{name} batch 1 {kind}"
+        case = f"{name} batch {rows} {kind}"
         keep_phases(bench, case, memory.peaks)
-        decoders["bf16"] = gpubound.decoder(model, 1, LENGTH)
+        decoders["bf16"] = gpubound.decoder(model, rows, LENGTH)
         contenders = {who: ours(decoder) for who, decoder in decoders.items()}
         for _ in range(2):
             contenders["bf16"](ids)
-        least = decoders["ours"].body.bytes_a_step([PROMPT + NEW // 2])
-        budget, gates, moonshots = asked(GOALS[name].packed.get(kind), NEW, rounds)
+        least = decoders["ours"].body.bytes_a_step([PROMPT + NEW // 2] * rows)
+        budget, gates, moonshots = asked(GOALS[name].packed.get(kind) if alone else None, NEW, rounds)
         seconds = take_turns(contenders, ids, rounds) | budget
         found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
-        if gate and name == "8b":
+        if gate and alone and name == "8b":
             gates |= {"bf16": gate}
         bench.keep(
-            case, found, unit="tok/s", amount=NEW, ceiling=("roofline", read_bytes_per_s / least),
+            case, found, unit="tok/s", amount=rows * NEW, ceiling=("roofline", rows * read_bytes_per_s / least),
             gates=gates, moonshots=moonshots,
         )  # fmt: skip
         del decoders, contenders
