@@ -15,6 +15,7 @@ from benchmarks.door import Door, Drawer
 from benchmarks.doors import DOORS, attention, gated_mlp, linear_cross_entropy
 from benchmarks.families import FAMILIES
 from benchmarks.harness import Bench, compile_sources
+from benchmarks.quantized_folders import FOLDERS
 from benchmarks.results import read
 from benchmarks.shapes import SHAPES
 from gpubound import trace
@@ -246,8 +247,8 @@ def test_a_dry_run_begins_again_in_a_process_of_the_interpreter(module, monkeypa
         ("kernels", "--only=rmsnorm", "got 'rmsnorm', wanted some of rms_norm, add_rms_norm, "),
         ("place", "--shapes=2b", "got '2b', wanted some of 1b, 350m, 8b, tiny."),
         ("graph", "--shape=2b", "got '2b', wanted one of 135m, 350m, 1b, 8b, tiny."),
-        ("families", "--only=llama", f"got 'llama', wanted some of {', '.join(FAMILIES)}."),
-        ("families", "--parts=end", "got 'end', wanted some of decode, train."),
+        ("families", "--only=llama", f"got 'llama', wanted some of {', '.join([*FAMILIES, *FOLDERS])}."),
+        ("families", "--parts=end", "got 'end', wanted some of decode, train, folders."),
         ("families", "--peer=liger", "got 'liger', wanted graph or none."),
         ("lora", "--parts=row", "got 'row', wanted some of train, linear, rows, peft, start."),
         ("lora", "--profile=x", "got 'x', wanted some of ours, ours-lora, ours-peft, ours-rows, floor, "),

@@ -100,6 +100,7 @@ def answering(monkeypatch, verdict: dict, answer: dict, code: int = 0, steps: li
         if name in ("doctor", "steps"):
             (folder / "notes.json").write_text(json.dumps({"first": 7.0, "start": 6.0, "waited": 2.0, "ended": 18.0}))
             (folder / "patches.json").write_text(json.dumps(answer | {"proof": None}))
+            (folder / "windows.json").write_text(json.dumps([{"phase": "timed", "first": 6, "ms": [8.0]}]))
             for file in ("doctor.json", "doctor.html"):
                 (folder / file).write_text(json.dumps(verdict))
             return code, "", "why"

@@ -98,11 +98,12 @@ def test_interpreted_kernels_give_the_same_tokens(kind, max_batch, interpret):
 
 
 def test_how_many_rows_are_few():
-    """Two where cuBLAS may read the weights; eight where it may not, or where a row must get the bits of a plain step."""
+    """Two where cuBLAS may read the weights, four of packed ones; eight of experts, or where a row must get the bits of a plain
+    step."""
     for kind, how, few in (
         ("Mistral", {}, 2),
         ("Mistral", {"speculate": 3}, 8),
-        ("Mistral", {"weights": "int8"}, 8),
+        ("Mistral", {"weights": "int8"}, 4),
         ("Mixtral", {}, 8),
     ):
         body = cases.shared(kind, max_batch=9, **how).body

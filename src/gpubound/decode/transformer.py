@@ -765,7 +765,8 @@ class FusedRunner(ViewRunner):
                 group.workspace.routing_trace = None
 
     def report(self) -> list[tuple[str, str, str]]:
-        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1, self.coded_rows)
+        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
+        many, own = most > own, max(own, self.coded_rows)
         gemm = most > own  # some steps are products of cuBLAS
         unpacked = self.live.bytes_read()
         weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
@@ -791,7 +792,7 @@ class FusedRunner(ViewRunner):
         if gemm:
             why = f"; those of one input separately: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {own} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
-        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(gemm))
+        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(many))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:
