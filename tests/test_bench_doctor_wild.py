@@ -170,7 +170,9 @@ def test_steps_alone_are_compared_without_a_proof(folder, monkeypatch, capsys):
     verdict = judged(*looped()).as_dict() | TIMED | {"step_ms": 8.0, "findings": [finding("data", 6)], "harmless": []}
     ran = answering(monkeypatch, verdict, ANSWER)
     runner.main(runner.Options(folder, rounds=4, steps_only=True))
-    assert sorted(each[0] for each in ran) == ["plain"] * 4 + ["steps"] * 4 and "= 1.000: yes" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert sorted(each[0] for each in ran) == ["plain"] * 4 + ["steps"] * 4 and "= 1.000: yes" in out
+    assert "the first finding is the largest loss (wanted 90 %): 1" not in out, "such verdicts are not alone while they record"
     for more in ({"results": folder}, {"dry_run": True}, {"rounds": 0}, {"eye": "profiler"}):
         with pytest.raises(SystemExit, match="steps-only: got it with"):
             runner.main(runner.Options(folder, steps_only=True, **more))

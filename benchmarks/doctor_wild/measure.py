@@ -201,7 +201,8 @@ class _Run:
                 if (ms := mean_of(times[-1]["plain"], content)) is not None:
                     outcome.plain_ms.append(round(ms, 4))
         self.keep("steps.json", json.dumps(times))
-        return outcome
+        # Others run while such a verdict records, so that it may have no prices: the largest loss is not known.
+        return replace(outcome, largest=None) if self.how.steps_only else outcome
 
     def read(self, folder: str, name: str) -> Any:
         return json.loads((self.there / folder / name).read_text(encoding="utf-8"))
