@@ -36,7 +36,7 @@ GROUP = 128  # columns of a scale of GPTQ
 STD = 0.02  # of weights, as transformers draws them
 DEVIATION = 4.6  # of 16 levels
 DENSE, SPARSE = 0.70, 0.45  # gates at batch 1
-LOADED = 1.25  # gate: the peak of loading, in sizes of the folder's weights
+LOADED = 1.15  # gate: the peak of loading, in sizes of the folder's weights
 
 Tensors = dict[str, Tensor]
 

@@ -88,11 +88,12 @@ def test_many_rows_read_the_codes_together_and_more_of_them_unpacked_weights(dev
     model = build("Qwen3", device=device)
     body = make(model, kind, max_batch=10)
     texts = prompts(*range(2, 12))
-    multiplied, product = [], kernels.quantized_matmul
+    before, multiplied, product = body.form.unpacked, [], kernels.quantized_matmul
     noted = lambda *given, **options: multiplied.append(given) or product(*given, **options)  # noqa: E731
     monkeypatch.setattr(kernels, "quantized_matmul", noted)
     found = over(model, body).generate(texts, max_new_tokens=6).tokens
     assert found == [greedy(body, text, tokens) for text, tokens in zip(texts, found)]
+    assert body.form.unpacked > before, "prompts, and steps of more rows"
     assert bool(multiplied) == (together >= 10) and any(part in row for row, _, _ in body.report()), body.report()
 
 

@@ -289,6 +289,7 @@ def test_reading_holds_the_codes_and_one_layer(tmp_path, name):
     assert kept - numbers < 0.6 * weights, "4.4 bits a weight"
     # A layer's levels are a byte each, and four while they are packed. Of the head nothing is left beside it.
     assert alive.peak < kept + 4.5 * layer
+    assert alive.peak - numbers < 2 * weights / 2, "half of the model in 16 bits"
 
 
 class Alive(TorchDispatchMode):
