@@ -72,8 +72,9 @@ from .weights import MATMUL_ROWS, InputProduct, LayerInput, PackedFormat, weight
 # rows, which must get the bits of a plain step, have GEMV_ROWS. H200, us a step by rows, kernels and cuBLAS:
 # 350m 3: 743, 953; 8: 1,524, 870. 1b 2: 1,094, 1,035; 8: 4,177, 1,073. 8b 8: 22,368, 4,638.
 FEW = 2
-# Of packed weights. H200, us of the products of a layer of llama-8b in int4 with 4 rows and 8: 84, 150; together 72, 77.
-CODED_ROWS = 4
+# Rows of a GEMV of packed weights. H200, us of the products of a layer of llama-8b in int4, by a GEMV and all rows together:
+# 4 rows 84, 73; 8 rows 150, 78. A GEMV computes norms in its products.
+PACKED_GEMV_ROWS = 4
 # The most rows of a tiled GEMM where a layer's gate and up have at most so many bytes. H200, us a step by rows, tiled and
 # otherwise: 135m (4 MB) 2: 392, 422; 3: 402, 483. 350m (17 MB) 2: 416, 538; 4: 432, 920; 8: 458, 841. 1b (67 MB) 2: 807,
 # 1,052; 4: 836, 1,046. Before operands stayed in registers, 1b 8: 1,025, 1,064; 16: 1,355, 1,090. 8b, by its products alone:
@@ -115,7 +116,7 @@ PARTS: dict[type, Any] = {
 def gemv_rows(config: RunnerConfig, coded: bool = False) -> int:
     """Return the most rows of a GEMV, for a model without experts. coded: whether the model's weights are quantised"""
     alone = config.tokens > 1 and config.same_bits
-    return GEMV_ROWS if alone else CODED_ROWS if config.weights is not None or coded else FEW
+    return GEMV_ROWS if alone else PACKED_GEMV_ROWS if config.weights is not None or coded else FEW
 
 
 def tiled_gemm_rows(live: WeightView | HostView, config: RunnerConfig) -> int:
@@ -461,7 +462,7 @@ class FusedRunner(ViewRunner):
         self.tiled_rows = min(self.tiled_rows, split.start - 1) if split else self.tiled_rows
         plain_rows = gemv_rows(self.config, live.coded) if self.dense else GEMV_ROWS
         self.gemv_rows = 1 if self.tiled_rows else plain_rows
-        self.coded_rows = MATMUL_ROWS if self.host is None and (self.form.kind is not None or live.coded) else 0
+        self.matmul_rows = MATMUL_ROWS if self.host is None and (self.form.kind is not None or live.coded) else 0
         self.split = range(max(split.start, self.gemv_rows + 1), split.stop)
         # A tiled GEMM reads a 16-bit copy of the stream, unless a post-norm adds to the stream, which writes no copy.
         # Nor do a LayerNorm and a parallel block.
@@ -572,7 +573,7 @@ class FusedRunner(ViewRunner):
         return capped_(logits, cap) if cap else logits
 
     def row_counts(self) -> set[int]:
-        most = self.tiled_rows, self.split.stop - 1, self.coded_rows, self.max_batch
+        most = self.tiled_rows, self.split.stop - 1, self.matmul_rows, self.max_batch
         return {1, *(min(self.max_batch, n) for n in most if n > self.gemv_rows)}
 
     def mode(self, rows: int) -> int:
@@ -765,8 +766,8 @@ class FusedRunner(ViewRunner):
                 group.workspace.routing_trace = None
 
     def report(self) -> list[tuple[str, str, str]]:
-        most, own = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
-        many, own = most > own, max(own, self.coded_rows)
+        most, few = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
+        own = max(few, self.matmul_rows)
         gemm = most > own  # some steps are products of cuBLAS
         unpacked = self.live.bytes_read()
         weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
@@ -782,9 +783,9 @@ class FusedRunner(ViewRunner):
             rows.append(
                 (f"{self.gemv_rows + 1} to {min(most, self.tiled_rows)} rows", what, "all rows together, on tensor cores")
             )
-        if most > self.gemv_rows and self.coded_rows:
+        if most > self.gemv_rows and self.matmul_rows:
             what = f"{self.workspace.kernels}: quantized_matmul" + "; head by torch (cuBLAS)" * (self.form.kind is None)
-            counts = f"{self.gemv_rows + 1} to {min(most, self.coded_rows)} rows"
+            counts = f"{self.gemv_rows + 1} to {min(most, self.matmul_rows)} rows"
             rows.append((counts, what, "all rows together, on tensor cores"))
         if self.split and most >= self.split.start:
             what = f"{self.workspace.kernels}: split products" + "; head by torch (cuBLAS)" * (min(most, own) > SPLIT_HEAD)
@@ -792,7 +793,7 @@ class FusedRunner(ViewRunner):
         if gemm:
             why = f"; those of one input separately: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {own} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
-        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(many))
+        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(most > few))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:
