@@ -43,8 +43,8 @@ class Decode:
 
     start: from a loaded model to the first token, in a fresh process, with an empty and a filled Triton cache; its memory and
     host syncs. speed: tokens a second. prefill: a prompt of 32,768 tokens, and its attention beside SDPA. packed: over int4,
-    int8 and fp8 copies of the weights. cache: over long texts, with keys and values in int8 and fp8. host: the host's time a
-    token, and the speed beside two busy Python threads.
+    int8 and fp8 copies of the weights, of one row unless --batch names others. cache: over long texts, with keys and values in
+    int8 and fp8. host: the host's time a token, and the speed beside two busy Python threads.
     draft: steps of 2 to 6 tokens that a draft head drafts, beside plain ones; also not by default.
     stages: 8b on two GPUs, in stages and in slices, beside one; it is not among those measured by default.
     cpu: tokens a second on the CPU beside generate, in fp32 and bf16; it needs no GPU, and is measured by itself.

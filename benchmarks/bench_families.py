@@ -52,7 +52,7 @@ from .decode_peers import (
 from .decode_turns import take_turns, warmed
 from .families import FAMILIES, NAMED, build, by_fla, layers_of, train_of
 from .harness import Bench, chosen, need_transformers, release
-from .quantized_folders import FOLDERS, measure_folder
+from .quantized_folders import FOLDERS, read
 from .serving import Job
 from .workers import Worker
 
@@ -149,9 +149,17 @@ def measure_decode(bench: Bench, name: str, batches: Sequence[int], rounds: int,
         release(bench.device)
 
 
+def measure_folder(bench: Bench, name: str, batches: Sequence[int], rounds: int) -> None:
+    """A quantised folder: loading, and decoding beside the roofline alone."""
+    rate, model = measure.ceilings(bench.device, quick=bench.dry).read_bytes_per_s, read(bench, name)
+    for rows in batches:
+        measure_rows(bench, name, model, rows, rounds, rate, "none")
+        release(bench.device)
+
+
 def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, rate: float, beside: str = "graph") -> None:
     """One batch size, beside the captured forward, if it is asked for, and the roofline."""
-    case, family = f"{name} decode batch {rows}", FAMILIES[name]
+    case, sparse = f"{name} decode batch {rows}", (FAMILIES | FOLDERS)[name].sparse
     drawn = torch.randint(model.config.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
     ids = drawn.to(bench.device)
     with strict():
@@ -164,7 +172,7 @@ def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, ra
     makers: dict[str, Callable[[], Contender]] = {"ours": lambda: mine}
     if beside == "graph":
         makers["graph-fla" if by_fla(name) else "graph"] = partial(CapturedForward, model, rows)
-    limit = SPARSE_GAP if family.sparse else GAP
+    limit = SPARSE_GAP if sparse else GAP
     works = {who: work for who, make in makers.items() if (work := judged(bench, case, who, make, model, ids, limit))}
     if "ours" not in works:
         return
@@ -174,7 +182,7 @@ def measure_rows(bench: Bench, name: str, model: Any, rows: int, rounds: int, ra
     if len(works) < 2:  # a peer's failure is reported already
         seconds["roofline"], ceiling = [NEW * least / rate] * rounds, None
     found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
-    gates = {"roofline": SPARSE if family.sparse else DENSE} if rows == 1 and bench.device.type == "cuda" else {}
+    gates = {"roofline": SPARSE if sparse else DENSE} if rows == 1 and bench.device.type == "cuda" else {}
     bench.keep(case, found, unit="tok/s", amount=rows * NEW, ceiling=ceiling, gates=gates)
     print(f"{'':44} roofline: {quantity(least, 'B')} a step / {quantity(rate, 'B/s')} read here", flush=True)
 

@@ -2,16 +2,15 @@
 
     gpubound bench families --parts folders
 
-A folder is written to a temporary one and read as a user reads a published one. Decoding is as in bench_families.py, beside the
-roofline of what a step reads: the codes with their scales, of experts those chosen. Tokens are compared with the logits of the
-model's own forward, which multiplies by dequantised weights.
+A folder is written to a temporary one and read as a user reads a published one. bench_families.py decodes it beside the
+roofline of what a step reads: the codes with their scales, of experts those chosen. The model's own forward, with which tokens
+are compared, multiplies by dequantised weights.
 """
 
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,21 +20,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import gpubound
-from gpubound import measure
 from gpubound.models.hf_loading import load_foreign
-from gpubound.models.llama.checkpoint import load_hf
 
-from .decode_peers import GAP, LENGTH, NEW, PROMPT, SPARSE_GAP, ours
-from .decode_turns import take_turns
 from .families import TINY, config_of
 from .harness import Bench, release
-from .widened import in_fp32
 
 GROUP = 128  # columns of a scale of GPTQ
 STD = 0.02  # of weights, as transformers draws them
 DEVIATION = 4.6  # of 16 levels
-DENSE, SPARSE = 0.70, 0.45  # gates at batch 1
 LOADED = 1.15  # gate: the peak of loading, in sizes of the folder's weights
 
 Tensors = dict[str, Tensor]
@@ -43,12 +35,11 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class QuantizedFolder:
-    """quantization_config, how a linear layer's or the experts' weight is stored, and how the folder is read."""
+    """quantization_config, and how a linear layer's or the experts' weight is stored."""
 
     config: Callable[[bool], Any]
     quantization: dict[str, Any]
     store: Callable[[str, torch.Size, torch.device], Tensors | None]
-    load: Callable[..., Any]
     sparse: bool = False
 
 
@@ -100,9 +91,9 @@ def _gpt_oss(dry: bool) -> Any:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True}
 FOLDERS = {
-    "gpt-oss-20b-mxfp4": QuantizedFolder(_gpt_oss, {"quant_method": "mxfp4"}, _mxfp4, load_foreign, sparse=True),
-    "llama-8b-gptq": QuantizedFolder(_llama, {**GPTQ, "desc_act": False}, partial(_gptq, sort=False), load_hf),
-    "llama-8b-gptq-act-order": QuantizedFolder(_llama, {**GPTQ, "desc_act": True}, partial(_gptq, sort=True), load_hf),
+    "gpt-oss-20b-mxfp4": QuantizedFolder(_gpt_oss, {"quant_method": "mxfp4"}, _mxfp4, sparse=True),
+    "llama-8b-gptq": QuantizedFolder(_llama, {**GPTQ, "desc_act": False}, partial(_gptq, sort=False)),
+    "llama-8b-gptq-act-order": QuantizedFolder(_llama, {**GPTQ, "desc_act": True}, partial(_gptq, sort=True)),
 }
 
 
@@ -143,56 +134,18 @@ def _plain(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.devic
     return torch.randn(shape, dtype=dtype, device=device) * STD
 
 
-def gap(model: Any, ids: Tensor, tokens: Tensor, sparse: bool) -> float:
-    """Return how far tokens are below the greatest logit of the model's own forward on average, in deviations of the logits."""
-    with torch.no_grad(), in_fp32(model) if sparse else nullcontext():  # by 16 bits a router would choose other experts
-        logits = model(torch.cat([ids, tokens.to(ids.device)], 1))
-    logits = getattr(logits, "logits", logits)[:, -1 - tokens.shape[1] : -1].float()
-    taken = logits.gather(-1, tokens.to(ids.device)[..., None])[..., 0]
-    return ((logits.max(-1).values - taken) / logits.std(-1)).mean().item()
-
-
-def measure_folder(bench: Bench, name: str, batches: Sequence[int], rounds: int) -> None:
-    """Write, read and decode one folder. Its lines are the peak of reading and tokens a second."""
-    about, device = FOLDERS[name], bench.device
+def read(bench: Bench, name: str) -> Any:
+    """Write a folder and read it. Its line is the peak of reading, in sizes of the folder's weights."""
+    device = bench.device
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary, "model")
-        folder.mkdir()
-        size = write(folder, about, device, bench.dry)
+        size = write(folder := Path(temporary), FOLDERS[name], device, bench.dry)
         release(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
-        model = about.load(folder, device=device).eval()
-        took = time.perf_counter() - began
+        model = load_foreign(folder, device=device).eval()
+        print(f"{name}: read in {time.perf_counter() - began:.1f} s, of which the page cache had all", flush=True)
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
         bench.figure(f"{name} peak of loading", "GiB", peak, {"folder": size / 2**30}, {"folder": 1 / LOADED})
-        print(f"{name}: read in {took:.1f} s, of which the page cache had all", flush=True)
-    for rows in batches:
-        _decode(bench, name, model, rows, rounds)
-
-
-def _decode(bench: Bench, name: str, model: Any, rows: int, rounds: int) -> None:
-    about, case = FOLDERS[name], f"{name} decode batch {rows}"
-    vocabulary = about.config(bench.dry).vocab_size
-    ids = torch.randint(vocabulary, (rows, PROMPT), generator=torch.Generator().manual_seed(rows)).to(bench.device)
-    decoder = gpubound.decoder(model, rows, LENGTH)
-    if decoder.path:
-        bench.wrong.append(f"{case}: ours took the model's own forward: {decoder.path}")
-        return
-    mine = ours(decoder)
-    mine(ids)
-    tokens = mine(ids)
-    far, limit = gap(model, ids, tokens, about.sparse), SPARSE_GAP if about.sparse else GAP
-    print(f"{case}: tokens lie {far:.3f} deviations below the model's own in the mean", flush=True)
-    if not far <= limit:
-        bench.wrong.append(f"{case}: tokens lie {far:.2f} deviations below the model's own (limit {limit}); not timed")
-        return
-    rate = measure.ceilings(bench.device, quick=bench.dry).read_bytes_per_s
-    least = decoder.body.bytes_a_step([PROMPT + NEW // 2] * rows)
-    seconds = take_turns({"ours": mine}, ids, rounds)
-    seconds["roofline"] = [NEW * least / rate] * rounds
-    found = measure.compare_samples(seconds, clock="perf_counter, prompt to last token")
-    gates = {"roofline": SPARSE if about.sparse else DENSE} if rows == 1 and bench.device.type == "cuda" else {}
-    bench.keep(case, found, unit="tok/s", amount=rows * NEW, gates=gates)
+    return model
