@@ -766,8 +766,8 @@ class FusedRunner(ViewRunner):
                 group.workspace.routing_trace = None
 
     def report(self) -> list[tuple[str, str, str]]:
-        most, few = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
-        own = max(few, self.matmul_rows)
+        most, kernel_rows = len(self.x), max(self.gemv_rows, self.tiled_rows, self.split.stop - 1)
+        own = max(kernel_rows, self.matmul_rows)
         gemm = most > own  # some steps are products of cuBLAS
         unpacked = self.live.bytes_read()
         weights = self.form.report(self.workspace.kernels, self.weight_bytes, unpacked, f", more than {own} rows" * gemm)
@@ -793,7 +793,7 @@ class FusedRunner(ViewRunner):
         if gemm:
             why = f"; those of one input separately: {self.live.apart}" if self.live.apart else ""
             rows.append((f"more than {own} rows", "products by torch (cuBLAS)", f"they fill tensor cores{why}"))
-        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(most > few))
+        special = dict.fromkeys(row for layer in self.layers for row in layer.mlp.report_gemm(most > kernel_rows))
         return [*rows, *special, *self.adapting.report(), *weights, *self._rounding()]
 
     def _rounding(self) -> list[tuple[str, str, str]]:
