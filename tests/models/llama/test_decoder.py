@@ -184,6 +184,13 @@ def test_presets_are_their_size(name, millions):
         ({"hidden_act": "gelu"}, "the decoder has no hidden_act 'gelu'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "the decoder has no rope scaling 'yarn'"),
         ({"model_type": "mistral", "sliding_window": 16}, "the decoder has no sliding window shorter than its positions"),
+        # a field that Mistral does not have
+        (
+            {"model_type": "mistral", "sliding_window": 16, "use_sliding_window": False},
+            "the decoder has no sliding window shorter than its positions",
+        ),
+        ({"model_type": "qwen3", "attention_bias": True}, "the decoder has no bias on o_proj"),
+        ({"mlp_bias": True}, "the decoder has no bias on the MLP"),
     ],
 )
 def test_what_it_cannot_do_is_refused(change, named, tmp_path):

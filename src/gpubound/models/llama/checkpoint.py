@@ -278,14 +278,14 @@ def config_of(about: dict[str, Any], path: Path) -> DecoderConfig:
     rope = scaling | rope
     kind = rope.get("rope_type", rope.get("type", "default"))
     values = sizes_of(fields, HF_NAMES)
-    window = about.get("sliding_window") if about.get("use_sliding_window", family == "mistral") else None
-    if window is not None:
-        fields.size("sliding_window", largest=2**31)
+    windowed = family == "mistral" or (family != "llama" and about.get("use_sliding_window"))
+    window = fields.size("sliding_window", largest=2**31) if windowed and about.get("sliding_window") is not None else None
     for missing, wanted in (
         (f"no rope scaling {kind!r}", kind not in ("default", "llama3")),
         (f"no hidden_act {about.get('hidden_act')!r}", about.get("hidden_act", "silu") != "silu"),
         ("no sliding window shorter than its positions", window is not None and window < values["positions"]),
-        ("no bias on o_proj or the MLP", family == "llama" and (about.get("attention_bias") or about.get("mlp_bias"))),
+        ("no bias on o_proj", family in ("llama", "qwen3") and about.get("attention_bias")),
+        ("no bias on the MLP", family == "llama" and about.get("mlp_bias")),
     ):
         if wanted:
             raise Beyond(f"{path}: the decoder has {missing}; use transformers with gb.place, which does.")
