@@ -130,6 +130,29 @@ def test_a_copy_of_a_tied_module_is_not_merged_for_good(tmp_path):
     gb.lora.merge(model)
 
 
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers)")
+def test_an_adapter_of_a_tied_head_is_not_merged(tmp_path):
+    """The embedding would change with the head."""
+    theirs, model = tiny("llama tied"), tiny("llama tied").eval()
+    peft.get_peft_model(theirs, peft.LoraConfig(r=4, target_modules=["lm_head"])).save_pretrained(tmp_path)
+    gb.lora.load(model, tmp_path)
+    before = model.model.embed_tokens.weight.clone()
+    with pytest.raises(ValueError, match=r"lora\.merge: the weight of lm_head is model\.embed_tokens\.weight, too"):
+        gb.lora.merge(model)
+    assert torch.equal(model.model.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("module", ["norm", "k_proj", "mlp"])
+def test_a_decoder_follows_what_was_trained_whole(tmp_path, module):
+    theirs, model = file_of_peft(tmp_path, {"target_modules": ["q_proj"], "modules_to_save": [module]}), tiny().eval()
+    gb.lora.load(model, tmp_path)
+    fast = gb.decoder(model, max_length=16, verify=False)
+    assert f"{module}: PEFT trains a copy or rows of it" in fast.path
+    row = tokens(rows=1)
+    want = theirs(row).logits[0, :-1].log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(fast.score(row[0])[0]), want.detach(), rtol=0, atol=1e-4)
+
+
 def test_rows_of_tokens_are_those_of_a_tied_head(tmp_path):
     """PEFT finds ties in models of transformers alone; a file that it wrote for one is loaded into our decoder."""
     torch.manual_seed(0)

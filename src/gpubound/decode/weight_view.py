@@ -30,7 +30,7 @@ from ..layers import MLP, Attention, LMLoss, RopeTable
 from ..layers.fused_weights import Projecting, Stacked, describe, give_own_storages, has_reader, hooked, site_of
 from ..layers.linear_product import format_of
 from ..lora.adapter import LowRank
-from ..lora.layers import active_in, adapted_layers, names_in, parameters_of, wrappers
+from ..lora.layers import active_in, adapted_layers, is_wrapper, names_in, parameters_of, wrappers
 from ..models.decoding import AttentionWeights, DenseWeights, LayerWeights, Linear, norm_tensors
 from ..models.reader import Reader, linear_of, text_stack, weight_of
 from ..models.registry import reader_of, role_of
@@ -175,7 +175,7 @@ def readable_model(model: nn.Module, max_length: int, spread: bool | str = False
     reader = reader_of(model)
     if reader is None:
         return _unknown(model)
-    why = reader.refusal(max_length) or _unreadable(reader, spread) or _unread(model, reader) or _uneven(reader)
+    why = _unreadable(reader, spread) or reader.refusal(max_length) or _unread(model, reader) or _uneven(reader)
     return why or _unlike(reader.layers()) or reader
 
 
@@ -302,7 +302,9 @@ def closed_projection(
     trunk: Any = text_stack(model)
     prefix = next(name for name, module in model.named_modules() if module is trunk)
     for name, module in trunk.named_modules(prefix=prefix):
-        projects = isinstance(module, nn.Linear) or name.endswith("_proj")
+        if is_wrapper(module):
+            return f"{name}: PEFT trains a copy or rows of it"
+        projects = isinstance(module, nn.Linear) or has_reader(module) or name.endswith("_proj")
         if projects and not known(module) and (why := _closed(module, coded)):
             return f"{name}: {why}"
         if isinstance(vars(module).get("weight"), Tensor) or is_parametrized(module, "weight"):  # not a parameter

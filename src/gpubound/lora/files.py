@@ -249,7 +249,7 @@ def merge(model: nn.Module, name: str | None = None, for_good: bool = False) -> 
     for key, layer, on in active:
         _check_mergeable(key, layer, on)
     trained = [(key, layer, on) for key, layer, names in layers if (on := _replacing(layer, names))] if for_good else []
-    _check_own_weights(model, trained)
+    _check_own_weights(model, [*active, *trained])
     with without_autocast(next(model.parameters()).device):  # it would round the products of b and a to 16 bits
         errors = [_merge_layer(layer, on, keep=not for_good) for _, layer, on in active]
     if for_good:
@@ -268,18 +268,20 @@ def _replacing(layer: Any, names: Sequence[str]) -> list[str]:
     return [] if hasattr(layer, "base_layer") else [word for word in active_in(layer) if word in names]
 
 
-def _check_own_weights(model: nn.Module, wrapped: Sequence[tuple[str, Any, list[str]]]) -> None:
-    """Refuse a copy of a module whose weight another module has, too: that one would change as well."""
+def _check_own_weights(model: nn.Module, layers: Sequence[tuple[str, Any, list[str]]]) -> None:
+    """Refuse to write a weight that another module has, too: that one would change as well."""
     paths: dict[int, list[str]] = {}
-    for path, p in model.named_parameters(remove_duplicate=False):
-        paths.setdefault(id(p), []).append(path)
-    for key, wrapper, _ in wrapped:
-        if tokens_of(wrapper) is None:  # PEFT lets the rows of tied modules follow each other
-            for p in wrapper.original_module.parameters():
+    for path, module in model.named_modules():
+        for name, p in module._parameters.items():
+            paths.setdefault(id(p), []).append(f"{path}.{name}")
+    for key, layer, _ in layers:
+        adapted = hasattr(layer, "base_layer")
+        if adapted or tokens_of(layer) is None:  # PEFT lets the rows of tied modules follow each other
+            for p in [_weight(layer)] if adapted else layer.original_module.parameters():
                 if other := [path for path in paths[id(p)] if not path.startswith(f"{key}.")]:
+                    instead = "" if adapted else ", or merge without for_good"
                     raise ValueError(
-                        f"lora.merge: the adapter has a copy of {key}, whose weight is {other[0]}, too; untie them, or merge "
-                        f"without for_good."
+                        f"lora.merge: the weight of {key} is {other[0]}, too, which would change with it; untie them{instead}."
                     )
 
 

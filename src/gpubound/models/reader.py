@@ -507,7 +507,7 @@ class LearntReader(UngatedReader):
 
 
 def weight_of(module: Any) -> Tensor:
-    return module._parameters["weight"]
+    return getattr(module, "base_layer", module)._parameters["weight"]  # that of a PEFT layer is in the one that it adapts
 
 
 def linear_of(layer: Any) -> Linear:
