@@ -79,7 +79,10 @@ def awq(seed: int, rows: int, columns: int) -> Drawn:
     return tensors, torch.from_numpy(numbers.T.copy())
 
 
-def packed_integers(seed: int, rows: int, columns: int, size: int = 32, symmetric: bool = True, sort: bool = False) -> Drawn:
+def packed_integers(
+    seed: int, rows: int, columns: int, size: int = 32, symmetric: bool = True, sort: bool = False, older: bool = False
+) -> Drawn:
+    """older: zero points that are not packed, and an order that was never made"""
     g, groups = generator(seed), columns // size
     values, scale = g.integers(-8, 8, (rows, columns)), scales(g, rows, groups)
     zeros = np.zeros((rows, groups), dtype=np.int64) if symmetric else g.integers(-8, 8, (rows, groups))
@@ -92,7 +95,9 @@ def packed_integers(seed: int, rows: int, columns: int, size: int = 32, symmetri
     }
     if not symmetric:
         tensors["weight_zero_point"] = pack((zeros + 8).T, 4).t().contiguous()
-    if sort:
+    if older:
+        tensors |= {"weight_zero_point": torch.from_numpy(zeros).to(torch.int8), "weight_g_idx": torch.full((columns,), -1)}
+    elif sort:
         tensors["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
     return tensors, torch.from_numpy(numbers)
 
@@ -136,13 +141,15 @@ NF4 = (
 FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
 
 
-def nf4(seed: int, rows: int, columns: int, nested: bool = True, kind: str = "nf4") -> Drawn:
+def nf4(
+    seed: int, rows: int, columns: int, nested: bool = True, kind: str = "nf4", storage: torch.dtype = torch.uint8
+) -> Drawn:
     from gpubound.kernels.quantize import dynamic_code
 
     g, blocks = generator(seed), rows * columns // 64
     code = torch.tensor(NF4 if kind == "nf4" else [*FP4, *(-x for x in FP4)])
     levels = g.integers(0, 16, rows * columns)
-    packed = torch.from_numpy((levels[0::2] << 4 | levels[1::2]).astype(np.uint8))[:, None]
+    packed = torch.from_numpy((levels[0::2] << 4 | levels[1::2]).astype(np.uint8)).view(storage)[:, None]
     state: dict[str, Any] = {"quant_type": kind, "blocksize": 64, "dtype": "float32", "shape": [rows, columns]}
     tensors = {"weight": packed, "weight.quant_map": code}
     if nested:
@@ -201,6 +208,9 @@ FORMATS: dict[str, tuple[Callable[..., Drawn], dict[str, Any], str]] = {
     "packed-asymmetric": (
         lambda *a: packed_integers(*a, symmetric=False), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
     ),
+    "packed-older": (
+        lambda *a: packed_integers(*a, symmetric=False, older=True), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
+    ),
     "packed-act-order": (
         lambda *a: packed_integers(*a, symmetric=False, sort=True), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
     ),
@@ -210,6 +220,7 @@ FORMATS: dict[str, tuple[Callable[..., Drawn], dict[str, Any], str]] = {
     "fp8-blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8_blocks"),
     "nf4": (nf4, BNB4, "nf4"),
     "nf4-plain": (lambda *a: nf4(*a, nested=False), BNB4, "nf4"),
+    "nf4-storage": (lambda *a: nf4(*a, storage=torch.bfloat16), BNB4 | {"bnb_4bit_quant_storage": "bfloat16"}, "nf4"),
     "fp4": (lambda *a: nf4(*a, kind="fp4"), BNB4 | {"bnb_4bit_quant_type": "fp4"}, "nf4"),
     "bnb-int8": (bnb_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
 }  # fmt: skip

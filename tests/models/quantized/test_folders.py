@@ -349,6 +349,21 @@ def test_act_orders_that_no_format_holds_are_dequantised(tmp_path, groups, said)
     assert torch.equal(model.get_submodule(layer).weight, wanted.float())
 
 
+def test_groups_without_an_index_have_the_size_that_the_config_says(tmp_path):
+    """The last one may have fewer columns: 96, 96 and 64 are not thirds of 256."""
+    write(tmp_path, "gptq")
+    about = json.loads((tmp_path / "config.json").read_text())
+    about["quantization_config"]["group_size"] = 96
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    file, layer, g = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj", torch.Generator().manual_seed(0)
+    levels, scales = torch.randint(16, (256, 256), generator=g), torch.rand(3, 256, generator=g).half() / 64
+    parts = {"qweight": pack(levels.numpy().T, 4).t(), "scales": scales, "qzeros": pack(np.full((3, 256), 7), 4)}
+    stored = {name: t for name, t in load_file(file).items() if not name.startswith(layer)}
+    save_file(stored | {f"{layer}.{part}": t.contiguous() for part, t in parts.items()}, file)
+    wanted = (levels.double() - 8) * scales.double()[torch.arange(256) // 96]
+    assert torch.equal(load_hf(tmp_path, dtype=torch.float32).get_submodule(layer).weight, wanted.t().float())
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_a_gguf_file_are_read_into_the_numbers_that_it_publishes(name):
     (kind, shape, raw), wanted = gguf_tensor(name, np.random.default_rng(0), 6, 512)

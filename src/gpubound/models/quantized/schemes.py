@@ -69,7 +69,7 @@ class FourBits(Scheme):
     def read(self, layer: str, take: Take) -> Weight:
         state, (rows, columns) = self.states[layer], self.layers[layer]
         codes, code, absmax = (take(f"{layer}.weight{part}") for part in ("", ".quant_map", ".absmax"))
-        size = int(state["blocksize"])
+        size, codes = int(state["blocksize"]), codes.view(torch.uint8)  # bnb_4bit_quant_storage names the dtype of a file
         if codes.numel() * 2 != rows * columns:
             raise DataError(f"{self.folder}: {layer}: got {codes.numel()} bytes for {rows} x {columns} weights; {CURE}.")
         nested = None
@@ -178,7 +178,7 @@ def _hold(levels: Tensor, scale: Tensor, zeros: Tensor | None, bits: int, index:
     middle, columns = 1 << (bits - 1), levels.shape[1]
     offset = None if zeros is None or (zeros == middle).all() else zeros.float() * scale.float()
     in_order = torch.arange(columns, device=levels.device) // -(-columns // scale.shape[1])
-    if index is None or torch.equal(index.long(), in_order):
+    if index is None or (index < 0).any() or torch.equal(index.long(), in_order):  # -1: an order that was never made
         return hold_levels(levels, scale, bits, middle, offset)
     order, why = index.argsort(stable=True), "its groups are not adjacent columns (act-order), and of different sizes"
     if torch.equal(index[order].long(), in_order):
@@ -208,7 +208,11 @@ class Gptq(Scheme):
         levels = fields(take(f"{layer}.qweight").t(), self.bits)
         scale = take(f"{layer}.scales").t()  # (O, G)
         zeros = fields(take(f"{layer}.qzeros"), self.bits).t()[: len(scale)].to(torch.int32) + self.less_one
-        return _hold(levels, scale, zeros, self.bits, take(f"{layer}.g_idx") if f"{layer}.g_idx" in self.stored else None)
+        index = take(f"{layer}.g_idx") if f"{layer}.g_idx" in self.stored else None
+        size, columns = self.options.get("group_size") or 0, levels.shape[1]
+        if index is None and size > 0 and -(-columns // size) == scale.shape[1]:  # the last group may have fewer columns
+            index = torch.arange(columns, device=levels.device) // size
+        return _hold(levels, scale, zeros, self.bits, index)
 
 
 class Awq(Scheme):
@@ -259,14 +263,16 @@ class Integers(Scheme):
         scale, zero_name = take(f"{layer}.weight_scale"), f"{layer}.weight_zero_point"
         zeros = take(zero_name) if zero_name in self.stored else None
         scale = scale.view(1, 1) if scale.numel() == 1 else scale.view(len(scale), -1)
-        if f"{layer}.weight_packed" in self.stored:
-            (rows, columns), words = self.layers[layer], take(f"{layer}.weight_packed")
+        if packed := f"{layer}.weight_packed" in self.stored:
+            (_, columns), words = self.layers[layer], take(f"{layer}.weight_packed")
             bits = 32 * words.shape[1] // columns
             levels = fields(words, bits)[:, :columns]
-            zeros = None if zeros is None else fields(zeros.t(), bits).t()[:rows].to(torch.int32)  # of zero + middle
         else:
             bits, levels = 8, (take(f"{layer}.weight").to(torch.int16) + 128).to(torch.uint8)
-            zeros = None if zeros is None else zeros.to(torch.int32).view(scale.shape) + 128
+        if packed and zeros is not None and zeros.dtype == torch.int32:  # fields of zero + middle; int8 are not packed
+            zeros = fields(zeros.t(), bits).t()[: len(levels)].to(torch.int32)
+        elif zeros is not None:
+            zeros = zeros.to(torch.int32).view(scale.shape) + (1 << (bits - 1))
         index_name = f"{layer}.weight_g_idx"
         return _hold(levels, scale, zeros, bits, take(index_name) if index_name in self.stored else None)
 
