@@ -209,7 +209,8 @@ FORMATS: dict[str, tuple[Callable[..., Drawn], dict[str, Any], str]] = {
         lambda *a: packed_integers(*a, symmetric=False), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
     ),
     "packed-older": (
-        lambda *a: packed_integers(*a, symmetric=False, older=True), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
+        lambda *a: packed_integers(*a, symmetric=False, older=True), compressed("pack-quantized", 4, "int", "group"),
+        "uint4_32",
     ),
     "packed-act-order": (
         lambda *a: packed_integers(*a, symmetric=False, sort=True), compressed("pack-quantized", 4, "int", "group"), "uint4_32",
