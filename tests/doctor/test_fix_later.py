@@ -207,6 +207,7 @@ def test_a_loop_of_public_scripts_waits_no_more_and_shows_the_same(tmp_path, sim
     "before, after, mark, why",
     [
         ("rows.extend", "rows.extend([1]); rows.extend", "rows.extend", "holds several statements"),
+        ("        print(f", "        n = loss.item(); print(f", "print(f", "holds several statements"),
         ("        bar.set", "        print(rows)\n        bar.set", "rows.extend", "rows is used inside the loop, in line 53"),
         ("        bar.set", "        print(shown)\n        shown = bar\n        bar.set", "shown = {", "is used for more than"),
         (

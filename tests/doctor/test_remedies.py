@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from gpubound.doctor.price.prices import Measurements
 from gpubound.doctor.rules import remedies
 from gpubound.doctor.rules.diagnose import diagnose
+from gpubound.doctor.rules.waits import RESULT, ROUND_TRIP
 from gpubound.watch import watch
 from gpubound.watch.events import DEVIATION, HOST_DATA, NUMBER, UPLOAD, WAIT, Place, Site
 from gpubound.watch.ledger import LedgerRow
@@ -250,6 +251,19 @@ def test_what_a_line_makes_on_the_host():
     assert (random, built) == (remedies.ON_DEVICE.format("rand"), remedies.STAGED)
     assert constant == HOST_DATA.remedy, "what is the same in each step is made once"
     assert not named(lambda: torch.rand((4,), device=device)), "the advice leaves no copy"
+
+
+def test_a_result_that_is_read_does_not_come_up_again():
+    device, model, x = simgpu(), nn.Linear(2, 2).to(simgpu()), torch.ones(1, 2)
+    back = torch.ones(2, device=device)
+
+    def step():
+        model((x + 1).to(device)).detach().cpu()
+        model((x + 2).to(device)).detach().to("cpu")
+        back.cpu().clamp(max=0.5).to(device)
+
+    *read, trip = (fix for _, fix in sorted(named(step).items(), key=lambda each: each[0].startswith("back")))
+    assert read == [RESULT, RESULT] and trip == ROUND_TRIP
 
 
 def test_elements_that_are_read_one_by_one():

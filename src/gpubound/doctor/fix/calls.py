@@ -318,6 +318,8 @@ def propose_read_later(source: SourceText, line: int) -> list[Edit]:
         raise NotHere("the line does more than show or collect what it reads")
     if any(name_of(call.func) == "self.log" for call in calls):
         raise Refused("Lightning and Trainer take what is logged at once")
+    if any(each not in (statement, *shows) and _reads(each, {}) for each in source.statements_at(line)):
+        raise Refused(f"line {line} holds several statements")  # one of the others would wait all the same
     source.check_imports_torch()
     loop = source.loop(statement)
     if loop is None:

@@ -348,6 +348,16 @@ def of_copy(row: LedgerRow, count: float = 1.0) -> str:
     return create_on_device(site)
 
 
+def reads_result(site: Site | None) -> bool:
+    """Return whether a line reads what it computes from what it copies to the device: `model(x.to(device)).cpu()`."""
+    statement = _statement(site)[0] if site is not None else None
+    calls = _calls(statement or ast.Module([], []))
+    down = [call for call in calls if _called(call) in READERS or any(ast.unparse(arg) == "'cpu'" for arg in call.args)]
+    up = [call for call in calls if _called(call) in ("to", "cuda") and call not in down]
+    below = {call for outer in up for call in _calls(outer)}
+    return any(call in up for outer in down for call in _calls(outer)) and below.isdisjoint(down)
+
+
 def create_on_device(site: Site) -> str:
     """Return the remedy of a tensor that a line makes on the CPU, from sizes or from data of the host; empty for another."""
     statement, _ = _statement(site)

@@ -13,7 +13,7 @@ from ...watch.ops import DOWN, UP
 from ..finding import KINDS
 from ..price.prices import Line, Measurements, Prices, line_of
 from ..record.tape import Span, Tape
-from .remedies import ANEW, OFTEN, RAISED, RARE, RARELY, SELDOM, UNVALIDATED, index_of, of_copy, of_read
+from .remedies import ANEW, OFTEN, RAISED, RARE, RARELY, SELDOM, UNVALIDATED, index_of, of_copy, of_read, reads_result
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,7 @@ def copy_preparation(tape: Tape, calls: Collection[int]) -> frozenset[int]:
 
 FREE = "pinned, non_blocking"
 ROUND_TRIP = "keep it on the device: what goes down here comes up again"
+RESULT = "copy it up from pinned memory with non_blocking=True, and read the result a step later"
 CONVERTED = "the host prepares it first: copy it first, and convert on the device: x.to(device, non_blocking=True).to(dtype)"
 BUILT = ("torch.tensor(", "as_tensor(")
 
@@ -209,7 +210,9 @@ def kind_and_fix(rows: list[LedgerRow], count: float) -> tuple[str, str]:
     first, site = rows[0], rows[0].place.site
     remedy = of_copy(first, count)
     if len({row.kind for row in rows}) == 2:
-        return "d2h", remedy if first.place.via and remedy else ROUND_TRIP
+        if first.place.via and remedy:
+            return "d2h", remedy
+        return "d2h", RESULT if reads_result(site) else ROUND_TRIP
     if first.kind == "d2h":
         return "d2h", remedy or DOWNLOAD.remedy
     if first.detail == "pageable, non_blocking":  # said to be non_blocking: the driver stages it, and the host waits
