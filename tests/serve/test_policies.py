@@ -354,6 +354,7 @@ def test_policies_are_captured_and_sampled_as_they_are_on_a_gpu(quantised, capsy
         (lambda found: found.sample("first", [[1]], adapters=["first"]), "adapters"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 10**400}]), "advantage"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": 1e39}]), "advantage"),
+        (lambda found: found.forward_backward("first", [FIRST[0] | {"advantage": "high"}]), "advantage: got 'high', wanted"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"prompt": [1.5]}]), "1.5"),
         (lambda found: found.forward_backward("first", [FIRST[0] | {"logprobs": 0.5}]), "logprobs: got 0.5"),
         (lambda found: found.forward_backward("first", FIRST, "grpo", kl=10**400), "kl"),

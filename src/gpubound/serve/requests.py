@@ -77,8 +77,9 @@ def _read(one: Any, encode: Any, longest: int, vocab: int, where: str) -> Exampl
 
     def each(name: str, value: Any) -> list[float]:
         values = [value] * len(answer) if isinstance(value, int | float) else value
-        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(answer):
-            got = f"{len(values)} numbers" if isinstance(values, Sequence) else shown(value)
+        listed = isinstance(values, Sequence) and not isinstance(values, str)
+        if not listed or len(values) != len(answer):
+            got = f"{len(values)} numbers" if listed else shown(value)
             raise ValueError(f"{where}: {name}: got {got}, wanted a number for each of the answer's {len(answer)} tokens.")
         if wrong := [v for v in values if not isinstance(v, int | float) or not abs(v) <= LARGEST]:
             raise ValueError(f"{where}: {name}: got {shown(wrong[0])}, wanted numbers that are finite in fp32.")
