@@ -286,6 +286,8 @@ def test_wrong_arguments_are_named(device):
         lambda: kernels.add_product(x, packed, None, x),
         lambda: kernels.dequantize(packed, torch.zeros(33, 128, device=device), turns=2),
         lambda: kernels.dequantize(packed, x),
+        lambda: kernels.quantized_matmul(x, packed, add=True),
+        lambda: kernels.quantized_matmul(x.t(), packed),
     )
 
 

@@ -74,7 +74,9 @@ def quantized_matmul(
     turns   number of weights whose rows alternate in `weight` (2 for gate and up). In `out` and `bias` one follows the other
     """
     check_packed("quantized_matmul", weight, x)
-    require("quantized_matmul", "x", x, None, ("B", weight.columns), weight.device, "cast it before the call")
+    require("quantized_matmul", "x", x, None, ("B", weight.columns), weight.device, "cast or copy it before the call")
+    if add and out is None:
+        raise ValueError("quantized_matmul: add: got True without out, wanted the tensor that the product is added to.")
     out = torch.empty(len(x), weight.rows, device=x.device, dtype=x.dtype) if out is None else out
     require("quantized_matmul", "out", out, None, (len(x), weight.rows), x.device, WRITTEN)
     check_biases("quantized_matmul", (bias,), [weight])
