@@ -127,17 +127,20 @@ class GgufFile:
             "rms_norm_eps": "attention.layer_norm_rms_epsilon",
         }  # fmt: skip
         config = {ours: self.value(theirs) for ours, theirs in need.items()}
-        if self.value("rope.scaling.type", "none") != "none" or "rope_freqs.weight" in self.tensors:
-            raise DataError(
-                f"{self.path}: its rotary angles are scaled, which its metadata describe in part; put the model's own "
-                "config.json into the folder."
-            )
         heads = config["num_attention_heads"]
+        width = self.value("attention.key_length", config["hidden_size"] // heads)
+        usual = {"scaling.type": "none", "scaling.factor": 1.0, "scale_linear": 1.0, "dimension_count": width}
+        scaled = any(self.value(f"rope.{key}", plain) != plain for key, plain in usual.items())
+        if scaled or "rope_freqs.weight" in self.tensors:
+            raise DataError(
+                f"{self.path}: its rotary angles are scaled, or of a part of each head, which its metadata describe in part; "
+                "put the model's own config.json into the folder."
+            )
         return config | {
             "model_type": model,
             "architectures": [{"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model] + "ForCausalLM"],
             "num_key_value_heads": self.value("attention.head_count_kv", heads),
-            "head_dim": self.value("attention.key_length", config["hidden_size"] // heads),
+            "head_dim": width,
             "rope_theta": self.value("rope.freq_base", 10000.0),
             "vocab_size": self.tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": "output.weight" not in self.tensors,

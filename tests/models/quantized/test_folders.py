@@ -45,7 +45,7 @@ NAMES = {
 }
 
 
-def gguf_folder(folder: Path, kinds: dict[str, str], architecture: str = "llama") -> dict[str, torch.Tensor]:
+def gguf_folder(folder: Path, kinds: dict[str, str], architecture: str = "llama", **rope: Any) -> dict[str, torch.Tensor]:
     """Write a GGUF file alone; return Hugging Face's weights by name, in fp64 those of blocks."""
     model, g = Decoder(SMALL), np.random.default_rng(0)
     numbers: dict[str, torch.Tensor] = {}
@@ -81,6 +81,7 @@ def gguf_folder(folder: Path, kinds: dict[str, str], architecture: str = "llama"
         "tokenizer.ggml.merges": ["t h", "th e", "Ġ the", "i n", "in g"],
     }  # fmt: skip
     whole = ("general", "tokenizer")
+    about |= {f"rope.{key}": value for key, value in rope.items()}
     metadata = {key if key.startswith(whole) else f"{architecture}.{key}": value for key, value in about.items()}
     write_gguf(folder / "model.gguf", metadata, tensors)
     return numbers
@@ -133,6 +134,14 @@ def test_a_gguf_file_of_weights_that_were_changed_is_named(tmp_path):
     with pytest.raises(DataError, match="got 'gemma', wanted one of") as error:
         load_foreign(tmp_path, torch.device("cpu"), torch.float32)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key, value", [("scale_linear", 4.0), ("scaling.factor", 4.0), ("dimension_count", 8)])
+def test_a_gguf_file_of_other_rotary_angles_is_named(tmp_path, key, value):
+    """Files of 2023 name a factor without its kind, which is then linear."""
+    gguf_folder(tmp_path, ALL_Q8, **{"dimension_count": SMALL.head_dim, key: value})
+    with pytest.raises(DataError, match="its rotary angles are scaled, or of a part of each head"):
+        load_hf(tmp_path)
 
 
 def test_the_tokenizer_of_a_gguf_file(tmp_path):
