@@ -71,10 +71,10 @@ def _run(function: Callable, arguments: tuple, device: torch.device, dtype: torc
     """Outputs and gradients by name, with fixed upstream gradients."""
 
     def own(argument: torch.Tensor) -> torch.Tensor:
-        copy = argument.detach().clone()  # an op may write into its arguments, and the other mirror gets them too
+        # Copied: an op may write into its arguments, and the other mirror gets them too.
         if argument.requires_grad or isinstance(argument, torch.nn.Parameter):
-            return copy.to(device, dtype).requires_grad_(argument.requires_grad)
-        return copy.to(device)
+            return argument.detach().to(device, dtype, copy=True).requires_grad_(argument.requires_grad)
+        return argument.detach().to(device, copy=True)
 
     moved = tree_map_only(torch.Tensor, own, arguments)
     result = function(*moved)
