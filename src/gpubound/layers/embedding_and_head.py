@@ -27,6 +27,12 @@ LARGEST = 300.0  # of the logits of the trial: a cap of 30 or 50 changes them be
 LOSS: Kernels = "loss without whole logits: {}", ("linear_cross_entropy",)
 
 
+def embedding(vocabulary: int, hidden: int, device=None, dtype=None) -> nn.Embedding:
+    """Return an nn.Embedding. On the meta device nothing is drawn: a normal draw there imports torch._dynamo, 1.4 to 2 s."""
+    weight = torch.empty(vocabulary, hidden, device=device, dtype=dtype)
+    return nn.Embedding(vocabulary, hidden, _weight=weight if weight.is_meta else weight.normal_())
+
+
 def look_up(table: Any, ids: Tensor) -> Tensor:
     """Return table(ids). A plain nn.Embedding whose weight has a main_grad gets its gradient there (kernels/accumulate.py)."""
     return table_rows(table._parameters["weight"], ids, table.padding_idx) if plain_table(table) else table(ids)

@@ -197,7 +197,7 @@ class LanguageModel(nn.Module):
     def initialise(self, std: float = 0.02) -> None:
         """Draw normal weights. Those that write to the residual stream are smaller, so that depth does not widen it."""
         for name, parameter in self.named_parameters():
-            if parameter.is_meta:  # each draw there runs through torch's Python references
+            if parameter.is_meta:  # each draw there runs through torch's Python references, which import torch._dynamo
                 return
             if parameter.dim() > 1:
                 into_stream = name.endswith(RESIDUAL_WRITERS)
@@ -212,7 +212,8 @@ class LanguageModel(nn.Module):
         """
         weight = self.lm_head.weight
         self.lm_head = LMLoss(self.config.hidden, len(names), device=weight.device, dtype=weight.dtype)
-        torch.nn.init.normal_(self.lm_head.weight, std=0.02)
+        if not weight.is_meta:
+            torch.nn.init.normal_(self.lm_head.weight, std=0.02)
         self.config, self.classes = replace(self.config, tied=False), tuple(names)
 
     def forward(

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from gpubound.errors import DataError
-from gpubound.models import PRESETS, Decoder, DecoderConfig, RichardsConfig, load_hf, save_hf
+from gpubound.layers.embedding_and_head import embedding
+from gpubound.models import PRESETS, Decoder, DecoderConfig, RichardsConfig, RichardsDecoder, load_hf, save_hf
 from tests.messages import message
 
 SHAPE = {
@@ -249,3 +250,20 @@ def test_values_of_another_type_are_refused_by_name(kind, name, value):
 def test_a_missing_size_is_refused_by_name(kind, sizes, name):
     with pytest.raises(ValueError, match=rf"^{kind.__name__}: {name}: got .*, wanted a value of type int"):
         kind(**sizes)
+
+
+@pytest.mark.parametrize("kind, config", [(Decoder, PRESETS["tiny"]), (RichardsDecoder, RichardsConfig(32, 64, 1, 2, 1, 256))])
+def test_an_outline_draws_nothing(monkeypatch, kind, config):
+    """A normal draw on the meta device imports torch._dynamo: 2 s of each command that reads a folder."""
+    monkeypatch.setattr(torch.Tensor, "normal_", lambda self, *_: pytest.fail("a draw on the meta device"))
+    model = kind(config, device="meta")
+    model.classify(["no", "yes"])
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_an_embedding_is_torch_s():
+    made = []
+    for make in (embedding, nn.Embedding):
+        torch.manual_seed(0)
+        made.append(make(5, 3, dtype=torch.bfloat16).weight)
+    assert torch.equal(*made) and made[0].requires_grad

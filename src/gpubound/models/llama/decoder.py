@@ -20,7 +20,7 @@ from ...kernels.dispatch import Call
 from ...kernels.norms import norm_shape
 from ...layers.attention import Angles, Attention, Llama3Angles, Mask, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
-from ...layers.embedding_and_head import look_up
+from ...layers.embedding_and_head import embedding, look_up
 from ..decoding import Shape
 from ..language_model import LanguageModel
 from ..reader import Reader
@@ -121,7 +121,7 @@ class Trunk(nn.Module):
         where = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"bias": config.qkv_bias, "qk_norm": config.eps if config.qk_norm else None}
         options |= {"causal": config.causal}
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, **where)
+        self.embed_tokens = embedding(config.vocabulary, config.hidden, **where)
         self.layers = nn.ModuleList(
             Block(
                 Attention(config.hidden, config.heads, config.kv_heads, config.head_dim, **options, **where),

@@ -19,7 +19,7 @@ from ...formatting import hint
 from ...kernels.dispatch import Call
 from ...layers.attention import Attention, Mask, RopeTable, RotaryAngles, turn_calls
 from ...layers.block import MLP, Block, RMSNorm, gated_calls, run_blocks
-from ...layers.embedding_and_head import look_up
+from ...layers.embedding_and_head import embedding, look_up
 from ...layers.moe import MoE
 from ..decoding import ExpertWeights, Linear
 from ..language_model import LanguageModel
@@ -203,7 +203,7 @@ class RichardsTrunk(nn.Module):
     def __init__(self, config: RichardsConfig, device=None, dtype=None) -> None:
         super().__init__()
         where = {"device": device, "dtype": dtype}
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden, **where)
+        self.embed_tokens = embedding(config.vocabulary, config.hidden, **where)
         self.layers = nn.ModuleList(TransformerBlock(config, **where) for _ in range(config.layers))
         self.norm = NORMS[config.norm].make(config, **where)
         self.embedded = config.embedded
