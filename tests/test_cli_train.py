@@ -201,6 +201,15 @@ def test_a_model_folder_is_kept(folder_of_model, tmp_path, capsys):
     assert contents_of(folder_of_model) == before and not (tmp_path / "run" / "corpus").exists()
 
 
+def test_a_page_that_no_run_wrote_is_refused_before_the_run(tmp_path, capsys):
+    """The report is written last: a run of hours ended with this error."""
+    page = tmp_path / "report.html"
+    page.write_text("a page of mine")
+    assert main(["train", "--model", "1m-tiny", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert f"out: {page} exists and is not an HTML page" in capsys.readouterr().err
+    assert page.read_text() == "a page of mine" and [*tmp_path.iterdir()] == [page]
+
+
 @pytest.fixture
 def folder_of_model(tmp_path):
     return save_hf(Decoder(DecoderConfig(32, 64, 1, 2, 1, 300)), tmp_path / "model")

@@ -316,9 +316,13 @@ class Recipe:
 
 
 def check_out(model: str | None, out: str) -> None:
-    """Refuse a run in the folder of its model, which would be taken for the run afterwards."""
+    """Refuse a run in its model's folder, which would be taken for the run afterwards, and where its report cannot be written."""
+    from ..pages import check_page
+
     if model and Path(model).is_dir() and Path(out).is_dir() and Path(out).samefile(model):
         raise ValueError(f"out: {out} holds the model that the run begins with; give another folder with --out.")
+    if (page := Path(out) / "report.html").exists():
+        check_page(page)
 
 
 def check_model(name: str) -> None:
