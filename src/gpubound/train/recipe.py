@@ -316,7 +316,7 @@ class Recipe:
 
 
 def check_out(model: str | None, out: str) -> None:
-    """Refuse a run in its model's folder, which would be taken for the run afterwards, and where its report cannot be written."""
+    """Refuse a run in its model's folder, which would be taken for the run, and where its report cannot be written."""
     from ..pages import check_page
 
     if model and Path(model).is_dir() and Path(out).is_dir() and Path(out).samefile(model):
