@@ -29,7 +29,7 @@ demo: $(VENV)/.installed
 # Three processes with a thread each for two cores: with torch's default threads would wait for each other, and of two processes
 # one often waits for a disk or for a program that it started: for a second of CPU 0.62 s passed, of slow tests 0.75; 0.58 and 0.65 with three. A process
 # that has finished its share of the tests takes over part of another's. Bytecode is kept in any case: without it each process that a
-# test starts, and each `make test`, compiles the library and rewrites the tests' assertions again: 8 s for each of them.
+# test starts compiles the library, and each `make test` rewrites the tests' assertions again: 8 s.
 CPU_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n 3 --dist worksteal
 test: $(VENV)/.installed
 	$(CPU_TESTS) -m "not gpu and not slow" $(ARGS)
@@ -38,7 +38,7 @@ test: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	$(CPU_TESTS) -m "slow and not gpu" $(ARGS)
 
-# Both in one run, as CI takes them: each process imports the libraries and collects the tests once, 11 s of CPU.
+# Both in one run, as CI takes them: one process imports the tests, 10 s of CPU, and the three that it forks collect them, 2 s each.
 test-all: $(VENV)/.installed
 	$(CPU_TESTS) -m "not gpu" $(ARGS)
 

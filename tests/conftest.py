@@ -20,6 +20,20 @@ RUNS_TESTS = WORKER or "--pdb" in sys.argv or re.search(r"\s-n\s*[1-9al]", " ".j
 pytest_plugins = ["tests.footing"] if RUNS_TESTS else []
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Fork the workers from one process that has imported the tests, and have them share the server of programs and ranks: 13 s
+    of CPU in each otherwise. What has asked for a GPU cannot be forked."""
+    if not (GPUS or Path("/dev/dxg").exists()) and hasattr(os, "pidfd_open"):
+        from tests import forked
+
+        os.environ["FORKED_PYTHON"] = forked.served("tests.distributed.preload")
+        executable = forked.served("tests.preload", *config.args)
+        for spec in specs:
+            if spec.popen:
+                spec.python = executable
+
+
 def pytest_configure(config):
     config.add_cleanup(gc.unfreeze)  # after pytest's last collection; or nanobind reports at exit that its types leak
 

@@ -8,12 +8,14 @@ What it does not show is Python's own start and end, and what an import does. Te
 
 import ast
 import atexit
+import fcntl
 import multiprocessing.process
 import os
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -21,12 +23,8 @@ import traceback
 import types
 import warnings
 from functools import cache
-from multiprocessing.connection import Connection
+from importlib import import_module
 from pathlib import Path
-
-import torch
-
-from .processes import forking
 
 MAIN = multiprocessing.process.current_process()  # of the server, which imports this before it forks
 
@@ -35,10 +33,11 @@ CLIENT = """#!{python} -IS
 import os, signal, socket, sys
 if sys.argv[1] in ("-I", "-P"):  # a sandbox, which has to be empty
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+files = [0, 1, 2, *(number for number in range(3, 256) if os.path.exists(f"/proc/self/fd/{{number}}"))]
 there = socket.socket(socket.AF_UNIX)
 there.connect({address!r})
-said = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
-socket.send_fds(there, [len(said).to_bytes(8, "big")], [0, 1, 2])
+said = repr((sys.argv[1:], dict(os.environ), os.getcwd(), files)).encode()
+socket.send_fds(there, [len(said).to_bytes(8, "big")], files)
 there.sendall(said)
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, _: there.send(bytes([number])))
@@ -54,55 +53,63 @@ os._exit(code)
 @cache
 def python() -> str:
     """The path of the executable; this Python's where there is a GPU, which what is imported may ask for (such a process
-    cannot be forked), and where processes have no handles (not Linux)."""
+    cannot be forked), and where processes have no handles (not Linux). Workers of one suite share a server."""
+    import torch
+
     if torch.cuda.is_available() or not hasattr(os, "pidfd_open"):
         return sys.executable
+    return os.environ.get("FORKED_PYTHON") or served("tests.distributed.preload")
+
+
+def served(preload: str, *arguments: str) -> str:
+    """The path of an executable whose programs are forked from a server that has imported this module. It does so when the
+    first of them is started, with these arguments in `sys.argv`, and callers wait."""
     folder = Path(tempfile.mkdtemp(prefix="forked"))
     client, address = folder / "python", str(folder / "server")
     client.write_text(CLIENT.format(python=sys.executable, address=address))
     client.chmod(0o700)
-    context = forking()
-    mine, its = context.Pipe()
-    server = context.Process(target=serve, args=(address, its))
-    server.start()
-    its.close()
-    assert mine.recv() == "ready"
-    atexit.register(lambda: (mine.close(), server.join()))  # it ends with the pipe, and takes the folder with it
-    return str(client)
-
-
-def serve(address: str, pipe: Connection) -> None:
-    """Fork a program for each connection, until the pipe's other end is closed."""
-    sys.path.insert(0, "")  # as of `python -m` and `python -c`
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who mind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests, which then close the pipe
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(64)
-        pipe.send("ready")
-        while listener in select.select([listener, pipe], [], [])[0]:
+        number = listener.fileno()
+        command = f"import sys; sys.path[:] = {sys.path}; from tests.forked import serve; serve({number}, {preload!r})"
+        words = [sys.executable, "-c", command, *arguments]
+        server = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[number])
+    atexit.register(server.communicate)  # it ends with the pipe, and takes the folder with it
+    return str(client)
+
+
+def serve(number: int, preload: str) -> None:
+    """Fork a program for each connection to this socket, until the standard input is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who mind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the tests, which then close the pipe
+    with socket.socket(fileno=number) as listener:
+        address = Path(listener.getsockname())
+        while listener in select.select([listener, 0], [], [])[0]:
+            if preload not in sys.modules:
+                import_module(preload)
+                sys.path.insert(0, "")  # as of `python -m` and `python -c`
             caller, _ = listener.accept()
             if not os.fork():
                 listener.close()
-                pipe.close()
                 _mind(caller)
             caller.close()
-    for path in (address, Path(address).with_name("python")):
-        os.unlink(path)
-    os.rmdir(Path(address).parent)
+    for path in (address, address.with_name("python")):
+        path.unlink()
+    address.parent.rmdir()
     os._exit(0)  # without the word of Triton's bindings about what they leave
 
 
 def _mind(caller: socket.socket) -> None:
     """Start what the caller asks for, pass signals on, and say how it ended. A caller that was killed takes it along."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    size, files, _, _ = socket.recv_fds(caller, 8, 3)
+    size, files, _, _ = socket.recv_fds(caller, 8, 253)
     with caller.makefile("rb") as stream:
-        arguments, environment, folder = ast.literal_eval(stream.read(int.from_bytes(size, "big")).decode())
+        arguments, environment, folder, numbers = ast.literal_eval(stream.read(int.from_bytes(size, "big")).decode())
     program = os.fork()
     if not program:
         caller.close()
-        _begin(files, environment, folder)
+        _begin(dict(zip(numbers, files)), environment, folder)
         _run(arguments)
     for file in (*files, 0, 1, 2):
         os.close(file)
@@ -119,13 +126,16 @@ def _mind(caller: socket.socket) -> None:
     os._exit(0)
 
 
-def _begin(files: list[int], environment: dict[str, str], folder: str) -> None:
+def _begin(files: dict[int, int], environment: dict[str, str], folder: str) -> None:
     """The caller's files, environment and folder become this process's."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.process._current_process = MAIN  # type: ignore[attr-defined]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-    for number, file in enumerate(files):
+    apart = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 256) for number, file in files.items()}
+    for file in files.values():
+        os.close(file)
+    for number, file in apart.items():  # what the server has under these numbers is closed
         os.dup2(file, number)
         os.close(file)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, closefd=False) for n, mode in enumerate("rww"))
@@ -139,6 +149,8 @@ def _begin(files: list[int], environment: dict[str, str], folder: str) -> None:
     more = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [path for path in more if path and path not in sys.path]
     if "OMP_NUM_THREADS" in environment:
+        import torch
+
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
 
 
@@ -166,6 +178,8 @@ def _execute(arguments: list[str]) -> None:
     kind, *rest = arguments
     if kind == "-u":
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        kind, *rest = rest
+    if kind == "-B":  # the modules are compiled
         kind, *rest = rest
     if kind == "-W":
         warnings._processoptions(rest[:1])  # type: ignore[attr-defined]

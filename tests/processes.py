@@ -2,14 +2,18 @@
 
 import multiprocessing
 import os
+import sys
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing import forkserver, resource_tracker, set_executable
 from multiprocessing.context import BaseContext
 from pkgutil import walk_packages
 
 import torch
 
 import gpubound
+
+from . import forked
 
 
 def plain_environment() -> dict[str, str]:
@@ -18,11 +22,16 @@ def plain_environment() -> dict[str, str]:
 
 
 def forking() -> BaseContext:
-    """Return the context whose processes are forked from one server with all imports, the programs' and the ranks' alike.
+    """Return the context whose processes are forked from the server of `forked.python()`, the programs' and the ranks' alike.
 
     What has asked for a GPU cannot be forked, and where there is one, tests/footing.py has asked: they are spawned there."""
     context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
+    if context.get_start_method() == "forkserver":
+        resource_tracker.ensure_running()
+        set_executable(forked.python())
+        forkserver.ensure_running()  # a program of that server, which has imported all
+        set_executable(sys.executable)
     return context
 
 
