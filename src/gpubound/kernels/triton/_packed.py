@@ -11,7 +11,9 @@ levels        integers, four of which one instruction multiplies and adds (dp4a)
               level put under an exponent and multiplied in fp32 took 3.9 and 7.0 instructions a weight of int4, and 255
               registers of the former program in place of 165
 fp8           two shifts, a mask, multiply and add: 3.75 of 6.9; bits of e4m3 are those of an fp32 number 2^120 times too small
-fp4           the same: 3.75 of 3.4; bits of e2m1 are those of an fp32 number 2^126 times too small
+fp4           integers as well: 12 + twice a number is a byte, and two permutations find four of them. x has 24 bits, as exact
+              as fp32, and is rounded by a launch before: in each program that took half of all instructions. 2.9 a weight,
+              and 5.5 where bits were put in place and multiplied in fp32
 nf4           a shift, a mask, and a load of one of sixteen numbers: of a quarter the rate of a multiplication
 offset of levels from 0: the sum of x over four words, 1 for all rows of a program; one product for every four words
 x             its norm, square, sum, and rounding, for all rows of a program
@@ -23,12 +25,20 @@ import triton
 import triton.language as tl
 
 from ..packed_weights import MOST, TABLE
-from ._launch import _end, _row, _wait
+from ._launch import _begin, _end, _row, _wait
 
 _ONE = 127 << 23  # the bits of 1.0
 _MOST = tl.constexpr(float(MOST))
 _LEAST = tl.constexpr(1e-30)  # the largest of four words, at least: its reciprocal is finite
+_MOST_24 = tl.constexpr(float((1 << 22) - 1))  # of an x in 24 bits
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)  # added to a number, its lowest bits are the rounded number
+_ROUNDING_BITS = tl.constexpr(0x4B400000)
+# Four codes of fp4 select bytes of 12 + twice 0, 0.5, 1, 1.5, 2, 3, 4, 6; of 12 - twice them where a code has its sign.
+_CODES = tl.constexpr(
+    "{ .reg .b32 plus, minus; prmt.b32 plus, $2, 0x18141210, $1; xor.b32 minus, $1, 0x8888;"
+    " prmt.b32 minus, $3, 0x00040608, minus; or.b32 $0, plus, minus; }"
+)
+_PLUS, _MINUS = tl.constexpr(0x0F0E0D0C), tl.constexpr(0x090A0B0C)  # bytes of the first four
 # x of an fp8 product is multiplied by 2^60 beforehand and its sum afterwards, so that neither leaves the range of fp32.
 _HALFWAY = tl.constexpr(2.0**60)
 _FP8_BITS = tl.constexpr(0x87F00000 - (1 << 32))  # the sign, four bits of exponent, three of mantissa, where fp32 has them
@@ -82,6 +92,11 @@ def _chunks(columns, kind):
     """Return the number of times four words that share a scale."""
     group = TABLE[kind].group
     return group // (4 * len(TABLE[kind].shifts)) if group else TABLE[kind].words(columns) // 4
+
+
+@triton.constexpr_function
+def _permutation(selector):
+    return f"prmt.b32 $0, $1, $2, {selector:#06x};"
 
 
 @triton.constexpr_function
@@ -185,27 +200,55 @@ def _dot4(words, x, total, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _bytes(a, b, c, d):
-    """Return the lowest bytes of four words as one word, and their second bytes as another."""
-    if _INTERPRETED:
-        low = (a & 255) | ((b & 255) << 8) | ((c & 255) << 16) | ((d & 255) << 24)
-        return low, ((a >> 8) & 255) | (b & 0xFF00) | ((c & 0xFF00) << 8) | ((d & 0xFF00) << 16)
-    first = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
-    other = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x5140;", "=r,r,r", [c, d], dtype=tl.int32, is_pure=True, pack=1)
-    low = tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [first, other], dtype=tl.int32, is_pure=True, pack=1
-    )
-    return low, tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [first, other], dtype=tl.int32, is_pure=True, pack=1
-    )
+def _permuted(a, b, SELECTOR: tl.constexpr):
+    """Return four of the eight bytes of two words."""
+    ASM: tl.constexpr = _permutation(SELECTOR)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
-def _levels(words, KIND: tl.constexpr):
+def _bytes(a, b, c, d, COUNT: tl.constexpr):
+    """Return the lowest bytes of four words as one word, their second bytes as another, and of COUNT 3 their third ones."""
+    if _INTERPRETED:
+        words = ()
+        for i in tl.static_range(COUNT):
+            first = ((a >> (8 * i)) & 255) | (((b >> (8 * i)) & 255) << 8)
+            words += (first | (((c >> (8 * i)) & 255) << 16) | (((d >> (8 * i)) & 255) << 24),)
+        return words
+    first, other = _permuted(a, b, 0x5140), _permuted(c, d, 0x5140)
+    words = (_permuted(first, other, 0x5410), _permuted(first, other, 0x7632))
+    if COUNT == 3:
+        words += (_permuted(_permuted(a, b, 0x0062), _permuted(c, d, 0x0062), 0x5410),)
+    return words
+
+
+@triton.jit
+def _codes(words, tables_ptr):
+    """Return the levels of the four lowest codes of fp4 in each word, as bytes: 12 + twice the number.
+
+    A permutation by codes finds the levels of those without a sign, and 0 for others; one by inverted signs finds the others.
+    The bytes that it permutes are loaded: constants, and sums of arguments, are moved into a register before each permutation.
+    """
+    if _INTERPRETED:
+        levels = tl.zeros_like(words)
+        for i in tl.static_range(4):
+            code = (words >> (4 * i)) & 15
+            size = code & 7
+            twice = tl.where(size < 5, size, tl.where(size == 5, 6, 4 * size - 16))  # 0, 1, 2, 3, 4, 6, 8, 12
+            levels |= tl.where(code > 7, 12 - twice, 12 + twice) << (8 * i)
+        return levels
+    tables = tl.load(tables_ptr), tl.load(tables_ptr + 1)
+    return tl.inline_asm_elementwise(_CODES, "=r,r,r,r", [words, tables[0], tables[1]], tl.int32, True, 1)
+
+
+@triton.jit
+def _levels(words, tables_ptr, KIND: tl.constexpr):
     """Return words of four levels each, as bytes without a sign, times `_unit`: of eight slots 6, 2, 0, 4 and then 3, 1, 5, 7,
-    of four slots 1, 0, 2, 3."""
+    of four slots 1, 0, 2, 3, of fp4 7, 6, 5, 4 and then 3, 2, 1, 0."""
     bits = words.to(tl.uint32, bitcast=True)
-    if _slots(KIND) == 8:
+    if _values(KIND) == "e2m1":
+        return _codes(words, tables_ptr), _codes((bits >> 16).to(tl.int32, bitcast=True), tables_ptr)
+    elif _slots(KIND) == 8:
         mask: tl.constexpr = 0x78787878
         turned = (bits >> 4) | (bits << 28)
         return (bits & mask).to(tl.int32, bitcast=True), (turned & mask).to(tl.int32, bitcast=True)
@@ -215,23 +258,33 @@ def _levels(words, KIND: tl.constexpr):
 
 @triton.constexpr_function
 def _unit(kind):
-    """Return what a byte of `_levels` is for a level of 1."""
+    """Return what a byte of `_levels` is for a level of 1, or a number of 1."""
+    if TABLE[kind].values == "e2m1":
+        return 2
     return 8 if TABLE[kind].bits == 4 else 1
 
 
 @triton.constexpr_function
 def _zero(kind):
     """Return the byte of `_levels` that encodes 0."""
-    return TABLE[kind].zero * _unit(kind)
+    return 12 if TABLE[kind].values == "e2m1" else TABLE[kind].zero * _unit(kind)
+
+
+@triton.constexpr_function
+def _input_bytes(kind):
+    """Return the number of bytes of an x as an integer. Published fp4 is multiplied as exactly as in fp32."""
+    return 3 if TABLE[kind].values == "e2m1" else 2
 
 
 @triton.jit
 def _rounded_x(x_ptr, norm_ptr, first, K: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
                GAIN: tl.constexpr):  # fmt: skip
-    """Return a row of x as integers of 16 bits: the words of their low and high bytes, by one of four words and of `_levels`;
-    the value of a 1 (C / 4,); the sums of low and of high bytes (C / 4,); the squares of x (C,)."""
+    """Return a row of x as integers of `_input_bytes`: the words of each byte, by one of four words and of `_levels`; the value
+    of a 1 (C / 4,); the sums of each byte (C / 4,); the squares of x (C,)."""
     SLOTS: tl.constexpr = _slots(KIND)
     WORDS: tl.constexpr = _spacing(KIND)
+    BYTES: tl.constexpr = _input_bytes(KIND)
+    MOST: tl.constexpr = _MOST if BYTES == 2 else _MOST_24
     xs, square, most = (), tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for slot in tl.static_range(SLOTS):
         col = first + slot * WORDS
@@ -248,21 +301,126 @@ def _rounded_x(x_ptr, norm_ptr, first, K: tl.constexpr, KIND: tl.constexpr, C: t
     low = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     top = tl.maximum(low, tl.maximum(c, d, propagate_nan=tl.PropagateNan.ALL), propagate_nan=tl.PropagateNan.ALL)
     top = tl.maximum(top, _LEAST, propagate_nan=tl.PropagateNan.ALL)
-    factor, ones = _MOST / top, tl.full([C // 4], 0x01010101, tl.int32)
-    sum_low, sum_high, packed = tl.zeros([C // 4], tl.int32), tl.zeros([C // 4], tl.int32), ()
+    factor, ones = MOST / top, tl.full([C // 4], 0x01010101, tl.int32)
+    sums, packed = (), ()
+    for _ in tl.static_range(BYTES):
+        sums += (tl.zeros([C // 4], tl.int32),)
     for j in tl.static_range(4):
         bits = ()
         for slot in tl.static_range(SLOTS):
-            bits += (tl.fma(xs[slot][j], factor, _ROUNDING).to(tl.int32, bitcast=True),)
-        if SLOTS == 8:
-            pairs = (_bytes(bits[6], bits[2], bits[0], bits[4]), _bytes(bits[3], bits[1], bits[5], bits[7]))
+            rounded = tl.fma(xs[slot][j], factor, _ROUNDING).to(tl.int32, bitcast=True)
+            bits += (rounded if BYTES == 2 else rounded - _ROUNDING_BITS,)
+        if _values(KIND) == "e2m1":
+            groups = (_bytes(bits[7], bits[6], bits[5], bits[4], 3), _bytes(bits[3], bits[2], bits[1], bits[0], 3))
+        elif SLOTS == 8:
+            groups = (_bytes(bits[6], bits[2], bits[0], bits[4], 2), _bytes(bits[3], bits[1], bits[5], bits[7], 2))
         else:
-            pairs = (_bytes(bits[1], bits[0], bits[2], bits[3]),)
+            groups = (_bytes(bits[1], bits[0], bits[2], bits[3], 2),)
         for k in tl.static_range(SLOTS // 4):
-            sum_low = _dot4(ones, pairs[k][0], sum_low, False)
-            sum_high = _dot4(ones, pairs[k][1], sum_high, True)
-        packed += (pairs,)
-    return packed, top * (1 / _MOST), sum_low, sum_high, square
+            so_far, sums = sums, ()
+            for i in tl.static_range(BYTES):
+                sums += (_dot4(ones, groups[k][i], so_far[i], i == BYTES - 1),)
+        packed += (groups,)
+    return packed, top * (1 / MOST), sums, square
+
+
+@triton.constexpr_function
+def _rounded_before(kind):
+    """Return whether a launch rounds x once, and not each program of a product."""
+    return TABLE[kind].values == "e2m1"
+
+
+@triton.constexpr_function
+def _parts(kind):
+    """Return how many times four words of a rounded x there are for every four words of a row of the weight."""
+    return len(TABLE[kind].shifts) // 4 * _input_bytes(kind) + 1
+
+
+@triton.constexpr_function
+def _stride(columns, kind):
+    """Return the elements between two rows of x. Rounded, they are parts as long as a row of the weight, and four more."""
+    return _parts(kind) * TABLE[kind].words(columns) + 4 if _rounded_before(kind) else columns
+
+
+@triton.constexpr_function
+def _number_of(word, group, byte, kind):
+    """Return which of the words of a rounded x for four words this is: of a byte of four slots of a word. Word 4: of sums."""
+    return (word * (len(TABLE[kind].shifts) // 4) + group) * _input_bytes(kind) + byte
+
+
+@triton.constexpr_function
+def _position(word, group, byte, columns, kind):
+    """Return where the first such word is."""
+    number = _number_of(word, group, byte, kind)
+    return number // 4 * TABLE[kind].words(columns) + number % 4
+
+
+@triton.jit
+def _round_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
+                  DEPENDENT: tl.constexpr):  # fmt: skip
+    """Store a row of x as `_loaded_x` reads it; then what its products are multiplied by, which is 1 or the norm's factor, and
+    the bytes that `_codes` permutes."""
+    N: tl.constexpr = _words(K, KIND)
+    WORDS: tl.constexpr = _spacing(KIND)
+    BYTES: tl.constexpr = _input_bytes(KIND)
+    _begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr, out_ptr = x_ptr + row * K, out_ptr + row * _stride(K, KIND)
+    _wait(DEPENDENT)
+    squares = tl.zeros([C], tl.float32)
+    for start in range(0, N, C):
+        word = start + tl.arange(0, C)
+        first = word // WORDS * (_slots(KIND) * WORDS) + word % WORDS
+        packed, value, sums, square = _rounded_x(x_ptr, norm_ptr, first, K, KIND, C, False, GAIN)
+        squares += square
+        four = start + tl.arange(0, C // 4) * 4
+        for j in tl.static_range(4):
+            for k in tl.static_range(_slots(KIND) // 4):
+                for i in tl.static_range(BYTES):
+                    tl.store(out_ptr + _position(j, k, i, K, KIND) + four, packed[j][k][i], mask=four < N)
+        for i in tl.static_range(BYTES):
+            tl.store(out_ptr + _position(4, 0, i, K, KIND) + four, sums[i], mask=four < N)
+        tl.store(out_ptr + _position(4, 0, 3, K, KIND) + four, value.to(tl.int32, bitcast=True), mask=four < N)
+    factor = 1.0
+    if GAIN is not None:
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+    tl.store(out_ptr + _stride(K, KIND) - 4, tl.cast(factor, tl.float32).to(tl.int32, bitcast=True))
+    tl.store(out_ptr + _stride(K, KIND) - 3, _PLUS)
+    tl.store(out_ptr + _stride(K, KIND) - 2, _MINUS)
+    _end(DEPENDENT)
+
+
+@triton.jit
+def _loaded_x(x_ptr, word, K: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr):
+    """Load what `_rounded_x` returns of a row, as `_round_kernel` stored it."""
+    N: tl.constexpr = _words(K, KIND)
+    BYTES: tl.constexpr = _input_bytes(KIND)
+    flat = ()
+    for m in tl.static_range(_parts(KIND)):
+        at = x_ptr + m * N + word
+        flat += _quarters(tl.load(at) if N % C == 0 else tl.load(at, mask=word < N, other=0), 0, C)
+    packed = ()
+    for j in tl.static_range(4):
+        groups = ()
+        for k in tl.static_range(_slots(KIND) // 4):
+            parts = ()
+            for i in tl.static_range(BYTES):
+                parts += (flat[_number_of(j, k, i, KIND)],)
+            groups += (parts,)
+        packed += (groups,)
+    sums = ()
+    for i in tl.static_range(BYTES):
+        sums += (flat[_number_of(4, 0, i, KIND)],)
+    return packed, flat[_number_of(4, 0, 3, KIND)].to(tl.float32, bitcast=True), sums, tl.zeros([C], tl.float32)
+
+
+@triton.jit
+def _joined(parts):
+    """Return the number whose bytes were summed separately, the lowest first."""
+    total = parts[0]
+    for i in tl.static_range(1, len(parts)):
+        total += parts[i] << (8 * i)
+    return total
 
 
 @triton.jit
@@ -271,28 +429,36 @@ def _level_products(words, x_ptr, norm_ptr, word, B: tl.constexpr, K: tl.constex
     """`_products` of levels, in integers."""
     WORDS: tl.constexpr = _spacing(KIND)
     ZERO: tl.constexpr = _zero(KIND)
+    BYTES: tl.constexpr = _input_bytes(KIND)
     first = word // WORDS * (_slots(KIND) * WORDS) + word % WORDS
-    packs, ones, sums_x, squares, lows, highs = (), (), (), (), (), ()
+    packs, ones, sums_x, squares, parts = (), (), (), (), ()
     for b in tl.static_range(B):
-        packed, one, sum_low, sum_high, square = _rounded_x(x_ptr + b * K, norm_ptr, first, K, KIND, C, EVEN, GAIN)
+        if _rounded_before(KIND):
+            packed, value, sums, square = _loaded_x(x_ptr + b * _stride(K, KIND), word, K, KIND, C)
+        else:
+            packed, value, sums, square = _rounded_x(x_ptr + b * K, norm_ptr, first, K, KIND, C, EVEN, GAIN)
         packs += (packed,)
-        ones += (one,)
-        sums_x += (tl.cast(sum_low + (sum_high << 8), tl.float32) * one,)
+        ones += (value,)
+        sums_x += (tl.cast(_joined(sums), tl.float32) * value,)
         squares += (square,)
-        lows += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sum_low)[None],)
-        highs += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sum_high)[None],)
+        zeros = ()
+        for i in tl.static_range(BYTES):
+            zeros += (tl.zeros([R, C // 4], tl.int32) - (ZERO * sums[i])[None],)
+        parts += (zeros,)
     four = _quarters(words, R, C)
     for j in tl.static_range(4):
-        levels = _levels(four[j], KIND)
+        levels = _levels(four[j], x_ptr + _stride(K, KIND) - 3, KIND)
         for k in tl.static_range(_slots(KIND) // 4):
-            so_far, lows, highs = (lows, highs), (), ()
+            so_far, parts = parts, ()
             for b in tl.static_range(B):
-                lows += (_dot4(levels[k], packs[b][j][k][0][None], so_far[0][b], False),)
-                highs += (_dot4(levels[k], packs[b][j][k][1][None], so_far[1][b], True),)
-    sums = ()
+                more = ()
+                for i in tl.static_range(BYTES):
+                    more += (_dot4(levels[k], packs[b][j][k][i][None], so_far[b][i], i == BYTES - 1),)
+                parts += (more,)
+    totals = ()
     for b in tl.static_range(B):
-        sums += (tl.cast(lows[b] + (highs[b] << 8), tl.float32) * (ones[b] * (1 / _unit(KIND)))[None],)
-    return sums, sums_x, squares
+        totals += (tl.cast(_joined(parts[b]), tl.float32) * (ones[b] * (1 / _unit(KIND)))[None],)
+    return totals, sums_x, squares
 
 
 @triton.jit
@@ -321,13 +487,12 @@ def _float_products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexp
                 x *= gain
             else:
                 squares += (so_far[1][b],)
-            if _values(KIND) != "nf4":
-                x *= _HALFWAY if _values(KIND) == "e4m3" else _FP4_HALFWAY
+            if _values(KIND) == "e4m3":
+                x *= _HALFWAY
             products += (so_far[0][b] + number * x[None],)
     sums = ()
     for b in tl.static_range(B):
-        total = tl.sum(tl.reshape(products[b], [R, C // 4, 4]), 2)
-        sums += (total * _FP4_HALFWAY if _values(KIND) == "e2m1" else total,)
+        sums += (tl.sum(tl.reshape(products[b], [R, C // 4, 4]), 2),)
     return sums, none, squares
 
 
@@ -336,7 +501,7 @@ def _products(words, one, x_ptr, norm_ptr, word, extra_ptr, B: tl.constexpr, K: 
               R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, GAIN: tl.constexpr):  # fmt: skip
     """For each row of x, (the sums over every four words of a tile, before their scale: (R, C / 4); those of x, for offsets
     (C / 4,); the squares of x (C,))."""
-    if _values(KIND) == "level":
+    if _values(KIND) == "level" or _values(KIND) == "e2m1":
         return _level_products(words, x_ptr, norm_ptr, word, B, K, KIND, R, C, EVEN, GAIN)
     else:
         return _float_products(words, one, x_ptr, norm_ptr, word, extra_ptr, B, K, KIND, R, C, EVEN, GAIN)
@@ -419,7 +584,10 @@ def _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 
     _end(DEPENDENT)
     sums = ()
     for b in tl.static_range(B):
-        sums += (_finished(totals[b], squares[b], eps, K, KIND, GAIN),)
+        y = _finished(totals[b], squares[b], eps, K, KIND, GAIN)
+        if _rounded_before(KIND):
+            y *= tl.load(x_ptr + (b + 1) * _stride(K, KIND) - 4).to(tl.float32, bitcast=True)
+        sums += (y,)
     return sums
 
 

@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...device import interpreted
-from ..decode_product import Norm
+from ..decode_product import FENCE, Norm, chain_mode
 from ..gated import INFINITE
 from ..packed_weights import Packed
 from ..plans.types import ResidentPlan, job_of, power_of_two
-from ._launch import _begin, _end, _wait, alignment, in_place, launch, launch_product, options
+from ._launch import _begin, _end, _wait, alignment, at_once, in_place, launch, launch_product, options
 from ._math import capped
 from ._packed import (
     _FP4_HALFWAY,
@@ -41,11 +41,14 @@ from ._packed import (
     _loaded,
     _number,
     _offset,
+    _round_kernel,
+    _rounded_before,
     _row_sums,
     _scale,
     _scales,
     _slots,
     _spacing,
+    _stride,
     _sums_from,
     _values,
     _words,
@@ -72,8 +75,8 @@ def _norm_product_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr,
     row = tl.program_id(1) * R + tl.arange(0, R)
     in_range = row < rows
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT,
-                     extra_ptr)  # fmt: skip
+    sums = _row_sums(x_ptr + first * _stride(K, KIND), norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN,
+                     WHOLE, DEPENDENT, extra_ptr)  # fmt: skip
     for b in tl.static_range(B):
         y = sums[b] + offset
         if CAP > 0.0:
@@ -96,8 +99,8 @@ def _norm_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr,
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(x_ptr + first * K, norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN, WHOLE, DEPENDENT,
-                     extra_ptr, TURNS)  # fmt: skip
+    sums = _row_sums(x_ptr + first * _stride(K, KIND), norm_ptr, w_ptr, scale_ptr, one, eps, rows, B, K, KIND, R, C, GAIN,
+                     WHOLE, DEPENDENT, extra_ptr, TURNS)  # fmt: skip
     to = tl.program_id(1) * (R // 2) + tl.arange(0, R // 2)
     for b in tl.static_range(B):
         gate, up = tl.split(tl.reshape(sums[b] + offset, [R // 2, 2]))
@@ -113,8 +116,8 @@ def _add_product_kernel(h_ptr, w_ptr, scale_ptr, extra_ptr, bias_ptr, x_ptr, one
     first = tl.program_id(0) * B  # of the rows of x, that this program multiplies
     row = tl.program_id(1) * R + tl.arange(0, R)
     offset = _bias(bias_ptr, row, rows, R, BIAS)
-    sums = _row_sums(h_ptr + first * K, h_ptr, w_ptr, scale_ptr, one, 0.0, rows, B, K, KIND, R, C, None, WHOLE, DEPENDENT,
-                     extra_ptr)  # fmt: skip
+    sums = _row_sums(h_ptr + first * _stride(K, KIND), h_ptr, w_ptr, scale_ptr, one, 0.0, rows, B, K, KIND, R, C, None,
+                     WHOLE, DEPENDENT, extra_ptr)  # fmt: skip
     for b in tl.static_range(B):
         to = x_ptr + (first + b) * rows.to(tl.int64) + row
         tl.store(to, tl.load(to, mask=row < rows) + (sums[b] + offset), mask=row < rows)
@@ -153,23 +156,27 @@ def _dequantize_kernel(w_ptr, scale_ptr, extra_ptr, order_ptr, out_ptr, one, row
 
 @triton.jit
 def _routed_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, ids_ptr, out_ptr, one, eps, limit, experts, rows,
-                           S: tl.constexpr, ACTIVATION: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
-                           R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                           S: tl.constexpr, ACTIVATION: tl.constexpr, GAIN: tl.constexpr, K: tl.constexpr,
+                           KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+                           DEPENDENT: tl.constexpr):  # fmt: skip
     N: tl.constexpr = _words(K, KIND)
     SCALES: tl.constexpr = _scales(K, KIND)
-    _wait(DEPENDENT)
+    if not _rounded_before(KIND):
+        _wait(DEPENDENT)
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * R + tl.arange(0, R)
     expert, poison = _expert(ids_ptr + pair, experts)
-    x_ptr += pair // S * K
+    x_ptr += pair // S * _stride(K, KIND)
     w_ptr += expert * 2 * rows * N
     scale_ptr += expert * 2 * rows * SCALES
     up_ptr, up_scale = w_ptr + rows * N, scale_ptr + rows * SCALES
     words, scale = _first(w_ptr, scale_ptr, rows, K, KIND, R, C, WHOLE)
     more, other = _first(up_ptr, up_scale, rows, K, KIND, R, C, WHOLE)
-    gates = _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
-    ups = _sums_from(more, other, x_ptr, norm_ptr, up_ptr, up_scale, one, eps, rows, 1, K, KIND, R, C, 0.0, WHOLE, 0)
+    if _rounded_before(KIND):
+        _wait(DEPENDENT)
+    gates = _sums_from(words, scale, x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, GAIN, WHOLE, 0)
+    ups = _sums_from(more, other, x_ptr, norm_ptr, up_ptr, up_scale, one, eps, rows, 1, K, KIND, R, C, GAIN, WHOLE, 0)
     _end(DEPENDENT)
     gate, up = _limited(gates[0], ups[0], limit)
     y = _gated(gate, up, ACTIVATION) * poison
@@ -191,7 +198,7 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
         expert, poison = _expert(ids_ptr + b * S + slot, experts)
         weight = tl.load(weights_ptr + b * S + slot, cache_modifier=".cg") * poison
         w, scale = w_ptr + expert * rows * N, scale_ptr + expert * rows * SCALES
-        h = h_ptr + (b * S + slot) * K
+        h = h_ptr + (b * S + slot) * _stride(K, KIND)
         sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, None, WHOLE, 0)
         total += sums[0] * weight
     _end(DEPENDENT)
@@ -201,25 +208,29 @@ def _add_routed_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr, x_ptr, one
 
 @triton.jit
 def _expert_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, id_ptr, one, eps, experts, rows, K: tl.constexpr,
-                 KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr):  # fmt: skip
-    """Return the sums of R rows of an expert with their biases, and NaN in place of 1 for an id that no expert has."""
+                 KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr, WHOLE: tl.constexpr,
+                 DEPENDENT: tl.constexpr):  # fmt: skip
+    """Return the sums of R rows of an expert with their biases, and NaN in place of 1 for an id that no expert has.
+
+    The expert's first words are requested before the wait: a fence is between the choice of experts and this launch.
+    """
     expert, poison = _expert(id_ptr, experts)
     row, first = tl.program_id(1) * R + tl.arange(0, R), expert * rows
     w_ptr, scale_ptr = w_ptr + first * _words(K, KIND), scale_ptr + first * _scales(K, KIND)
-    sums = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, GAIN, WHOLE, 0)
+    sums = _row_sums(x_ptr, norm_ptr, w_ptr, scale_ptr, one, eps, rows, 1, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)
     return sums[0] + _bias(bias_ptr + first, row, rows, R, True), poison
 
 
 @triton.jit
 def _column_gate_up_kernel(x_ptr, norm_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr, one, eps, alpha, limit, experts, rows,
-                           S: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-                           WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    _wait(DEPENDENT)
+                           S: tl.constexpr, GAIN: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr,
+                           C: tl.constexpr, WHOLE: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+    if not _rounded_before(KIND):
+        _wait(DEPENDENT)
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
-    both, poison = _expert_sums(x_ptr + pair // S * K, norm_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr + pair, one, eps, experts,
-                                rows, K, KIND, R, C, 0.0, WHOLE)  # fmt: skip
-    _end(DEPENDENT)
+    both, poison = _expert_sums(x_ptr + pair // S * _stride(K, KIND), norm_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr + pair, one,
+                                eps, experts, rows, K, KIND, R, C, GAIN, WHOLE, DEPENDENT)  # fmt: skip
     y, unit = _clamped_unit(both, alpha, limit, R) * poison, tl.program_id(1) * (R // 2) + tl.arange(0, R // 2)
     tl.store(out_ptr + pair * (rows // 2) + unit, y.to(out_ptr.dtype.element_ty), mask=unit < rows // 2)
 
@@ -230,11 +241,9 @@ def _column_down_kernel(h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr, out_ptr, one
                         DEPENDENT: tl.constexpr):  # fmt: skip
     _begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
-    h_ptr += pair * K
-    _wait(DEPENDENT)
+    h_ptr += pair * _stride(K, KIND)
     y, poison = _expert_sums(h_ptr, h_ptr, w_ptr, scale_ptr, bias_ptr, ids_ptr + pair, one, 0.0, experts, rows, K, KIND, R, C,
-                             None, WHOLE)  # fmt: skip
-    _end(DEPENDENT)
+                             None, WHOLE, DEPENDENT)  # fmt: skip
     row = tl.program_id(1) * R + tl.arange(0, R)
     tl.store(out_ptr + pair * rows + row, y * poison, mask=row < rows)
 
@@ -304,9 +313,28 @@ def _sorted(x: Tensor, norm: Norm | None, weight: Packed, dependent: int = 0) ->
     return to, None if norm is None else norm._replace(weight=gain_to)
 
 
+def _inputs(x: Tensor, norm: Norm | None, weight: Packed, dependent: int = 0) -> tuple[Tensor, Norm | None]:
+    """Return x and its norm as a product with this weight reads them: columns in its order, or rounded with the norm inside.
+
+    What rounds the x of gate and up is a fence, after the choice of experts.
+    """
+    x, norm = _sorted(x, norm, weight, dependent)
+    if not _rounded_before(weight.kind):
+        return x, norm
+    columns, kind = weight.columns, weight.kind
+    rounded = torch.empty(x.numel() // columns, _stride(columns, kind), device=x.device, dtype=torch.int32)
+    gains, eps, gain = _norm_parts(norm)
+    mode = dependent or chain_mode()
+    _round_kernel[(len(rounded),)](
+        x, x if gains is None else gains, rounded, eps, K=columns, KIND=kind, C=min(512, power_of_two(weight.words.shape[1])),
+        GAIN=gain, **options(4, mode and (at_once(mode) if norm is None else FENCE)),
+    )  # fmt: skip
+    return rounded, None
+
+
 @in_place
 def quantized_norm_product(x, norm, weight, bias, out, best, arg, dependent=0, cap=0.0):
-    x, norm = _sorted(x, norm, weight, dependent)
+    x, norm = _inputs(x, norm, weight, dependent)
     norm_weight, eps, gain = _norm_parts(norm)
     use, height = "qkv", None
     if best is not None:
@@ -322,7 +350,7 @@ def quantized_norm_product(x, norm, weight, bias, out, best, arg, dependent=0, c
 
 @in_place
 def quantized_norm_gate_up(x, norm, gate_up, bias, out, dependent=0, activation="silu", alternate=True):
-    x, norm = _sorted(x, norm, gate_up, dependent)
+    x, norm = _inputs(x, norm, gate_up, dependent)
     norm_weight, eps, gain = _norm_parts(norm)
     at_once, rows = _at_once(x), gate_up.rows
     _multiply(
@@ -335,7 +363,7 @@ def quantized_norm_gate_up(x, norm, gate_up, bias, out, dependent=0, activation=
 
 @in_place
 def quantized_add_product(h, weight, bias, x, dependent=0):
-    h, _ = _sorted(h, None, weight, dependent)
+    h, _ = _inputs(h, None, weight, dependent)
     at_once, rows = _at_once(x), weight.rows
     _multiply(
         _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
@@ -347,9 +375,12 @@ def quantized_add_product(h, weight, bias, x, dependent=0):
 @in_place
 def quantized_routed_gate_up(x, norm, gate_up, ids, out, dependent=0, limit=INFINITE, activation="silu"):
     rows = out.shape[2]
+    x, norm = _inputs(x, norm, gate_up, dependent)
+    norm_weight, eps, gain = _norm_parts(norm)
     _multiply(
-        _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
-        gate_up.scale, ids, out, _ONE, norm.eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1], ACTIVATION=activation,
+        _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm_weight, gate_up.words,
+        gate_up.scale, ids, out, _ONE, eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1], ACTIVATION=activation,
+        GAIN=gain,
     )  # fmt: skip
     return out
 
@@ -357,6 +388,7 @@ def quantized_routed_gate_up(x, norm, gate_up, ids, out, dependent=0, limit=INFI
 @in_place
 def quantized_add_routed(h, down, ids, weights, x, dependent=0):
     rows = x.shape[1]
+    h, _ = _inputs(h, None, down, dependent)
     _multiply(
         _add_routed_kernel, "add_routed", down, rows, len(x), dependent, h, down.words, down.scale, ids, weights, x,
         _ONE, down.rows // rows, rows, S=ids.shape[1],
@@ -367,9 +399,11 @@ def quantized_add_routed(h, down, ids, weights, x, dependent=0):
 @in_place
 def quantized_column_gate_up(x, norm, gate_up, bias, ids, out, alpha, limit, dependent=0):
     rows = bias.shape[1]
+    x, norm = _inputs(x, norm, gate_up, dependent)
+    norm_weight, eps, gain = _norm_parts(norm)
     _multiply(
-        _column_gate_up_kernel, "column_gate_up", gate_up, rows, ids.numel(), dependent, x, norm.weight, gate_up.words,
-        gate_up.scale, bias, ids, out, _ONE, norm.eps, alpha, limit, len(bias), rows, S=ids.shape[1],
+        _column_gate_up_kernel, "column_gate_up", gate_up, rows, ids.numel(), dependent, x, norm_weight, gate_up.words,
+        gate_up.scale, bias, ids, out, _ONE, eps, alpha, limit, len(bias), rows, S=ids.shape[1], GAIN=gain,
     )  # fmt: skip
     return out
 
@@ -377,6 +411,7 @@ def quantized_column_gate_up(x, norm, gate_up, bias, ids, out, alpha, limit, dep
 @in_place
 def quantized_column_down(h, down, bias, ids, out, dependent=0):
     rows = bias.shape[1]
+    h, _ = _inputs(h, None, down, dependent)
     _multiply(
         _column_down_kernel, "column_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, bias, ids, out, _ONE,
         len(bias), rows,

@@ -34,11 +34,11 @@ from .....kernels.triton._launch import (
     launch_product,
     options,
 )
-from .....kernels.triton._packed import _ONE, _row_sums, _scales, _words
+from .....kernels.triton._packed import _ONE, _row_sums, _scales, _stride, _words
 from .....kernels.triton.experts import _expert
 from .....kernels.triton.gated import _activated, _limited
 from .....kernels.triton.peer_exchange import SCALARS, _addresses, _mail_arguments, _send, _stamp
-from .....kernels.triton.quantized_product import _multiply
+from .....kernels.triton.quantized_product import _inputs, _multiply
 from ..products import LEAST, MOST, MOST_CODED, Fp8Blocks
 
 
@@ -339,7 +339,7 @@ def _quantized_routed_down_kernel(h_ptr, w_ptr, scale_ptr, ids_ptr, weights_ptr,
     w = w_ptr + expert * rows * _words(K, KIND)
     scale = scale_ptr + expert * rows * _scales(K, KIND)
     weight = tl.load(weights_ptr + pair, cache_modifier=".cg") * poison
-    h = h_ptr + pair * K
+    h = h_ptr + pair * _stride(K, KIND)
     sums = _row_sums(h, h, w, scale, one, 0.0, rows, 1, K, KIND, R, C, None, WHOLE, DEPENDENT)
     tl.store(out_ptr + pair * rows + row, sums[0] * weight, mask=row < rows)
 
@@ -357,6 +357,7 @@ def routed_down(h, down, ids, weights, out, dependent=0):
 @in_place
 def quantized_routed_down(h, down, ids, weights, out, dependent=0):
     rows = out.shape[2]
+    h, _ = _inputs(h, None, down, dependent)
     _multiply(
         _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids,
         weights, out, _ONE, down.rows // rows, rows,
