@@ -179,6 +179,10 @@ MORE = {
         "turn_heads",
         lambda: ([example_of("turn_heads")[0][0]._replace(weight=None, eps=None)], *example_of("turn_heads")[1:], True),
     ),
+    "tiled_add_product of one row": (
+        "tiled_add_product",
+        lambda: (torch.randn(1, 512), torch.randn(33, 512), None, torch.zeros(1, 33)),
+    ),
     "turn_heads of three parts": ("turn_heads", lambda: example_of("turn_heads", 3)),
     **{f"{op} of {kind}": (op, draw) for kind in TABLE for op, draw in products_of(kind).items()},
     "rms_norm of wide rows": ("add_rms_norm", lambda: (torch.randn(2, 8192), torch.randn(2, 8192), torch.ones(8192))),

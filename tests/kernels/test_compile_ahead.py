@@ -301,6 +301,7 @@ assert [dispatch.verdict(op, there, torch.bfloat16, shape) for op, shape in call
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # beside 15 others, each of which forks as many processes as the machine has cores, one kernel was not
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 4, reason="kernels are compiled in one process there")
 def test_kernels_are_compiled_in_processes_forked_beside_a_gpu():
     """No kernel is compiled twice, and those of the tests agree with their references."""

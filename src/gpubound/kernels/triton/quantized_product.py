@@ -574,14 +574,14 @@ def _ordered_after(x, others, B):
 
     It has the first products wait for their x before it asks for the other slices, to spare registers: a wait for the L2 each.
     """
+    zero = tl.cast(B, tl.int32) >> 8  # a B of 1 is a constant
     for j in tl.static_range(1, len(others)):
         if x.dtype == tl.float32:
             bits, other = x.to(tl.int32, bitcast=True), others[j].to(tl.int32, bitcast=True)
-            x = tl.inline_asm_elementwise(_OR_AND, "=r,r,r,r", [bits, other, B >> 8], tl.int32, True, 1)
+            x = tl.inline_asm_elementwise(_OR_AND, "=r,r,r,r", [bits, other, zero], tl.int32, True, 1)
             x = x.to(tl.float32, bitcast=True)
         else:
-            zero = (B >> 8).to(tl.int16)
-            x = tl.inline_asm_elementwise(_OR_AND, "=r,r,r,r", [x, others[j], zero], x.dtype, True, 2)
+            x = tl.inline_asm_elementwise(_OR_AND, "=r,r,r,r", [x, others[j], zero.to(tl.int16)], x.dtype, True, 2)
     return x
 
 
