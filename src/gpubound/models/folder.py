@@ -25,7 +25,8 @@ from .registry import WRAPPERS
 WEIGHTS, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MASK_ID = "mask_token_id"  # of masked diffusion models
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of weights that are not quantised
+# Dtypes of weights that are not quantised, by their names in safetensors.
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 # Names of LLaDA's modules, and of a Decoder's. N is the number of a layer.
@@ -65,11 +66,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def dtype_of(about: dict[str, Any], folder: Path) -> torch.dtype:
-    """Return the dtype of the saved weights, by config.json. LLaDA's names none: that of the first tensor."""
-    value = about.get("dtype") or about.get("torch_dtype") or "float32"
-    if about.get("model_type") == "llada" and not about.keys() & {"dtype", "torch_dtype"}:
+    """Return the dtype of the saved weights, by config.json; where that names none, of their first floating-point tensor."""
+    value = about.get("dtype") or about.get("torch_dtype")
+    if value is None and gguf_in(folder) is None:
         with opened(weight_files(folder)[0]) as tensors:
-            return tensors.get_slice(next(iter(tensors.keys())))[:1].dtype
+            stored = [tensors.get_slice(name).get_dtype() for name in sorted(tensors.keys())]
+        return next((FLOATS[dtype] for dtype in stored if dtype in FLOATS), torch.float32)
+    value = value or "float32"
     name = value.removeprefix("torch.") if isinstance(value, str) else None
     if name not in DTYPES:
         raise DataError(f"{folder / 'config.json'}: dtype: got {value!r}, wanted one of {', '.join(DTYPES)}.")

@@ -199,6 +199,14 @@ def test_heads_that_do_not_fit(folder):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_config_without_a_dtype_has_that_of_its_tensors(folder, dtype):
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    change(folder, dtype=None, torch_dtype=None)
+    assert {tensor.dtype for tensor in load_hf(folder).state_dict().values()} == {dtype}
+
+
 def test_tensors_of_another_shape(folder):
     change(folder, intermediate_size=40)
     assert said(folder) == message("models/llama/weights:tensors_of_another_shape", folder / "model.safetensors")
