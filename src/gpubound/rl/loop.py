@@ -382,7 +382,7 @@ def sample(run: RLRun, scoring: Scoring, stop: Stop, ahead: int = 0) -> Sampled 
         run.order.position = position
         run.save(wait=True)
         raise type(error)(
-            f"{error} Step {run.done + 1 + ahead:,} was not taken; {run.checkpoints.folder} has those before it: correct the "
-            f"cause, and go on with --resume."
+            f"{error} Step {run.done + 1 + ahead:,} was not taken; {run.checkpoints.folder} has the state before it: correct "
+            f"the cause, and go on with --resume."
         ) from error
     return Sampled(groups, every, seconds, waited)
