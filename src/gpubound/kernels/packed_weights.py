@@ -302,7 +302,7 @@ def restore_columns(sorted_columns: Tensor, order: Tensor | None) -> Tensor:
 
 def round_inputs(x: Tensor, kind: str, order: Tensor | None = None) -> Tensor:
     """Return fp32 x (..., columns) as decoding kernels multiply it by levels of this kind: in 16 bits of the largest of the
-    columns that four words hold. Numbers that are no levels are multiplied by x itself."""
+    columns that four words hold. fp4 is multiplied by x in 24 bits, and other numbers by x itself."""
     about, columns = TABLE[kind], x.shape[-1]
     if about.values != "level":
         return x
