@@ -103,7 +103,8 @@ _HOPPER: dict[Key, tuple] = {
     ("product", "qkv", (4096, 512), 1): (16, 512, 8),
     ("packed_product", "fp4 routed_gate_up", (512, 4096), 0): (8, 512, 4),
     ("packed_product", "fp4 routed_down", (4096, 512), 0): (16, 64, 1),
-    # gpt-oss-20b's four experts, H200: 16.8 us with the launch that rounds x, by 16 rows of 64 words 18.1; 9.4, and 11.1.
+    # gpt-oss-20b's four experts, H200, dependent launches with the one that rounds x: 16.8 us, by 16 rows of 64 words 18.1;
+    # 9.4, and 11.1 by the rule.
     ("packed_product", "fp4 column_gate_up", (5760, 2880), 0): (4, 128, 1),
     ("packed_product", "fp4 column_down", (2880, 2880), 0): (8, 128, 1),
     # Split products of 1b: rows of weights, columns, warps, parts, stages. Whole steps of 2, 32, 64 and 128 rows, us: 831, 970,

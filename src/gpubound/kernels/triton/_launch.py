@@ -15,10 +15,11 @@ without a wait:
 weights, norms, tables      in every kernel: no step writes them
 position, old keys, pages   in attention: written by the previous token choice; the q k v product of the first layer is a fence
 position, state             in recurrences: likewise; the matrix and the ring are as the previous step has left them
-sums of hc_write            written by the previous hc_write; turn_heads and routed_gate_up are fences
+sums of hc_write            written by the previous hc_write; turn_heads and routed_gate_up are fences; of fp4 experts it
+                            is the launch that rounds the x of routed_gate_up
 the exchanged streams       likewise
 x of an AHEAD product       if a fence is between it and the writer of x: the shared expert's down, after routed_gate_up
-ids of a down product       written by the choice of experts before routed_gate_up, which is a fence
+ids of a down product       written by the choice of experts before that fence; of fp4's gate and up likewise
 another layer's new key     in attention by query: gate and up, and down, stand between, and are LATE where it is
 x, qkv, gated, the new key  never: written by the previous launch, or the one before that
 

@@ -11,9 +11,9 @@ levels        integers, four of which one instruction multiplies and adds (dp4a)
               level put under an exponent and multiplied in fp32 took 3.9 and 7.0 instructions a weight of int4, and 255
               registers of the former program in place of 165
 fp8           two shifts, a mask, multiply and add: 3.75 of 6.9; bits of e4m3 are those of an fp32 number 2^120 times too small
-fp4           integers as well: 12 + twice a number is a byte, and two permutations find four of them. x has 24 bits, as exact
-              as fp32, and is rounded by a launch before: in each program that took half of all instructions. 2.9 a weight,
-              and 5.5 where bits were put in place and multiplied in fp32
+fp4           integers, too: 12 + twice a number is a byte, and two permutations look up four of them. x has 24 bits, as exact
+              as fp32, and is rounded by a launch before: in each program that took a quarter of all instructions. By Triton 3.6
+              2.9 a weight with 8 rows a program, 3.4 with 4; bits put in place and multiplied in fp32 took 5.0 to 5.5
 nf4           a shift, a mask, and a load of one of sixteen numbers: of a quarter the rate of a multiplication
 offset of levels from 0: the sum of x over four words, 1 for all rows of a program; one product for every four words
 x             its norm, square, sum, and rounding, for all rows of a program
@@ -338,19 +338,21 @@ def _parts(kind):
 
 @triton.constexpr_function
 def _stride(columns, kind):
-    """Return the elements between two rows of x. Rounded, they are parts as long as a row of the weight, and four more."""
+    """Return the elements between two rows of x. A rounded row is `_parts`, as long as a row of the weight each, then the
+    factor of its products, the two words that `_codes` permutes, and one that aligns the next row."""
     return _parts(kind) * TABLE[kind].words(columns) + 4 if _rounded_before(kind) else columns
 
 
 @triton.constexpr_function
 def _number_of(word, group, byte, kind):
-    """Return which of the words of a rounded x for four words this is: of a byte of four slots of a word. Word 4: of sums."""
+    """Return the index, among the integers that a rounded x has for four words of a weight, of one byte of a word's group of
+    four slots. Word 4 has the sums of each byte, and the value of a 1."""
     return (word * (len(TABLE[kind].shifts) // 4) + group) * _input_bytes(kind) + byte
 
 
 @triton.constexpr_function
 def _position(word, group, byte, columns, kind):
-    """Return where the first such word is."""
+    """Return the offset of that integer in a row of rounded x, for the row's first four words."""
     number = _number_of(word, group, byte, kind)
     return number // 4 * TABLE[kind].words(columns) + number % 4
 
@@ -358,8 +360,7 @@ def _position(word, group, byte, columns, kind):
 @triton.jit
 def _round_kernel(x_ptr, norm_ptr, out_ptr, eps, K: tl.constexpr, KIND: tl.constexpr, C: tl.constexpr, GAIN: tl.constexpr,
                   DEPENDENT: tl.constexpr):  # fmt: skip
-    """Store a row of x as `_loaded_x` reads it; then what its products are multiplied by, which is 1 or the norm's factor, and
-    the bytes that `_codes` permutes."""
+    """Store a row of x as `_loaded_x` reads it, then its factor, of the norm or 1, and the words that `_codes` permutes."""
     N: tl.constexpr = _words(K, KIND)
     WORDS: tl.constexpr = _spacing(KIND)
     BYTES: tl.constexpr = _input_bytes(KIND)

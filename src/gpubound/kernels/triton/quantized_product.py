@@ -255,8 +255,8 @@ def _multiply(kernel: Any, use: str, weight: Packed, rows: int, across: int, dep
     launch_product(kernel, job, words, across, dependent, *args, KIND=weight.kind, **named)
 
 
-def _at_once(x: Tensor) -> int:
-    """Rows of x that a program multiplies."""
+def _rows_together(x: Tensor) -> int:
+    """Return the number of rows of x that a program multiplies."""
     return 2 if x.shape[0] % 2 == 0 else 1
 
 
@@ -313,14 +313,15 @@ def _sorted(x: Tensor, norm: Norm | None, weight: Packed, dependent: int = 0) ->
     return to, None if norm is None else norm._replace(weight=gain_to)
 
 
-def _inputs(x: Tensor, norm: Norm | None, weight: Packed, dependent: int = 0) -> tuple[Tensor, Norm | None]:
-    """Return x and its norm as a product with this weight reads them: columns in its order, or rounded with the norm inside.
+def _inputs(x: Tensor, norm: Norm | None, weight: Packed, dependent: int) -> tuple[Tensor, Tensor | None, float, float | None]:
+    """Return x as a product with this weight reads it, with its columns in the weight's order or rounded, and `_norm_parts` of
+    the norm that is left to the product: none where x is rounded.
 
-    What rounds the x of gate and up is a fence, after the choice of experts.
+    The launch that rounds the x of gate and up is a fence after the choice of experts.
     """
     x, norm = _sorted(x, norm, weight, dependent)
     if not _rounded_before(weight.kind):
-        return x, norm
+        return x, *_norm_parts(norm)
     columns, kind = weight.columns, weight.kind
     rounded = torch.empty(x.numel() // columns, _stride(columns, kind), device=x.device, dtype=torch.int32)
     gains, eps, gain = _norm_parts(norm)
@@ -329,20 +330,19 @@ def _inputs(x: Tensor, norm: Norm | None, weight: Packed, dependent: int = 0) ->
         x, x if gains is None else gains, rounded, eps, K=columns, KIND=kind, C=min(512, power_of_two(weight.words.shape[1])),
         GAIN=gain, **options(4, mode and (at_once(mode) if norm is None else FENCE)),
     )  # fmt: skip
-    return rounded, None
+    return rounded, *_norm_parts(None)
 
 
 @in_place
 def quantized_norm_product(x, norm, weight, bias, out, best, arg, dependent=0, cap=0.0):
-    x, norm = _inputs(x, norm, weight, dependent)
-    norm_weight, eps, gain = _norm_parts(norm)
+    x, norm_weight, eps, gain = _inputs(x, norm, weight, dependent)
     use, height = "qkv", None
     if best is not None:
         use, height = "head", power_of_two(-(-weight.rows // best.shape[1]))  # a partial maximum a program
-    at_once, rows = _at_once(x), weight.rows
+    together, rows = _rows_together(x), weight.rows
     _multiply(
-        _norm_product_kernel, use, weight, rows, len(x) // at_once, dependent, x, norm_weight, weight.words, weight.scale,
-        weight.extra, bias, out, best, arg, _ONE, eps, rows, height=height, B=at_once, BIAS=bias is not None,
+        _norm_product_kernel, use, weight, rows, len(x) // together, dependent, x, norm_weight, weight.words, weight.scale,
+        weight.extra, bias, out, best, arg, _ONE, eps, rows, height=height, B=together, BIAS=bias is not None,
         BEST=best is not None, GAIN=gain, CAP=cap,
     )  # fmt: skip
     return out, best, arg
@@ -350,12 +350,11 @@ def quantized_norm_product(x, norm, weight, bias, out, best, arg, dependent=0, c
 
 @in_place
 def quantized_norm_gate_up(x, norm, gate_up, bias, out, dependent=0, activation="silu", alternate=True):
-    x, norm = _inputs(x, norm, gate_up, dependent)
-    norm_weight, eps, gain = _norm_parts(norm)
-    at_once, rows = _at_once(x), gate_up.rows
+    x, norm_weight, eps, gain = _inputs(x, norm, gate_up, dependent)
+    together, rows = _rows_together(x), gate_up.rows
     _multiply(
-        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // at_once, dependent, x, norm_weight,
-        gate_up.words, gate_up.scale, gate_up.extra, bias, out, _ONE, eps, rows, B=at_once, TURNS=1 if alternate else 2,
+        _norm_gate_up_kernel, "gate_up", gate_up, rows, len(x) // together, dependent, x, norm_weight,
+        gate_up.words, gate_up.scale, gate_up.extra, bias, out, _ONE, eps, rows, B=together, TURNS=1 if alternate else 2,
         BIAS=bias is not None, GAIN=gain, ACTIVATION=activation,
     )  # fmt: skip
     return out
@@ -363,11 +362,11 @@ def quantized_norm_gate_up(x, norm, gate_up, bias, out, dependent=0, activation=
 
 @in_place
 def quantized_add_product(h, weight, bias, x, dependent=0):
-    h, _ = _inputs(h, None, weight, dependent)
-    at_once, rows = _at_once(x), weight.rows
+    h, *_ = _inputs(h, None, weight, dependent)
+    together, rows = _rows_together(x), weight.rows
     _multiply(
-        _add_product_kernel, "add", weight, rows, len(x) // at_once, dependent, h, weight.words, weight.scale,
-        weight.extra, bias, x, _ONE, rows, B=at_once, BIAS=bias is not None,
+        _add_product_kernel, "add", weight, rows, len(x) // together, dependent, h, weight.words, weight.scale,
+        weight.extra, bias, x, _ONE, rows, B=together, BIAS=bias is not None,
     )  # fmt: skip
     return x
 
@@ -375,8 +374,7 @@ def quantized_add_product(h, weight, bias, x, dependent=0):
 @in_place
 def quantized_routed_gate_up(x, norm, gate_up, ids, out, dependent=0, limit=INFINITE, activation="silu"):
     rows = out.shape[2]
-    x, norm = _inputs(x, norm, gate_up, dependent)
-    norm_weight, eps, gain = _norm_parts(norm)
+    x, norm_weight, eps, gain = _inputs(x, norm, gate_up, dependent)
     _multiply(
         _routed_gate_up_kernel, "routed_gate_up", gate_up, rows, ids.numel(), dependent, x, norm_weight, gate_up.words,
         gate_up.scale, ids, out, _ONE, eps, limit, gate_up.rows // (2 * rows), rows, S=ids.shape[1], ACTIVATION=activation,
@@ -388,7 +386,7 @@ def quantized_routed_gate_up(x, norm, gate_up, ids, out, dependent=0, limit=INFI
 @in_place
 def quantized_add_routed(h, down, ids, weights, x, dependent=0):
     rows = x.shape[1]
-    h, _ = _inputs(h, None, down, dependent)
+    h, *_ = _inputs(h, None, down, dependent)
     _multiply(
         _add_routed_kernel, "add_routed", down, rows, len(x), dependent, h, down.words, down.scale, ids, weights, x,
         _ONE, down.rows // rows, rows, S=ids.shape[1],
@@ -399,8 +397,7 @@ def quantized_add_routed(h, down, ids, weights, x, dependent=0):
 @in_place
 def quantized_column_gate_up(x, norm, gate_up, bias, ids, out, alpha, limit, dependent=0):
     rows = bias.shape[1]
-    x, norm = _inputs(x, norm, gate_up, dependent)
-    norm_weight, eps, gain = _norm_parts(norm)
+    x, norm_weight, eps, gain = _inputs(x, norm, gate_up, dependent)
     _multiply(
         _column_gate_up_kernel, "column_gate_up", gate_up, rows, ids.numel(), dependent, x, norm_weight, gate_up.words,
         gate_up.scale, bias, ids, out, _ONE, eps, alpha, limit, len(bias), rows, S=ids.shape[1], GAIN=gain,
@@ -411,7 +408,7 @@ def quantized_column_gate_up(x, norm, gate_up, bias, ids, out, alpha, limit, dep
 @in_place
 def quantized_column_down(h, down, bias, ids, out, dependent=0):
     rows = bias.shape[1]
-    h, _ = _inputs(h, None, down, dependent)
+    h, *_ = _inputs(h, None, down, dependent)
     _multiply(
         _column_down_kernel, "column_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, bias, ids, out, _ONE,
         len(bias), rows,

@@ -357,7 +357,7 @@ def routed_down(h, down, ids, weights, out, dependent=0):
 @in_place
 def quantized_routed_down(h, down, ids, weights, out, dependent=0):
     rows = out.shape[2]
-    h, _ = _inputs(h, None, down, dependent)
+    h, *_ = _inputs(h, None, down, dependent)
     _multiply(
         _quantized_routed_down_kernel, "routed_down", down, rows, ids.numel(), dependent, h, down.words, down.scale, ids,
         weights, out, _ONE, down.rows // rows, rows,
